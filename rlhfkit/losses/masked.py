@@ -1,0 +1,188 @@
+"""Masked reductions: every sum, mean and whitening in this package selects with its mask and never multiplies.
+
+A masked-out position may hold anything, NaN and infinity included: ``nan * 0`` is ``nan``, so multiplying by a mask lets
+it through. :func:`select` replaces such entries before any arithmetic, which keeps them out of the value *and* out of the
+gradient.
+
+Shapes: B sequences, T positions on the next-token axis (``x[:, t]`` belongs to token ``t + 1``).
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"]
+"""How a per-token loss becomes one number; see :func:`aggregate`."""
+
+
+class LossOutput(NamedTuple):
+    """What every loss returns.
+
+    Attributes:
+        loss: Scalar to call ``backward`` on.
+        metrics: Detached scalars by their published name (``policy/approx_kl``), ready to be logged.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+def check_same_shape(**tensors: Tensor | None) -> None:
+    """Raise unless all given tensors have one shape; names in the message come from the keywords.
+
+    Args:
+        **tensors: Tensors by argument name; ``None`` entries are skipped.
+
+    Raises:
+        ValueError: If two shapes differ; the message lists all of them.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"these tensors must have the same shape, got {listed}")
+
+
+def select(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """Keep ``values`` where ``mask`` is true and put ``fill`` elsewhere, in value and in gradient.
+
+    Args:
+        values: Any shape.
+        mask: Same shape (or broadcastable); bool, or numbers of which non-zero means true.
+        fill: What masked-out entries become.
+
+    Returns:
+        Tensor of the shape of ``values``.
+    """
+    return torch.where(mask.bool(), values, torch.full((), fill, dtype=values.dtype, device=values.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of the selected entries.
+
+    Args:
+        values: Any shape, e.g. (B, T).
+        mask: Same shape.
+        dim: Dimension to reduce; all of them when ``None``.
+
+    Returns:
+        Scalar, or ``values`` without ``dim``.
+    """
+    selected = select(values, mask)
+    return selected.sum() if dim is None else selected.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of the selected entries; 0 where nothing is selected.
+
+    Args:
+        values: Any shape, e.g. (B, T).
+        mask: Same shape.
+        dim: Dimension to reduce; all of them when ``None``.
+
+    Returns:
+        Scalar, or ``values`` without ``dim``.
+    """
+    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    return masked_sum(values, mask, dim) / count.clamp(min=1)
+
+
+def whiten(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    scale_std: bool = True,
+    eps: float = 1e-8,
+    moments: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Whiten the selected entries to mean 0 and standard deviation 1; masked-out entries become 0.
+
+    ``(x - mean) / sqrt(max(var, eps))`` with the biased variance, as REINFORCE++ (Hu et al., 2025, arXiv:2501.03262) and
+    OpenRLHF do.
+
+    Args:
+        values: (B, T) or any other shape.
+        mask: Same shape.
+        shift_mean: Subtract the mean.
+        scale_std: Divide by the standard deviation.
+        eps: Floor of the variance (OpenRLHF's default).
+        moments: ``(count, sum, sum of squares)`` of the selected entries over all ranks, three scalars, when the batch is
+            spread over ranks; computed from ``values`` when ``None``.
+
+    Returns:
+        Tensor of the shape of ``values``.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check_same_shape(values=values, mask=mask)
+    if moments is None:
+        count = mask.bool().sum()
+        mean = masked_sum(values, mask) / count.clamp(min=1)
+        variance = masked_sum((select(values, mask) - mean).square(), mask) / count.clamp(min=1)
+    else:
+        count, total, squares = moments
+        mean = total / count.clamp(min=1)
+        variance = squares / count.clamp(min=1) - mean.square()
+    whitened = values - mean if shift_mean else values
+    if scale_std:
+        whitened = whitened * variance.clamp(min=eps).rsqrt()
+    return select(whitened, mask)
+
+
+def aggregate(
+    token_loss: Tensor,
+    mask: Tensor,
+    mode: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    *,
+    max_length: int | None = None,
+) -> Tensor:
+    """Reduce a per-token loss to one scalar.
+
+    With ``l`` the loss, ``m`` the mask and ``D`` the denominator:
+
+    ============================  ===========================================  =============================  ==========
+    mode                          value                                        ``D`` when not given           used by
+    ============================  ===========================================  =============================  ==========
+    ``token-mean``                ``sum_it l_it m_it / D``                     number of selected tokens      DAPO, PPO
+    ``sequence-mean-token-mean``  ``sum_i (sum_t l_it m_it / sum_t m_it) / D``  sequences with a selected token  GRPO
+    ``sequence-mean-token-sum``   ``sum_i (sum_t l_it m_it) / D``              sequences with a selected token  REINFORCE
+    ``constant-length``           ``sum_it l_it m_it / (D * max_length)``      number of sequences B          Dr.GRPO
+    ============================  ===========================================  =============================  ==========
+
+    Nothing reduces over ranks or micro-batches in here. To make the gradient of an optimizer step independent of how the
+    step is split, pass the count of the *whole* step (divided by the number of micro-batches that will be averaged).
+
+    Args:
+        token_loss: (B, T).
+        mask: (B, T), true where a token counts.
+        mode: One of the four above.
+        denominator: ``D``: tokens for ``token-mean``, sequences otherwise.
+        max_length: Tokens; the constant of ``constant-length``, e.g. the generation limit.
+
+    Returns:
+        Scalar.
+
+    Raises:
+        ValueError: If the shapes differ, the mode is unknown, or ``max_length`` is missing or given where it has no meaning.
+    """
+    check_same_shape(token_loss=token_loss, mask=mask)
+    if mode not in get_args(Aggregation):
+        raise ValueError(f"mode must be one of {', '.join(get_args(Aggregation))}, got {mode!r}")
+    if (mode == "constant-length") != (max_length is not None):
+        raise ValueError(f"max_length belongs to mode 'constant-length', got mode {mode!r} and max_length {max_length}")
+    mask = mask.bool()
+    if mode == "token-mean":
+        total = masked_sum(token_loss, mask)
+        return total / (mask.sum().clamp(min=1) if denominator is None else denominator)
+    if mode == "constant-length":
+        assert max_length is not None
+        return masked_sum(token_loss, mask) / (
+            (token_loss.shape[0] if denominator is None else denominator) * max_length
+        )
+    reduce = masked_mean if mode == "sequence-mean-token-mean" else masked_sum
+    total = reduce(token_loss, mask, -1).sum()
+    return total / (mask.any(-1).sum().clamp(min=1) if denominator is None else denominator)

@@ -1,0 +1,197 @@
+"""The rollout contract: what an engine does, and how it is asked to sample.
+
+Engines take token ids and give token ids; text is never tokenised twice. One engine may live in every rank
+(:class:`~rlhfkit.rollout.local.LocalEngine`) or be shared by all of them (:class:`~rlhfkit.rollout.pool.VLLMPool`); a
+sample is the same either way, because its randomness comes from its own seed.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.experience import Prompt, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSpec:
+    """How completions are sampled. Every field is always sent, so no engine falls back to a model's own defaults.
+
+    Example::
+
+        SamplingSpec(group_size=8, max_new_tokens=1024, temperature=1.0)
+    """
+
+    group_size: int = 8
+    """Completions per prompt (TRL's ``num_generations`` default)."""
+    max_new_tokens: int = 1024
+    """Tokens per completion at most."""
+    min_new_tokens: int = 0
+    """No end of sequence before that many tokens."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probability reaches this; 1 is off."""
+    top_k: int = 0
+    """That many most likely tokens only; 0 is off."""
+    min_p: float = 0.0
+    """Only tokens at least this likely relative to the likeliest; 0 is off."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, besides the model's end-of-sequence tokens."""
+    seed: int = 0
+    """Base of all sampling seeds of the run."""
+
+    def __post_init__(self) -> None:
+        """Check every field once, where it is written."""
+        rules: list[tuple[str, bool, str]] = [
+            ("group_size", self.group_size >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+        ]
+        for name, holds, rule in rules:
+            if not holds:
+                raise ValueError(f"SamplingSpec.{name} must be {rule}, got {getattr(self, name)}")
+        for name in ("stop", "stop_token_ids"):  # YAML and notebooks hand over lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+def sample_seed(seed: int, iteration: int, prompt_index: int, sample_index: int) -> int:
+    """Seed of one sample, a function of what the sample is and of nothing else (rank, engine, batch, order).
+
+    Args:
+        seed: The run's seed.
+        iteration: Iteration of the training loop.
+        prompt_index: Row of the prompt in its data set.
+        sample_index: Position in the group.
+
+    Returns:
+        A 63-bit non-negative integer.
+    """
+    digest = hashlib.blake2b(f"{seed}/{iteration}/{prompt_index}/{sample_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class WeightInfo:
+    """Name, shape and type of one published tensor; known without gathering it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+
+class WeightSource(Protocol):
+    """The trainer's weights, wherever they are sharded. Iterating is a collective: every rank must do it to the end."""
+
+    def metadata(self) -> list[WeightInfo]:
+        """What iterating will yield, in order."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by Hugging Face name; valid until the next one is drawn."""
+        ...
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Something that samples from the current policy."""
+
+    shared: bool
+    """True: one engine serves all ranks and only rank 0 calls ``generate`` and ``score``; false: each rank has its own."""
+    version: int | None
+    """Policy version of the weights being served; ``None`` before the first :meth:`load`."""
+
+    def start(self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
+        """Get ready to serve a model; a second call does nothing.
+
+        Args:
+            model: Folder or hub name with the configuration and tokenizer. Weights come with the first :meth:`load`.
+            dtype: Type of the weights that will be loaded.
+            trust_remote_code: Passed to Transformers.
+        """
+        ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        """Sample ``group_size`` completions of each prompt.
+
+        Args:
+            prompts: What to complete.
+            sampling: How.
+            iteration: Goes into each sample's seed (:func:`sample_seed`).
+
+        Returns:
+            ``len(prompts) * group_size`` samples, the samples of a prompt side by side, in the order of the prompts.
+
+        Raises:
+            ValueError: If a prompt leaves no room in the model's context.
+            RuntimeError: If no weights were loaded yet, or the engine died.
+        """
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities (temperature 1, nothing truncated) of each token after the first.
+
+        Args:
+            sequences: Token ids, at least two each.
+
+        Returns:
+            For a sequence of n tokens, n - 1 numbers.
+        """
+        ...
+
+    def load(self, weights: WeightSource, version: int) -> None:
+        """Serve these weights from now on. Called by every rank; rank 0 sends when the engine is shared.
+
+        Args:
+            weights: Where they come from.
+            version: What ``version`` becomes when, and only when, all of them have arrived.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give up memory that is not needed until :meth:`wake`; a hint."""
+        ...
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        ...
+
+
+def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) -> None:
+    """Raise if a prompt and its completion do not fit into the model's context.
+
+    Args:
+        prompts: To be checked.
+        max_new_tokens: Room that each needs behind it.
+        context: Tokens the model can see.
+
+    Raises:
+        ValueError: Naming the first prompt that does not fit, and the cure.
+    """
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise ValueError(f"prompt {prompt.index} has no tokens; every prompt needs at least one")
+        if len(prompt.token_ids) + max_new_tokens > context:
+            raise ValueError(
+                f"prompt {prompt.index} has {len(prompt.token_ids)} tokens and max_new_tokens is {max_new_tokens}, but the "
+                f"model's context is {context}: shorten the prompts (PromptDataModule(max_prompt_length=...)) or lower "
+                "SamplingSpec(max_new_tokens=...)"
+            )
