@@ -1,7 +1,8 @@
 """The records that travel through reinforcement learning: ``Prompt`` -> ``Sample`` -> ``Experience``.
 
-A :class:`Prompt` is what the policy is asked, a :class:`Sample` one answer to it as the engine gave it (lists, no padding),
-and an :class:`Experience` a batch of samples as tensors, which modules fill in (old log-probs, advantages) and train on.
+A :class:`Prompt` is what the policy is asked, a :class:`Sample` one answer to it as the engine gave it (lists, no
+padding), and an :class:`Experience` a batch of samples as tensors, which modules fill in (old log-probs, advantages) and
+train on.
 
 The one axis convention: per-token fields live on the **next-token axis** of length T - 1, where entry ``t`` belongs to
 token ``t + 1``, the token that is predicted from position ``t``. Prompt tokens are never dropped from it; masks select.
@@ -113,7 +114,7 @@ class Experience:
     """(B,) int64, the optimizer update of this iteration that trains on the row; 0 is on-policy."""
 
     old_logprobs: Tensor | None = _step(None)
-    """(B, T-1) float32, trainer's log-probs before the iteration; ``None`` in the first update: equal to the current ones."""
+    """(B, T-1) float32, the trainer's before the iteration; ``None`` in the first update: equal to the current ones."""
     ref_logprobs: Tensor | None = _step(None)
     """(B, T-1) float32, under the reference policy."""
     values: Tensor | None = _step(None)
@@ -145,12 +146,12 @@ class Experience:
 
     @property
     def token_denominator(self) -> float | None:
-        """Selected tokens per averaged micro-batch: the denominator of an exact token mean; ``None``: use the batch's own."""
+        """Denominator of an exact token mean: selected tokens per averaged micro-batch; ``None``: the batch's own count."""
         return None if self.step_tokens is None else max(self.step_tokens, 1.0) / self.step_micro_batches
 
     @property
     def sequence_denominator(self) -> float | None:
-        """Sequences per averaged micro-batch: the denominator of an exact sequence mean; ``None``: use the batch's own."""
+        """Denominator of an exact sequence mean: sequences per averaged micro-batch; ``None``: the batch's own count."""
         return None if self.step_sequences is None else max(self.step_sequences, 1.0) / self.step_micro_batches
 
     @classmethod

@@ -111,7 +111,7 @@ class RolloutEngine(Protocol):
     """Something that samples from the current policy."""
 
     shared: bool
-    """True: one engine serves all ranks and only rank 0 calls ``generate`` and ``score``; false: each rank has its own."""
+    """True: one engine serves all ranks and only rank 0 calls ``generate`` and ``score``. False: each rank has one."""
     version: int | None
     """Policy version of the weights being served; ``None`` before the first :meth:`load`."""
 
@@ -191,7 +191,7 @@ def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) 
             raise ValueError(f"prompt {prompt.index} has no tokens; every prompt needs at least one")
         if len(prompt.token_ids) + max_new_tokens > context:
             raise ValueError(
-                f"prompt {prompt.index} has {len(prompt.token_ids)} tokens and max_new_tokens is {max_new_tokens}, but the "
-                f"model's context is {context}: shorten the prompts (PromptDataModule(max_prompt_length=...)) or lower "
+                f"prompt {prompt.index} has {len(prompt.token_ids)} tokens and max_new_tokens is {max_new_tokens}, but "
+                f"the model's context is {context}: shorten the prompts (PromptDataModule(max_prompt_length=...)) or lower "
                 "SamplingSpec(max_new_tokens=...)"
             )
