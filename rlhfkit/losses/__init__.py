@@ -1,5 +1,16 @@
 """Pure loss functions on tensors. Importing this package loads torch and nothing else."""
 
 from rlhfkit.losses.masked import Aggregation, LossOutput, aggregate, masked_mean, masked_sum, select, whiten
+from rlhfkit.losses.supervised import cross_entropy_loss, dft_loss
 
-__all__ = ["Aggregation", "LossOutput", "aggregate", "masked_mean", "masked_sum", "select", "whiten"]
+__all__ = [
+    "Aggregation",
+    "LossOutput",
+    "aggregate",
+    "cross_entropy_loss",
+    "dft_loss",
+    "masked_mean",
+    "masked_sum",
+    "select",
+    "whiten",
+]
