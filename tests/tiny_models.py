@@ -1,0 +1,65 @@
+"""Tiny random language models with a tokenizer, for tests that need a model folder and no network."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per printable ASCII character and newline; 99 tokens, pad and eos among them."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tiny_model(path: str | Path, *, tied: bool = True, seed: int = 0, context: int = 512) -> Path:
+    """Save a two-layer Llama (hidden 64, fp32, random) and its tokenizer in a folder that any engine can load.
+
+    Args:
+        path: Folder, made when missing.
+        tied: Whether the output layer shares the embedding's weights.
+        seed: Of the random weights.
+        context: Tokens the model can see.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = context
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        # Ten times the usual spread, so that a random model has preferences and greedy choices have no ties.
+        initializer_range=0.2,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
