@@ -1,1 +1,36 @@
-"""TODO."""
+"""Rollouts: the engine protocol, the in-process engine, and Ray-hosted vLLM engines. Heavy packages load when used."""
+
+from typing import TYPE_CHECKING, Any
+
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource, sample_seed
+
+if TYPE_CHECKING:
+    from rlhfkit.rollout.local import LocalEngine as LocalEngine
+    from rlhfkit.rollout.pool import VLLMPool as VLLMPool
+    from rlhfkit.rollout.transfer import ModuleWeights as ModuleWeights
+
+_LAZY = {
+    "LocalEngine": "rlhfkit.rollout.local",
+    "ModuleWeights": "rlhfkit.rollout.transfer",
+    "VLLMPool": "rlhfkit.rollout.pool",
+}
+
+__all__ = [
+    "LocalEngine",
+    "ModuleWeights",
+    "RolloutEngine",
+    "SamplingSpec",
+    "VLLMPool",
+    "WeightInfo",
+    "WeightSource",
+    "sample_seed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a lazy name when it is first used (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

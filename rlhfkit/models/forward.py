@@ -1,0 +1,144 @@
+"""One forward pass of the policy over a batch: log-probs (and entropy) of its tokens, without padding or logits.
+
+Shapes: B sequences, T tokens, N real tokens of the batch, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.losses.logprobs import linear_logprobs, logits_logprobs
+from rlhfkit.models.attention import PACKED_ATTENTION, PackedLayout
+
+
+class PolicyOutput(NamedTuple):
+    """What the policy says about a batch.
+
+    Attributes:
+        logprobs: (B, T-1) float32; 0 where the mask is false.
+        entropy: (B, T-1) float32 in nats, with gradient; ``None`` unless asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+class TokenizedBatch(Protocol):
+    """The part of a batch that a forward pass reads; :class:`~rlhfkit.data.Experience` has it."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The Hugging Face model inside a DeepSpeed engine or DDP wrapper, or the model itself."""
+    inner = getattr(model, "module", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _has_plain_head(model: nn.Module) -> bool:
+    """Whether logits are ``lm_head(hidden)`` and nothing else, so that the head can be replaced."""
+    config = cast(Any, model).config.get_text_config()
+    changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale")
+    return all(getattr(config, name, None) in (None, 1, 1.0) for name in changes)
+
+
+@contextmanager
+def _head(model: nn.Module, forward: Any) -> Iterator[None]:
+    """Let the output layer run ``forward`` for a while.
+
+    The layer's own hooks still run around it, which is what gathers a ZeRO-3 shard before and frees it after.
+    """
+    layer = cast(Any, model).get_output_embeddings()
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def policy_output(
+    model: nn.Module,
+    batch: TokenizedBatch,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    packed: bool | None = None,
+) -> PolicyOutput:
+    """Log-probs of the selected tokens of a batch.
+
+    Only real tokens go through the model, and only selected ones through the output layer.
+
+    Args:
+        model: A Hugging Face causal language model, bare or wrapped (DeepSpeed engine).
+        batch: Has ``input_ids`` (B, T) int64 and ``attention_mask`` (B, T) bool, padded on the right.
+        mask: (B, T-1) bool on the next-token axis: which tokens' log-probs are wanted.
+        temperature: Divides the logits; that of the sampler, so that log-probs compare.
+        entropy: Also give the entropy of each selected position.
+        packed: Remove the padding. ``None``: where the model's attention is ours.
+
+    Raises:
+        ValueError: If ``packed`` is asked of a model with another attention.
+    """
+    bare = unwrap(model)
+    ours = cast(Any, bare).config._attn_implementation == PACKED_ATTENTION
+    if packed and not ours:
+        raise ValueError(
+            f"packed=True needs a model loaded with attention={PACKED_ATTENTION!r}, this one has "
+            f"{cast(Any, bare).config._attn_implementation!r}"
+        )
+    packed = ours if packed is None else packed
+    real, mask = batch.attention_mask.bool(), mask.bool()
+    if packed:
+        layout = PackedLayout.from_lengths(real.sum(-1).tolist(), real.device)
+        inputs = {
+            "input_ids": batch.input_ids[real][None],
+            "position_ids": layout.position_ids,
+            "packed_layout": layout,
+        }
+        predicts = torch.nn.functional.pad(mask, (0, 1))[real]  # (N,): this position's next token is wanted
+    else:
+        # Padding is on the right, where causal attention cannot see it; ours needs no mask, others build one from this.
+        inputs = {"input_ids": batch.input_ids} if ours else {"input_ids": batch.input_ids, "attention_mask": real}
+        predicts = torch.nn.functional.pad(mask, (0, 1)).flatten()
+    positions = predicts.nonzero()[:, 0]
+    targets = batch.input_ids[:, 1:][mask]
+    chosen = _chosen(model, bare, inputs, positions, targets, temperature, entropy)
+    empty = torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device)
+    columns = [empty.masked_scatter(mask, column) for column in chosen.unbind(-1)]
+    return PolicyOutput(columns[0], columns[1] if entropy else None)
+
+
+def _chosen(
+    model: nn.Module,
+    bare: nn.Module,
+    inputs: dict[str, Any],
+    positions: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: bool,
+) -> Tensor:
+    """(M, 1) log-probs or (M, 2) log-probs and entropy of the M selected tokens."""
+    if not _has_plain_head(bare):
+        logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
+        dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
+        return torch.stack([column for column in dense if column is not None], -1)
+    layer = cast(Any, bare).get_output_embeddings()
+
+    def forward(hidden: Tensor) -> Tensor:
+        out = linear_logprobs(
+            hidden.flatten(0, 1)[positions],
+            layer.weight,
+            targets,
+            bias=getattr(layer, "bias", None),
+            temperature=temperature,
+            entropy=entropy,
+        )
+        return torch.stack([column for column in out if column is not None], -1)
+
+    with _head(bare, forward):
+        return model(**inputs, use_cache=False).logits
