@@ -58,6 +58,21 @@ def select(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     return torch.where(mask.bool(), values, torch.full((), fill, dtype=values.dtype, device=values.device))
 
 
+def full_precision(values: Tensor) -> Tensor:
+    """Values in at least float32: half precision is cast up, float32 and float64 stay as they are.
+
+    A sum over thousands of tokens in bfloat16 keeps 8 bits, so losses reduce in float32 and gradients return in the dtype
+    of the input.
+
+    Args:
+        values: Any shape and floating dtype.
+
+    Returns:
+        Tensor of the same shape, float32 or float64.
+    """
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of the selected entries.
 
