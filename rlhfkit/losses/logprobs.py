@@ -1,0 +1,388 @@
+"""Log-probs and entropy of target tokens, from hidden states or from logits, without an (N, V) matrix of their own.
+
+:func:`linear_logprobs` is the language-model head and the log-softmax in one: it walks over the vocabulary in tiles,
+keeps running softmax statistics per token, and recomputes the tiles in backward. Beyond its outputs it holds one tile
+(tens of megabytes) instead of several (N, V) matrices, at the price of one more matrix product: 4 instead of 3.
+:func:`logits_logprobs` is the same for logits that exist anyway.
+
+Tiles split the *vocabulary*, not the tokens: each slice of the weight's gradient is then finished in one matrix product
+that sums over all tokens, so no float32 copy of a bfloat16 weight gradient is needed.
+
+N stands for tokens, H for the width of the hidden state, V for the vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhfkit.losses.vocabulary_tiles import (
+    LogitTransform,
+    OutputGradient,
+    RunningSoftmax,
+    accumulate,
+    slices,
+    tile_gradient,
+)
+
+_MAX_ROWS = 4096
+_TILE_BYTES = {"cpu": 32 * 2**20}
+_DEFAULT_TILE_BYTES = 256 * 2**20
+
+
+class LogprobsOutput(NamedTuple):
+    """Log-probs of the targets and, if asked for, the entropy of the distribution they come from.
+
+    Attributes:
+        logprobs: Shape of ``targets``; nats; float32 (float64 for float64 inputs).
+        entropy: Same shape and dtype, nats; ``None`` unless ``entropy=True``.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk: int | None = None,
+) -> LogprobsOutput:
+    """Log-probs (and entropy) of target tokens from hidden states, without ever holding the (N, V) logits.
+
+    ``logits = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, ``logprob = logits[target] - log Z``,
+    ``entropy = log Z - sum_v p_v logits_v``. Both have gradients, with respect to hidden, weight and bias.
+
+    Matrix products run in the dtype autocast asks for when autocast is on, as ``torch.nn.functional.linear`` does, so
+    that the log-probs match those of an ordinary model forward; otherwise in the wider of the dtypes of ``hidden`` and
+    ``weight`` (a float32 head on bfloat16 hidden states is computed in float32). Softmax statistics are at least
+    float32.
+
+    The weight itself is saved for backward, no copy or view of it: partitioning engines (DeepSpeed ZeRO-3) may take its
+    data away after forward and bring it back before backward.
+
+    Args:
+        hidden: (..., H) final hidden states; select the tokens you need first, every row costs 2·V·H operations.
+        weight: (V, H) of the head, or of the tied embedding.
+        targets: (...) int64 token ids in [0, V).
+        bias: (V,).
+        temperature: The sampling temperature; 1 by default. Divides the logits (and with them shapes the entropy).
+        entropy: Also compute the entropy.
+        logit_softcap: Cap of Gemma 2's final logits; none by default.
+        logit_scale: Factor on the head's output (Cohere); 1 by default.
+        chunk: Vocabulary entries handled at a time; chosen by the size of a tile when ``None``. Changes memory and
+            speed, not the result.
+
+    Returns:
+        Log-probs and entropy of the shape of ``targets``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together, a knob is not a finite number above 0, or a target is not
+            in [0, V); that is checked on CPU only, elsewhere the host would have to wait and the log-prob is NaN.
+    """
+    transform = LogitTransform(temperature, logit_scale, logit_softcap)
+    check_head_arguments(hidden, weight, targets, bias)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is a number of vocabulary entries, at least 1, got {chunk}")
+    dtype = matmul_dtype(hidden, weight)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logprobs, entropies = _LinearLogprobs.apply(
+        flat, weight, bias, targets.reshape(-1), transform, entropy, chunk, dtype
+    )
+    return LogprobsOutput(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+
+
+def logits_logprobs(
+    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False
+) -> LogprobsOutput:
+    """Log-probs (and entropy) of target tokens from logits that exist anyway.
+
+    ``logprob = (logits / temperature)[target] - log Z``. Beyond the logits and their gradient nothing of shape (..., V)
+    is held.
+
+    Args:
+        logits: (..., V) before the temperature.
+        targets: (...) int64 token ids in [0, V).
+        temperature: The sampling temperature; 1 by default.
+        entropy: Also compute the entropy, with gradient.
+
+    Returns:
+        Log-probs and entropy of the shape of ``targets``, float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: As :func:`linear_logprobs`.
+    """
+    transform = LogitTransform(temperature)
+    if not logits.is_floating_point():
+        raise ValueError(f"logits must be floating point, got {logits.dtype}")
+    if logits.ndim < 1 or logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets must have the shape of logits without its last dimension, {tuple(logits.shape[:-1])}, "
+            f"got {tuple(targets.shape)}"
+        )
+    check_targets(targets, logits.shape[-1])
+    flat = logits.reshape(-1, logits.shape[-1])
+    logprobs, entropies = _LogitsLogprobs.apply(flat, targets.reshape(-1), transform, entropy)
+    return LogprobsOutput(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+
+
+def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Dtype of the matrix products: autocast's when it is on, else the wider one of the two inputs."""
+    device = hidden.device.type
+    wider = torch.promote_types(hidden.dtype, weight.dtype)
+    if wider != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return wider
+
+
+def check_head_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless the arguments of a head fit together; the message names what was given."""
+    if hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be (..., H) and weight (V, H), got hidden {tuple(hidden.shape)} and weight "
+            f"{tuple(weight.shape)}; a weight of shape (0,) is a ZeRO-3 partition that was not gathered"
+        )
+    if not (hidden.is_floating_point() and weight.is_floating_point()):
+        raise ValueError(f"hidden and weight must be floating point, got {hidden.dtype} and {weight.dtype}")
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets must have the shape of hidden without its last dimension, {tuple(hidden.shape[:-1])}, "
+            f"got {tuple(targets.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    check_targets(targets, weight.shape[0])
+
+
+def check_targets(targets: Tensor, vocabulary: int) -> None:
+    """Raise ValueError for targets that are no token ids; their range is checked where that costs no sync (CPU)."""
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets must be int64 token ids, got {targets.dtype}")
+    if targets.device.type != "cpu" or torch.compiler.is_compiling() or targets.numel() == 0:
+        return
+    lowest, highest = (int(bound) for bound in targets.aminmax())
+    if lowest < 0 or highest >= vocabulary:
+        raise ValueError(
+            f"targets must lie in [0, {vocabulary}), got values from {lowest} to {highest}; "
+            "give ignored positions (-100) any valid token id and leave them out with the loss mask"
+        )
+
+
+def tile_shape(tokens: int, vocabulary: int, chunk: int | None, dtype: torch.dtype, device: str) -> tuple[int, int]:
+    """Rows and columns of a tile: as many tokens as possible, and vocabulary entries by the bytes of the tile.
+
+    Args:
+        tokens: N.
+        vocabulary: V.
+        chunk: Columns the caller asked for, or ``None``.
+        dtype: Of the tile.
+        device: Type of the device.
+    """
+    rows = max(1, min(tokens, _MAX_ROWS))
+    if chunk is not None:
+        return rows, min(chunk, vocabulary)
+    columns = _TILE_BYTES.get(device, _DEFAULT_TILE_BYTES) // (rows * dtype.itemsize)
+    return rows, max(1, min(vocabulary, max(256, columns // 256 * 256)))
+
+
+class _Tiles:
+    """Buffers for tiles of logits, and their matrix product; allocated once per call and used for every tile."""
+
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *, entropy: bool, softcap: bool
+    ) -> None:
+        self.dtype = dtype
+        self.reduction = torch.promote_types(dtype, torch.float32)
+        size = shape[0] * shape[1]
+        self._raw = torch.empty(size, dtype=dtype, device=device)
+        reductions = [torch.empty(size, dtype=self.reduction, device=device) for _ in range(entropy + softcap)]
+        narrow = dtype != self.reduction
+        self._work = torch.empty(size, dtype=self.reduction, device=device) if narrow else self._raw
+        self._spare = reductions.pop() if entropy else None
+        self._inner = reductions.pop() if softcap else None
+
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The transform's ``inner`` of a tile, and the two buffers for ``accumulate`` and ``tile_gradient``."""
+        rows, columns = hidden.shape[0], weight.shape[0]
+
+        def view(buffer: Tensor | None) -> Tensor | None:
+            return None if buffer is None else buffer[: rows * columns].view(rows, columns)
+
+        raw, work = view(self._raw), view(self._work)
+        assert raw is not None
+        assert work is not None
+        if bias is None:
+            torch.mm(hidden, weight.t(), out=raw)
+        else:
+            torch.addmm(bias, hidden, weight.t(), out=raw)
+        return transform.inner(raw, view(self._inner)), work, view(self._spare)
+
+    def narrow(self, gradient: Tensor) -> Tensor:
+        """A finished gradient in the dtype of the matrix products (the raw logits are no longer needed then)."""
+        if self.dtype == self.reduction:
+            return gradient
+        return self._raw[: gradient.numel()].view(gradient.shape).copy_(gradient)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """The two passes behind :func:`linear_logprobs`; ``weight`` is saved as it came, see there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
+        entropy: bool,
+        chunk: int | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        device = hidden.device
+        rows, columns = shape = tile_shape(hidden.shape[0], weight.shape[0], chunk, dtype, device.type)
+        with torch.autocast(device.type, enabled=False):
+            tiles = _Tiles(shape, dtype, device, entropy=entropy, softcap=transform.softcap is not None)
+            state = RunningSoftmax.empty(hidden.shape[0], tiles.reduction, device, entropy=entropy)
+            source = hidden.to(dtype)
+            for column in slices(weight.shape[0], columns):
+                part = weight[column].to(dtype)
+                part_bias = None if bias is None else bias[column].to(dtype)
+                for row in slices(hidden.shape[0], rows):
+                    inner, work, spare = tiles.logits(source[row], part, part_bias, transform)
+                    local = targets[row] - column.start
+                    accumulate(state.rows(row), inner, transform.factor, local, work, spare)
+            normalizer, entropies = state.log_normalizer(), state.entropy()
+            logprobs = state.chosen - normalizer
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropies)
+        ctx.settings = (transform, shape, dtype)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normalizer, entropies = ctx.saved_tensors
+        gradient = OutputGradient(to_logprobs, to_entropy, normalizer, entropies)
+        if gradient.logprobs is None and gradient.entropy is None:
+            return (None,) * 8
+        with torch.autocast(hidden.device.type, enabled=False):
+            found = _head_gradients(hidden, weight, bias, targets, gradient, ctx.needs_input_grad[:3], *ctx.settings)
+        return (*found, None, None, None, None, None)
+
+
+def _head_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    gradient: OutputGradient,
+    needed: tuple[bool, bool, bool],
+    transform: LogitTransform,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Recompute every tile of logits and carry its gradient to hidden, weight and bias."""
+    rows, columns = shape
+    softcap = transform.softcap is not None
+    tiles = _Tiles(shape, dtype, hidden.device, entropy=gradient.entropy is not None, softcap=softcap)
+    source = hidden.to(dtype)
+    to_hidden = torch.zeros_like(hidden, dtype=tiles.reduction) if needed[0] else None
+    to_weight = torch.empty_like(weight) if needed[1] else None
+    to_bias = torch.zeros_like(weight[:, 0], dtype=tiles.reduction) if needed[2] else None
+    several = hidden.shape[0] > rows
+    for column in slices(weight.shape[0], columns):
+        part = weight[column].to(dtype)
+        part_bias = None if bias is None else bias[column].to(dtype)
+        # Over several blocks of tokens the sum is kept in the reduction dtype, for this slice of the vocabulary only.
+        total = torch.zeros_like(part, dtype=tiles.reduction) if several and to_weight is not None else None
+        for row in slices(hidden.shape[0], rows):
+            inner, work, spare = tiles.logits(source[row], part, part_bias, transform)
+            local = targets[row] - column.start
+            tile = tile_gradient(inner, transform.factor, local, gradient.rows(row), work, spare)
+            tile = transform.inner_gradient(tile, inner)
+            if to_bias is not None:
+                to_bias[column] += tile.sum(0)
+            tile = tiles.narrow(tile)
+            if to_hidden is not None:
+                add_product(to_hidden[row], tile, part)
+            if total is not None:
+                add_product(total, tile.t(), source[row])
+            elif to_weight is not None:
+                to_weight[column] = torch.mm(tile.t(), source[row])
+        if total is not None and to_weight is not None:
+            to_weight[column] = total
+    return (
+        None if to_hidden is None else to_hidden.to(hidden.dtype),
+        to_weight,
+        None if to_bias is None or bias is None else to_bias.to(bias.dtype),
+    )
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in place, for a ``total`` of the same or a wider dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+class _LogitsLogprobs(torch.autograd.Function):
+    """The two passes behind :func:`logits_logprobs`: whole rows of the vocabulary, blocks of tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, transform: LogitTransform, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens, vocabulary = logits.shape
+        reduction = torch.promote_types(logits.dtype, torch.float32)
+        state = RunningSoftmax.empty(tokens, reduction, logits.device, entropy=entropy)
+        rows = _block_rows(logits)
+        work = torch.empty(min(rows, tokens), vocabulary, dtype=reduction, device=logits.device)
+        spare = torch.empty_like(work) if entropy else None
+        for row in slices(tokens, rows):
+            part = logits[row]
+            buffers = (work[: len(part)], None if spare is None else spare[: len(part)])
+            accumulate(state.rows(row), part, transform.factor, targets[row], *buffers)
+        normalizer, entropies = state.log_normalizer(), state.entropy()
+        ctx.save_for_backward(logits, targets, normalizer, entropies)
+        ctx.transform = transform
+        ctx.set_materialize_grads(False)
+        return state.chosen - normalizer, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logprobs: Tensor | None, to_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, targets, normalizer, entropies = ctx.saved_tensors
+        gradient = OutputGradient(to_logprobs, to_entropy, normalizer, entropies)
+        if gradient.logprobs is None and gradient.entropy is None:
+            return None, None, None, None
+        result = torch.empty_like(logits)
+        rows = _block_rows(logits)
+        block = (min(rows, logits.shape[0]), logits.shape[1])
+        narrow = logits.dtype != normalizer.dtype
+        buffer = torch.empty(block, dtype=normalizer.dtype, device=logits.device) if narrow else None
+        spare = None if gradient.entropy is None else torch.empty_like(buffer if buffer is not None else result[:rows])
+        for row in slices(logits.shape[0], rows):
+            part, target = logits[row], result[row]
+            work = target if buffer is None else buffer[: len(part)]
+            second = None if spare is None else spare[: len(part)]
+            found = tile_gradient(part, ctx.transform.factor, targets[row], gradient.rows(row), work, second)
+            if found is not target:
+                target.copy_(found)
+        return result, None, None, None
+
+
+def _block_rows(logits: Tensor) -> int:
+    """Tokens whose rows of logits make one tile."""
+    limit = _TILE_BYTES.get(logits.device.type, _DEFAULT_TILE_BYTES)
+    return max(1, limit // (4 * logits.shape[1]))
