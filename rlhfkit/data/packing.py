@@ -1,0 +1,246 @@
+"""Which sequences are trained on together: bins of nearly equal tokens, and the shape of one iteration.
+
+An iteration of N sequences is divided into optimizer updates, each update **globally** into ``accumulate * world_size``
+micro-batches of nearly equal tokens, and these are dealt to the ranks. One rank and many ranks therefore train on the
+same updates; they only sum them in another order.
+
+Everything here is arithmetic on lengths: no tensors, no randomness, the same answer on every rank.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows that go through the model together, and the optimizer update of the iteration they belong to."""
+
+    rows: tuple[int, ...]
+    """Indices of sequences, ascending."""
+    update: int
+    """0 .. updates - 1."""
+
+
+@dataclass(frozen=True)
+class IterationShape:
+    """How big one iteration of generating and learning is."""
+
+    prompts: int
+    """Prompts to generate for, all ranks together."""
+    sequences: int
+    """Samples of all prompts, all ranks together: ``prompts * group_size``."""
+    updates: int
+    """Optimizer updates; each trains on ``sequences / updates`` of them."""
+    accumulate: int
+    """Micro-batches per update and rank."""
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        """Batches that each rank's loader yields: ``updates * accumulate``."""
+        return self.updates * self.accumulate
+
+
+def iteration_shape(
+    rollout_batch_size: int,
+    group_size: int,
+    micro_batch_size: int,
+    accumulate: int,
+    world_size: int,
+    *,
+    limit_batches: int | None = None,
+) -> IterationShape:
+    """Work out one iteration: ``updates = rollout_batch_size * group_size / (micro_batch_size * accumulate * world_size)``.
+
+    Args:
+        rollout_batch_size: Prompts per iteration, all ranks together.
+        group_size: Samples per prompt.
+        micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts).
+        accumulate: Micro-batches per optimizer update and rank (``Trainer(accumulate_grad_batches)``).
+        world_size: Ranks.
+        limit_batches: For a smoke run (``Trainer(fast_dev_run=n)``), which trains on n micro-batches: take just enough
+            prompts to fill them and no more; ``None``: the whole iteration.
+
+    Returns:
+        The shape.
+
+    Raises:
+        ValueError: If a size is below 1, or the sequences do not fill a whole number of updates.
+    """
+    sizes = {
+        "rollout_batch_size": rollout_batch_size,
+        "group_size": group_size,
+        "micro_batch_size": micro_batch_size,
+        "accumulate_grad_batches": accumulate,
+        "world_size": world_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if limit_batches is not None:
+        return _smallest_shape(rollout_batch_size, group_size, accumulate, world_size, limit_batches)
+    sequences, window = rollout_batch_size * group_size, micro_batch_size * accumulate * world_size
+    if sequences % window:
+        below, above = sequences // window * window, ceil(sequences / window) * window
+        nearby = " or ".join(str(total) for total in (below, above) if total)
+        raise ValueError(
+            f"an iteration has rollout_batch_size {rollout_batch_size} * group_size {group_size} = {sequences} sequences, "
+            f"and an optimizer update takes micro_batch_size {micro_batch_size} * accumulate_grad_batches {accumulate} * "
+            f"world_size {world_size} = {window} of them, which does not divide it: change one of these five so that "
+            f"it does (with the same update, an iteration of {nearby} sequences would)"
+        )
+    return IterationShape(rollout_batch_size, sequences, sequences // window, accumulate)
+
+
+def _smallest_shape(prompts: int, group_size: int, accumulate: int, world_size: int, limit: int) -> IterationShape:
+    """The fewest prompts that give every rank ``limit`` micro-batches of at least one sequence."""
+    updates = ceil(limit / accumulate)
+    needed = updates * accumulate * world_size
+    fewest = ceil(needed / group_size)
+    while fewest * group_size % updates:
+        fewest += 1
+    if fewest > prompts:
+        raise ValueError(
+            f"{limit} micro-batches on each of {world_size} ranks with accumulate_grad_batches {accumulate} need {needed} "
+            f"sequences, but an iteration has only rollout_batch_size {prompts} * group_size {group_size} = "
+            f"{prompts * group_size}: lower fast_dev_run or raise rollout_batch_size"
+        )
+    return IterationShape(fewest, fewest * group_size, updates, accumulate)
+
+
+def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: bool = False) -> list[list[int]]:
+    """Partition items into non-empty bins of nearly equal total length, by the largest differencing method.
+
+    Karmarkar and Karp, "The Differencing Method of Set Partitioning" (1982), in its form for several bins: start with
+    every item in a partition of its own, and merge the two most uneven partitions, the fullest bin of one with the
+    emptiest of the other, until one is left. Longest-first greedy (Graham, 1969) is computed too and taken when its
+    fullest bin is smaller, or when differencing leaves a bin empty. Ties go to the smaller index.
+
+    Args:
+        lengths: Tokens of each item, 0 or more.
+        num_bins: Bins.
+        equal_counts: Give every bin the same number of items.
+
+    Returns:
+        ``num_bins`` lists of indices, each ascending, together every index once.
+
+    Raises:
+        ValueError: If there are fewer items than bins, a length is negative, or ``equal_counts`` is not possible.
+    """
+    count = len(lengths)
+    if num_bins < 1 or count < num_bins:
+        raise ValueError(f"cannot partition {count} sequences into {num_bins} non-empty bins")
+    if min(lengths) < 0:
+        raise ValueError(f"lengths must be 0 or more, got {min(lengths)}")
+    if equal_counts and count % num_bins:
+        raise ValueError(f"cannot give {num_bins} bins an equal number of {count} sequences: {num_bins} must divide {count}")
+    order = sorted(range(count), key=lambda index: (-lengths[index], index))
+    bins = _differencing(lengths, order, num_bins, num_bins if equal_counts else 1)
+    if not equal_counts:
+        greedy = _longest_first(lengths, order, num_bins)
+        if not all(bins) or _fullest(lengths, greedy) < _fullest(lengths, bins):
+            bins = greedy
+    return [sorted(rows) for rows in bins]
+
+
+def _fullest(lengths: Sequence[int], bins: list[list[int]]) -> int:
+    return max(sum(lengths[index] for index in rows) for rows in bins)
+
+
+def _longest_first(lengths: Sequence[int], order: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Graham's greedy: the longest item that is left goes to the emptiest bin, an empty one before all others."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, 0, position) for position in range(num_bins)]
+    for index in order:
+        total, count, position = heap[0]
+        bins[position].append(index)
+        heapq.heapreplace(heap, (total + lengths[index], count + 1, position))
+    return bins
+
+
+def _differencing(lengths: Sequence[int], order: Sequence[int], num_bins: int, start: int) -> list[list[int]]:
+    """Largest differencing. ``start`` items make one initial partition: 1, or ``num_bins`` to keep counts equal."""
+    heap = []
+    for number, first in enumerate(range(0, len(order), start)):
+        bins = [(lengths[index], [index]) for index in order[first : first + start]]
+        bins += [(0, []) for _ in range(num_bins - len(bins))]  # descending already: order is by length
+        heap.append((bins[-1][0] - bins[0][0], number, bins))
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        merged = [(a + b, rows + more) for (a, rows), (b, more) in zip(one, reversed(other), strict=True)]
+        merged.sort(key=lambda entry: (-entry[0], entry[1]))
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+        number += 1
+    return [rows for _, rows in heap[0][2]]
+
+
+def plan_updates(
+    lengths: Sequence[int],
+    *,
+    num_updates: int,
+    accumulate: int,
+    world_size: int,
+    order: Sequence[int] | None = None,
+) -> list[list[MicroBatch]]:
+    """Divide an iteration into updates and micro-batches and deal these to the ranks.
+
+    Update u takes the u-th contiguous, equal-count piece of ``order``. Its micro-batches have nearly equal tokens; they
+    are dealt fullest first, so that ranks which wait for each other work on micro-batches of one size, and a lack of
+    memory shows in the first of them.
+
+    Args:
+        lengths: Tokens of each sequence.
+        num_updates: Optimizer updates.
+        accumulate: Micro-batches per update and rank.
+        world_size: Ranks.
+        order: Indices into ``lengths`` in training order, e.g. a permutation; an index that occurs in several updates is
+            trained on in each of them. As they are when ``None``.
+
+    Returns:
+        ``plan[rank]``: the ``num_updates * accumulate`` micro-batches of a rank, in training order.
+
+    Raises:
+        ValueError: If the updates do not divide the sequences, or an update has fewer sequences than micro-batches.
+    """
+    rows = list(range(len(lengths))) if order is None else list(order)
+    if min(num_updates, accumulate, world_size) < 1:
+        raise ValueError(
+            f"num_updates, accumulate and world_size must be at least 1, got {num_updates}, {accumulate}, {world_size}"
+        )
+    size, rest = divmod(len(rows), num_updates)
+    if rest:
+        raise ValueError(
+            f"{num_updates} updates do not divide {len(rows)} sequences: choose rollout_batch_size * group_size as a "
+            "multiple of micro_batch_size * accumulate_grad_batches * world_size"
+        )
+    if size < accumulate * world_size:
+        raise ValueError(
+            f"each of {num_updates} updates has {size} of {len(rows)} sequences, too few for accumulate {accumulate} * "
+            f"world_size {world_size} = {accumulate * world_size} micro-batches: raise rollout_batch_size or lower "
+            "accumulate_grad_batches"
+        )
+    plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
+    for update in range(num_updates):
+        window = sorted(rows[update * size : (update + 1) * size])
+        window_lengths = [lengths[row] for row in window]
+        for position, chosen in enumerate(deal(window_lengths, accumulate * world_size)):
+            plan[position % world_size].append(MicroBatch(tuple(window[index] for index in chosen), update))
+    return plan
+
+
+def deal(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """:func:`balanced_partition`, fullest bin first; rank r of R takes bins r, r + R, r + 2R, ...
+
+    Args:
+        lengths: Tokens of each item.
+        num_bins: Bins.
+
+    Returns:
+        ``num_bins`` lists of indices.
+    """
+    bins = balanced_partition(lengths, num_bins)
+    return sorted(bins, key=lambda rows: (-sum(lengths[index] for index in rows), rows[0]))
