@@ -1,9 +1,9 @@
-"""``LocalEngine``: generation inside the training process. No Ray, no server; for tests, CPUs and first notebook cells.
+"""``LocalEngine``: generation in the training process. No Ray, no server; for tests, CPUs and first notebook cells.
 
-It holds its own copy of the policy, filled by :meth:`LocalEngine.load`, so it works the same under every strategy, sharded
-ones included. A group's prompt is computed once and its cache shared; finished rows leave the batch. Sampling inverts the
-cumulative distribution at one uniform number per token, drawn from the sample's own seed: what a sample becomes does not
-depend on its neighbours in the batch.
+It holds its own copy of the policy, filled by :meth:`LocalEngine.load`, so it works the same under every strategy,
+sharded ones included. A group's prompt is computed once and its cache shared; finished rows leave the batch. Sampling
+inverts the cumulative distribution at one uniform number per token, drawn from the sample's own seed: what a sample
+becomes does not depend on its neighbours in the batch.
 """
 
 from collections.abc import Sequence

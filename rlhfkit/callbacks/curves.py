@@ -1,0 +1,118 @@
+"""``TrainingCurves``: one picture of a run, saved as it grows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+DEFAULT_CURVES = (
+    ("reward", ("rollout/reward", "val/reward")),
+    ("KL (nats per token)", ("policy/kl", "policy/approx_kl")),
+    ("entropy (nats per token)", ("policy/entropy",)),
+    ("completion length (tokens)", ("rollout/length",)),
+    ("|log-prob, trainer - engine|", ("rollout/logprob_difference",)),
+)
+
+
+class TrainingCurves(Callback):
+    """Save a PNG of the run's metrics over its iterations, after each of them.
+
+    Args:
+        path: The PNG; relative paths are under ``trainer.log_dir`` (or the working directory without a logger).
+        curves: Panels from left to right: a title, and the metrics drawn in it. A metric that is never logged is left out.
+        title: Of the picture.
+
+    Attributes:
+        saved: Where the picture is, once there is one.
+    """
+
+    def __init__(
+        self,
+        path: str = "curves.png",
+        *,
+        curves: Sequence[tuple[str, Sequence[str]]] = DEFAULT_CURVES,
+        title: str | None = None,
+    ) -> None:
+        self.path = path
+        self.curves = curves
+        self.title = title
+        self.history: dict[str, list[tuple[int, float]]] = {}
+        self.saved: Path | None = None
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remember what validation found."""
+        if not trainer.sanity_checking:
+            self._record(trainer, "val/")
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the iterations that are complete; the means of an epoch are known only after its last hook."""
+        self._update(trainer, trainer.current_epoch - 1)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the whole run."""
+        self._update(trainer, trainer.current_epoch - 1)
+
+    def _update(self, trainer: L.Trainer, iteration: int) -> None:
+        if iteration < 0 or not trainer.is_global_zero:
+            return
+        self._record(trainer, "", iteration)
+        folder = Path(trainer.log_dir or ".")
+        self.saved = self.draw(folder / self.path)
+
+    def _record(self, trainer: L.Trainer, prefix: str, iteration: int | None = None) -> None:
+        x = trainer.current_epoch if iteration is None else iteration
+        for _, names in self.curves:
+            for name in names:
+                value = trainer.callback_metrics.get(name)
+                if value is None or not name.startswith(prefix) or (not prefix and name.startswith("val/")):
+                    continue
+                points = self.history.setdefault(name, [])
+                if not points or points[-1][0] < x:
+                    points.append((x, float(value)))
+
+    def draw(self, path: Path) -> Path:
+        """Draw everything recorded so far.
+
+        Args:
+            path: The PNG, replaced as a whole.
+
+        Returns:
+            ``path``.
+        """
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        panels = [(title, [name for name in names if name in self.history]) for title, names in self.curves]
+        panels = [(title, names) for title, names in panels if names]
+        if not panels:
+            return path
+        figure = Figure(figsize=(3.6 * len(panels), 3.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for name in names:
+                x, y = zip(*self.history[name], strict=True)
+                axes.plot(x, y, marker="." if len(x) < 40 else None, label=name)
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("iteration")
+            axes.grid(alpha=0.3)
+            if len(names) > 1:
+                axes.legend(fontsize=7)
+        if self.title:
+            figure.suptitle(self.title)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial.png")
+        figure.savefig(partial, dpi=110)
+        partial.replace(path)
+        return path
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curves so far, so that a resumed run draws all of them."""
+        return {"history": {name: [list(point) for point in points] for name, points in self.history.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the curves."""
+        self.history = {
+            name: [(int(x), float(y)) for x, y in points] for name, points in state_dict["history"].items()
+        }

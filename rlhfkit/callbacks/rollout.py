@@ -1,0 +1,345 @@
+"""``RolloutCallback``: generate, score, prepare, and publish the policy's weights to the engine after each iteration.
+
+One iteration is one Lightning epoch. The loader of the DataModule asks :meth:`RolloutCallback.collect` for the iteration's
+micro-batches when the first is pulled, so Lightning's own loop does everything else: windows, clipping, progress, logging,
+checkpoints.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from rlhfkit.callbacks.ranks import everywhere, same_everywhere
+from rlhfkit.data.experience import Experience, Prompt, Sample
+from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
+from rlhfkit.models.load import precision_dtype
+from rlhfkit.rewards.base import Reward, score_samples
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+
+_PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_LOW_PRECISION_TOLERANCE = 0.3
+_PROBE_LENGTH = 32
+
+
+class RolloutCallback(Callback):
+    """Rollouts for modules that learn from their own samples.
+
+    Example::
+
+        RolloutCallback(reward=math_match, engine=VLLMPool(num_engines=2), sampling=SamplingSpec(group_size=8))
+
+    Args:
+        reward: Any callable that takes samples and returns one number (or ``None``: could not be scored) for each, sync or
+            async; see :mod:`rlhfkit.rewards`.
+        engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.LocalEngine` in this process.
+        sampling: How to sample in training.
+        validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
+        probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
+            weights were published; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
+
+    Raises:
+        TypeError: If ``reward`` cannot be called or ``engine`` is no engine.
+    """
+
+    def __init__(
+        self,
+        reward: Reward,
+        *,
+        engine: RolloutEngine | None = None,
+        sampling: SamplingSpec | None = None,
+        validation_sampling: SamplingSpec | None = None,
+        probe_tolerance: float | None = None,
+    ) -> None:
+        if not callable(reward):
+            raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
+        if engine is None:
+            from rlhfkit.rollout.local import LocalEngine
+
+            engine = LocalEngine()
+        if not isinstance(engine, RolloutEngine):
+            raise TypeError(f"engine must implement rlhfkit.rollout.RolloutEngine, got {type(engine).__name__}")
+        self.reward = reward
+        self.engine = engine
+        self.sampling = sampling or SamplingSpec()
+        greedy = dataclasses.replace(self.sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        self.validation_sampling = validation_sampling or greedy
+        self.probe_tolerance = probe_tolerance
+        self.iteration = 0
+        self.samples: list[Sample] = []
+        """The samples of the current iteration, rewards and all, the same on every rank."""
+        self.experience: Experience | None = None
+        """The current iteration as prepared by the module, the same on every rank."""
+        self.validation_samples: list[Sample] = []
+        """The samples of the last validation."""
+        self._trainer: L.Trainer | None = None
+        self._metrics: dict[str, float] = {}
+
+    # ------------------------------------------------------------------ what the loader asks
+
+    @property
+    def group_size(self) -> int:
+        """Samples per prompt in training."""
+        return self._training_sampling().group_size
+
+    def _training_sampling(self) -> SamplingSpec:
+        """The sampling in force: a few tokens under ``fast_dev_run``."""
+        if self._trainer is not None and getattr(self._trainer, "fast_dev_run", False):
+            return dataclasses.replace(
+                self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, 8), min_new_tokens=0
+            )
+        return self.sampling
+
+    def _shape(self, trainer: L.Trainer) -> IterationShape:
+        """How the iteration divides into updates and micro-batches."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if getattr(trainer, "fast_dev_run", False):  # Lightning runs one micro-batch; one prompt a rank fills it
+            return IterationShape(self.group_size * trainer.world_size, 1, 1)
+        return iteration_shape(
+            data.rollout_batch_size,
+            self.group_size,
+            data.micro_batch_size,
+            trainer.accumulate_grad_batches,
+            trainer.world_size,
+        )
+
+    def batches_per_iteration(self) -> int:
+        """Micro-batches that :meth:`collect` will give this rank."""
+        return self._shape(self._attached()).micro_batches_per_rank
+
+    def collect(self) -> list[Experience]:
+        """Publish if the engine is behind, generate, score, prepare, and split. A collective: all ranks call it alike.
+
+        Returns:
+            This rank's micro-batches of the iteration, in order.
+        """
+        trainer = self._attached()
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        module: Any = trainer.lightning_module
+        shape, sampling = self._shape(trainer), self._training_sampling()
+        prompts = data.next_prompts(shape.sequences // sampling.group_size)
+        self.publish()
+        with trainer.profiler.profile("rollout.generate_and_score"):
+            self.samples = self.sample(prompts, sampling, self.iteration)
+        accumulate = shape.micro_batches_per_rank // shape.updates
+        experience = Experience.from_samples(self.samples, temperature=sampling.temperature or 1.0)
+        plan = plan_updates(
+            experience.lengths.tolist(),
+            num_updates=shape.updates,
+            accumulate=accumulate,
+            world_size=trainer.world_size,
+        )
+        for share in plan:
+            for micro_batch in share:
+                experience.update[micro_batch.rows] = micro_batch.update
+        with trainer.profiler.profile("rollout.prepare"):
+            self.experience = module.prepare(experience)
+        self._metrics = self._iteration_metrics(self.experience)
+        averaged = trainer.accumulate_grad_batches * trainer.world_size
+        return [self._micro_batch(self.experience, one, averaged) for one in plan[trainer.global_rank]]
+
+    @staticmethod
+    def _micro_batch(experience: Experience, one: MicroBatch, averaged: int) -> Experience:
+        """The rows of one micro-batch, with the counts of its whole optimizer step."""
+        whole = experience.action_mask[experience.update == one.update]
+        batch = experience.select(one.rows)
+        return dataclasses.replace(
+            batch,
+            # In the first update the policy is still the one that sampled: its own log-probs are the old ones.
+            old_logprobs=None if one.update == 0 else batch.old_logprobs,
+            step_tokens=float(whole.sum()),
+            step_sequences=float(whole.any(-1).sum()),
+            step_micro_batches=averaged,
+        )
+
+    # ------------------------------------------------------------------ generate and score
+
+    def sample(self, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int) -> list[Sample]:
+        """Scored samples of the prompts, the same list on every rank. A collective.
+
+        Args:
+            prompts: The same on every rank.
+            sampling: How to sample.
+            iteration: Goes into each sample's seed.
+
+        Returns:
+            ``len(prompts) * group_size`` samples, group by group.
+        """
+        trainer = self._attached()
+        world, rank = trainer.world_size, trainer.global_rank
+        share = list(prompts)[rank::world] if not self.engine.shared else list(prompts) if rank == 0 else []
+        parts = everywhere(trainer, lambda: self._sample_share(share, sampling, iteration))
+        if self.engine.shared:
+            return parts[0]
+        size = sampling.group_size
+        groups = [part[first : first + size] for part in parts for first in range(0, len(part), size)]
+        position = {prompt.index: place for place, prompt in enumerate(prompts)}
+        groups.sort(key=lambda group: position[group[0].prompt.index])
+        return [sample for group in groups for sample in group]
+
+    def _sample_share(self, prompts: list[Prompt], sampling: SamplingSpec, iteration: int) -> list[Sample]:
+        if not prompts:
+            return []
+        samples = self.engine.generate(prompts, sampling, iteration=iteration)
+        if len(samples) != len(prompts) * sampling.group_size:
+            raise RuntimeError(
+                f"the engine was asked for {len(prompts)} x {sampling.group_size} samples and returned {len(samples)}"
+            )
+        tokenizer: Any = self._attached().lightning_module.tokenizer
+        texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
+        for sample, text in zip(samples, texts, strict=True):
+            sample.text = text
+        score_samples(self.reward, samples)
+        return samples
+
+    # ------------------------------------------------------------------ publish
+
+    def publish(self) -> None:
+        """Give the engine the current weights, if it has others, and check that they arrived. A collective.
+
+        Raises:
+            RuntimeError: If the engine's log-probs of a fixed sequence differ from the trainer's.
+        """
+        from rlhfkit.rollout.transfer import ModuleWeights
+
+        trainer = self._attached()
+        module: Any = trainer.lightning_module
+        dtype = precision_dtype(trainer.precision, compute=True)
+        version = trainer.global_step
+        if same_everywhere(trainer, self.engine.version == version):
+            return
+        with trainer.profiler.profile("rollout.publish"):
+            everywhere(
+                trainer,
+                lambda: self.engine.start(
+                    module.hparams["model"], dtype=dtype, trust_remote_code=module.hparams["trust_remote_code"]
+                ),
+            )
+            weights = ModuleWeights(module.policy, dtype=dtype)
+            everywhere(trainer, lambda: self.engine.load(weights, version))
+        self._probe(dtype)
+
+    def _probe(self, dtype: torch.dtype) -> None:
+        """Compare log-probs of a fixed sequence in trainer and engine; equal parameters would not prove equal models."""
+        tolerance = self.probe_tolerance
+        if tolerance is None:
+            tolerance = _PROBE_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
+        if tolerance == float("inf"):
+            return
+        trainer = self._attached()
+        module: Any = trainer.lightning_module
+        vocabulary = len(module.tokenizer)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (1, min(_PROBE_LENGTH, vocabulary)), generator=generator)
+        expected = module.token_logprobs(ids)[0]
+
+        def difference() -> float:
+            if self.engine.shared and trainer.global_rank > 0:
+                return 0.0
+            return float((torch.tensor(self.engine.score(ids.tolist())[0]) - expected).abs().max())
+
+        worst = max(everywhere(trainer, difference))
+        self._metrics_after_publish = {"rollout/probe_difference": worst}
+        if not worst <= tolerance:
+            self.engine.version = None  # nothing is sampled from weights that are not the policy's
+            raise RuntimeError(
+                f"after publishing version {trainer.global_step} the engine's log-probs differ from the trainer's by {worst:.3g}, "
+                f"more than probe_tolerance={tolerance:g}: the weights did not arrive, or the two run different models "
+                "(dtype, attention, chat of adapters); a larger RolloutCallback(probe_tolerance=...) accepts the difference"
+            )
+
+    # ------------------------------------------------------------------ hooks
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check, before anything is loaded, that module, data and sampling fit together."""
+        self._trainer = trainer
+        if stage not in ("fit", "validate"):
+            return
+        if not hasattr(trainer.datamodule, "next_prompts"):  # type: ignore[attr-defined]
+            raise TypeError(
+                "RolloutCallback takes its prompts from a DataModule with next_prompts(): call "
+                "trainer.fit(module, datamodule=PromptDataModule(...))"
+            )
+        if stage == "fit":
+            if not callable(getattr(pl_module, "prepare", None)):
+                raise TypeError(
+                    f"RolloutCallback trains modules that prepare experience (GRPOModule ...), {type(pl_module).__name__} "
+                    "has no prepare(); an SFTModule needs no RolloutCallback"
+                )
+            check = getattr(pl_module, "check_group_size", None)
+            if check is not None:
+                check(self.sampling.group_size)
+            self._shape(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the iteration, move on to the next prompts, and publish the new policy."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data.advance(len({sample.prompt.index for sample in self.samples}))
+        self.iteration += 1
+        pl_module.log_dict(self._metrics)
+        if "rollout/reward" in self._metrics:
+            pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False)
+        self.publish()
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Generate and score the prompts of a validation batch with the current policy."""
+        if batch_idx == 0 and dataloader_idx == 0:
+            self.validation_samples = []
+        self.publish()
+        samples = self.sample(batch, self.validation_sampling, iteration=-1)
+        self.validation_samples += samples
+        scored = [sample for sample in samples if sample.reward is not None]
+        names = sorted({name for sample in scored for name in sample.reward_parts})
+        means = {"reward": [sample.reward or 0.0 for sample in scored]}
+        means |= {name: [sample.reward_parts.get(name, 0.0) for sample in scored] for name in names}
+        for name, values in means.items():
+            if values:
+                mean = sum(values) / len(values)
+                pl_module.log(f"val/{name}", mean, on_epoch=True, batch_size=len(values), prog_bar=name == "reward")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Free the engine when training ends, also after an error."""
+        if stage == "fit":
+            self.engine.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration counter; prompts are the DataModule's to remember, weights the module's."""
+        return {"iteration": self.iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue counting where the checkpoint stopped."""
+        self.iteration = state_dict["iteration"]
+
+    # ------------------------------------------------------------------ inside
+
+    def _attached(self) -> L.Trainer:
+        if self._trainer is None:
+            raise RuntimeError("RolloutCallback works inside a Trainer: pass it to Trainer(callbacks=[...])")
+        return self._trainer
+
+    def _iteration_metrics(self, experience: Experience) -> dict[str, float]:
+        """What the samples of the iteration look like, as plain numbers."""
+        samples = self.samples
+        rewards = experience.rewards[~experience.rewards.isnan()]
+        lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
+        metrics = {
+            "rollout/reward": float(rewards.mean()) if len(rewards) else float("nan"),
+            "rollout/reward_std": float(rewards.std(unbiased=False)) if len(rewards) else float("nan"),
+            "rollout/length": float(lengths.mean()),
+            "rollout/truncated_fraction": float(experience.truncated.float().mean()),
+            "rollout/unscored_fraction": 1.0 - len(rewards) / len(samples),
+        }
+        for name, values in experience.reward_parts.items():
+            metrics[f"rollout/reward_{name}"] = float(values[~values.isnan()].mean())
+        if experience.advantages is not None:
+            silent = ~(experience.advantages != 0).any(-1)
+            metrics["rollout/zero_advantage_fraction"] = float(silent.float().mean())
+        return metrics
+
+
+RewardLike = Reward | Callable[[Sequence[Sample]], Sequence[float | None]]

@@ -1,0 +1,226 @@
+"""``PolicyModule``: what every module with a language model as policy shares: loading, optimizer, exact means, logging."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.data.experience import Experience
+from rlhfkit.data.packing import balanced_partition
+from rlhfkit.losses import aggregate
+from rlhfkit.models import PolicyOutput, load_causal_lm, load_tokenizer, policy_output
+from rlhfkit.models.load import precision_dtype
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+class PolicyModule(L.LightningModule):
+    """A LightningModule around one causal language model, ``self.policy``.
+
+    Subclasses write ``training_step`` (and usually a short ``loss``). Automatic optimization; the network is built in
+    ``configure_model``, so that sharded strategies can build it sharded.
+
+    Args:
+        model: Folder or hub name of the policy.
+        lr: Peak learning rate of AdamW.
+        weight_decay: AdamW's decoupled weight decay.
+        betas: AdamW's two averaging factors (0.9 and 0.95: OpenRLHF's default).
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: ``constant``, ``linear`` or ``cosine`` (both decay to 0 at the end of training) after warm-up.
+        attention: Transformers' ``attn_implementation``; ``None``: packed attention where the model allows it.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        max_tokens_per_forward: Tokens per forward pass where no gradient is needed (OpenRLHF's default is 16192).
+        trust_remote_code: Run Python code that comes with the model. Off unless asked.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    policy: nn.Module
+    frozen_children: ClassVar[tuple[str, ...]] = ()
+    """Children that are never trained and can be loaded again by name: left out of checkpoints."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 1e-6,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 0,
+        lr_schedule: str = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        max_tokens_per_forward: int = 16384,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        if lr <= 0:
+            raise ValueError(f"lr must be positive, got {lr}")
+        if lr_schedule not in SCHEDULES:
+            raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
+        if max_tokens_per_forward < 1:
+            raise ValueError(f"max_tokens_per_forward must be at least 1, got {max_tokens_per_forward}")
+        self.save_hyperparameters()
+        self._tokenizer: Any = None
+
+    # ------------------------------------------------------------------ building
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, loaded when first needed."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.hparams["model"], trust_remote_code=self.hparams["trust_remote_code"])
+        return self._tokenizer
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """Type of the weights under the Trainer's precision; float32 without a Trainer."""
+        return torch.float32 if self._trainer is None else precision_dtype(self._trainer.precision)
+
+    def build_policy(self) -> nn.Module:
+        """Load the policy; override to wrap or change it."""
+        return load_causal_lm(
+            self.hparams["model"],
+            dtype=self.model_dtype,
+            attention=self.hparams["attention"],
+            gradient_checkpointing=self.hparams["gradient_checkpointing"],
+            trust_remote_code=self.hparams["trust_remote_code"],
+        )
+
+    def configure_model(self) -> None:
+        """Build the network once; Lightning calls this again before validation."""
+        if not hasattr(self, "policy"):
+            self.policy = self.build_policy()
+
+    def configure_optimizers(self) -> Any:
+        """AdamW over everything that requires a gradient, with warm-up and decay per optimizer step."""
+        from transformers import get_scheduler
+
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trainable, lr=self.hparams["lr"], betas=self.hparams["betas"], weight_decay=self.hparams["weight_decay"]
+        )
+        kind, warmup = self.hparams["lr_schedule"], self.hparams["warmup_steps"]
+        if kind == "constant" and not warmup:
+            return optimizer
+        total = None
+        if kind != "constant":
+            total = self.trainer.estimated_stepping_batches
+            if total == math.inf:
+                raise ValueError(f"lr_schedule={kind!r} decays to the end of training: give Trainer(max_epochs=...)")
+            total = int(total)
+        scheduler = get_scheduler("constant_with_warmup" if kind == "constant" else kind, optimizer, warmup, total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # ------------------------------------------------------------------ checkpoints hold what is trained
+
+    def _is_frozen(self, name: str) -> bool:
+        return name.startswith(tuple(f"{child}." for child in self.frozen_children))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the frozen children out."""
+        state = checkpoint.get("state_dict") or {}
+        checkpoint["state_dict"] = {name: value for name, value in state.items() if not self._is_frozen(name)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Build the network if nobody has, so that ``load_from_checkpoint`` has something to fill."""
+        self.configure_model()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights; the frozen children may be missing, everything else must fit.
+
+        Args:
+            state_dict: Weights by name.
+            strict: Raise when names do not fit.
+            assign: See :meth:`torch.nn.Module.load_state_dict`.
+
+        Raises:
+            RuntimeError: If names do not fit; it lists them.
+        """
+        result = super().load_state_dict(state_dict, strict=False, assign=assign)
+        wrong = [name for name in result.missing_keys if not self._is_frozen(name)] + list(result.unexpected_keys)
+        if strict and wrong:
+            raise RuntimeError(f"the checkpoint does not fit {self.hparams['model']!r}: {wrong[:8]} are missing or unknown")
+        return result
+
+    # ------------------------------------------------------------------ forward
+
+    def token_mean(self, values: Tensor, batch: Experience) -> Tensor:
+        """Mean over the trained tokens of the whole optimizer step, all micro-batches and ranks, as this batch's share.
+
+        Args:
+            values: (B, T-1).
+            batch: Gives the mask and the count.
+
+        Returns:
+            Scalar; Lightning's average over micro-batches and ranks is the exact mean.
+        """
+        return aggregate(values, batch.action_mask, "token-mean", batch.token_denominator)
+
+    @torch.no_grad()
+    def sharded_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
+        """Log-probs of a whole iteration, each rank computing its share. A collective: all ranks call it alike.
+
+        Args:
+            model: The policy or a reference.
+            experience: B sequences, the same on every rank.
+            rows: (B,) bool, which sequences are wanted; all when ``None``.
+
+        Returns:
+            (B, T-1) float32 on the CPU, the same on every rank; 0 outside the mask and in rows not asked for.
+        """
+        total = torch.zeros(experience.action_mask.shape, device=self.device)
+        wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
+        world, rank = self.trainer.world_size, self.global_rank
+        if len(wanted):
+            lengths = experience.lengths[wanted].tolist()
+            bins = world * math.ceil(sum(lengths) / (world * self.hparams["max_tokens_per_forward"]))
+            # Every rank runs equally many forward passes: a sharded model gathers its weights in each.
+            bins = max(min(bins, len(wanted) // world * world), 1)
+            shares = balanced_partition(lengths, bins)
+            training = model.training
+            model.eval()
+            for share in shares[rank::world]:
+                batch = experience.select(wanted[share]).to(self.device)
+                with self.trainer.precision_plugin.forward_context():
+                    out = policy_output(model, batch, batch.action_mask, temperature=batch.temperature)
+                total[wanted[share].to(self.device), : out.logprobs.shape[1]] = out.logprobs
+            model.train(training)
+        if world > 1:
+            torch.distributed.all_reduce(total)
+        return total.cpu()
+
+    @torch.no_grad()
+    def token_logprobs(self, token_ids: Tensor) -> Tensor:
+        """Log-probs at temperature 1 of given sequences. A collective under sharded strategies.
+
+        Args:
+            token_ids: (B, T) int64, no padding.
+
+        Returns:
+            (B, T-1) float32 on the CPU.
+        """
+        batch = _Tokens(token_ids.to(self.device))
+        with self.trainer.precision_plugin.forward_context():
+            out: PolicyOutput = policy_output(self.policy, batch, torch.ones_like(batch.input_ids[:, 1:]).bool())
+        return out.logprobs.cpu()
+
+    def log_means(self, metrics: Mapping[str, Tensor]) -> None:
+        """Log scalars as means over the epoch (in reinforcement learning: the iteration), all ranks.
+
+        Args:
+            metrics: Detached scalars by name.
+        """
+        self.log_dict(dict(metrics), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+
+
+class _Tokens:
+    """Sequences without padding, as a batch."""
+
+    def __init__(self, input_ids: Tensor) -> None:
+        self.input_ids = input_ids
+        self.attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
