@@ -85,7 +85,7 @@ def dft_loss(
     ``l_t = -sg(p(y_t)) log p(y_t)``, then :func:`aggregate`; ``sg`` stops the gradient.
 
     Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification" (2025,
-    arXiv:2508.05629, equation 9). The weight undoes the ``1 / p`` that hides in the gradient of cross-entropy, so that
+    arXiv:2508.05629). The weight undoes the ``1 / p`` that hides in the gradient of cross-entropy, so that
     unlikely labels no longer dominate.
 
     Args:

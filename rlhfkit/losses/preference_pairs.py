@@ -1,0 +1,200 @@
+"""Per-pair losses of the DPO family, one short function each, by the names TRL gave them.
+
+All take :class:`PreferencePairs` and return one loss per pair, (B,). :func:`rlhfkit.losses.dpo_loss` looks names up in
+:data:`PAIR_LOSSES` and takes any other function of the same shape as well.
+
+Notation: ``Δ = log π(y|x) - log π_ref(y|x)`` of the chosen (``Δ_c``) and the rejected (``Δ_r``) answer, ``s`` the score
+of the f-divergence (``s(Δ) = Δ`` for reverse KL), ``h = s(Δ_c) - s(Δ_r)``, ``n_c`` and ``n_r`` completion lengths in
+tokens, ``ε`` label smoothing.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PreferencePairs(NamedTuple):
+    """What a per-pair loss sees. All tensors are (B,) and at least float32.
+
+    Attributes:
+        chosen: Summed log-probs of the chosen answers under the policy.
+        rejected: The same for the rejected answers.
+        ref_chosen: Under the reference model; zeros when there is none.
+        ref_rejected: The same for the rejected answers.
+        chosen_score: ``s(Δ_c)``.
+        rejected_score: ``s(Δ_r)``.
+        chosen_lengths: Tokens; ``None`` when not given.
+        rejected_lengths: Tokens; ``None`` when not given.
+        mean_chosen_length: Scalar, tokens of a chosen answer on average over the optimizer step.
+        beta: β.
+        label_smoothing: ε, the probability that a label is wrong.
+        discopop_temperature: τ of the DiscoPOP loss.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_score: Tensor
+    rejected_score: Tensor
+    chosen_lengths: Tensor | None = None
+    rejected_lengths: Tensor | None = None
+    mean_chosen_length: Tensor | float | None = None
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    discopop_temperature: float = 0.05
+
+    @property
+    def chosen_logratio(self) -> Tensor:
+        """``Δ_c``."""
+        return self.chosen - self.ref_chosen
+
+    @property
+    def rejected_logratio(self) -> Tensor:
+        """``Δ_r``."""
+        return self.rejected - self.ref_rejected
+
+    @property
+    def margin(self) -> Tensor:
+        """``h``."""
+        return self.chosen_score - self.rejected_score
+
+    @property
+    def mean_margin(self) -> Tensor:
+        """``s(Δ_c) / n_c - s(Δ_r) / n_r``."""
+        if self.chosen_lengths is None or self.rejected_lengths is None:
+            raise ValueError("this loss_type averages over tokens: give chosen_lengths and rejected_lengths")
+        return self.chosen_score / self.chosen_lengths - self.rejected_score / self.rejected_lengths
+
+
+PairLoss = Callable[[PreferencePairs], Tensor]
+"""A per-pair loss: :class:`PreferencePairs` in, (B,) out."""
+
+
+def smoothed_logsigmoid_loss(logits: Tensor, label_smoothing: float) -> Tensor:
+    """``-(1-ε) log σ(z) - ε log σ(-z)``: binary cross-entropy with a label that is wrong with probability ε."""
+    if label_smoothing == 0.0:
+        return -F.logsigmoid(logits)
+    return -(1.0 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
+
+
+def sigmoid(pairs: PreferencePairs) -> Tensor:
+    """``-(1-ε) log σ(βh) - ε log σ(-βh)``. DPO (arXiv:2305.18290); ε > 0 is conservative DPO (Mitchell, 2023)."""
+    return smoothed_logsigmoid_loss(pairs.beta * pairs.margin, pairs.label_smoothing)
+
+
+def sigmoid_norm(pairs: PreferencePairs) -> Tensor:
+    """``-log σ(β (s(Δ_c)/n_c - s(Δ_r)/n_r))``, smoothed. Length-normalised DPO, Tülu 3 (arXiv:2411.15124)."""
+    return smoothed_logsigmoid_loss(pairs.beta * pairs.mean_margin, pairs.label_smoothing)
+
+
+def hinge(pairs: PreferencePairs) -> Tensor:
+    """``max(0, 1 - βh)``. SLiC with a reference, as in RSO (arXiv:2309.06657)."""
+    return torch.relu(1.0 - pairs.beta * pairs.margin)
+
+
+def ipo(pairs: PreferencePairs) -> Tensor:
+    """``(s(Δ_c)/n_c - s(Δ_r)/n_r - 1/(2β))²``. IPO on means (arXiv:2310.12036), as its authors and TRL run it."""
+    return (pairs.mean_margin - 1.0 / (2.0 * pairs.beta)).square()
+
+
+def ipo_sum(pairs: PreferencePairs) -> Tensor:
+    """``(h - 1/(2β))²``. IPO on summed log-probs (arXiv:2310.12036, equation 17), as OpenRLHF runs it."""
+    return (pairs.margin - 1.0 / (2.0 * pairs.beta)).square()
+
+
+def exo_pair(pairs: PreferencePairs) -> Tensor:
+    """``σ(βh) (log σ(βh) - log(1-ε)) + σ(-βh) (log σ(-βh) - log ε)``, ε > 0. EXO (arXiv:2402.00856)."""
+    if pairs.label_smoothing <= 0.0:
+        raise ValueError("loss_type 'exo_pair' needs label_smoothing > 0; TRL suggests 1e-3")
+    logits, smoothing = pairs.beta * pairs.margin, pairs.label_smoothing
+    keep = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-smoothing))
+    return keep + torch.sigmoid(-logits) * (F.logsigmoid(-logits) - math.log(smoothing))
+
+
+def nca_pair(pairs: PreferencePairs) -> Tensor:
+    """``-log σ(βΔ_c) - ½ log σ(-βΔ_c) - ½ log σ(-βΔ_r)``. Noise contrastive alignment (arXiv:2402.05369)."""
+    chosen, rejected = pairs.beta * pairs.chosen_logratio, pairs.beta * pairs.rejected_logratio
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def robust(pairs: PreferencePairs) -> Tensor:
+    """``[-(1-ε) log σ(βh) + ε log σ(-βh)] / (1-2ε)``, unbiased under label noise ε. Robust DPO (arXiv:2403.00409)."""
+    logits, smoothing = pairs.beta * pairs.margin, pairs.label_smoothing
+    loss = -(1.0 - smoothing) * F.logsigmoid(logits) + smoothing * F.logsigmoid(-logits)
+    return loss / (1.0 - 2.0 * smoothing)
+
+
+def bco_pair(pairs: PreferencePairs) -> Tensor:
+    """``-log σ(βΔ_c) - log σ(-βΔ_r)``. Binary classifier optimisation (arXiv:2404.04656) without its shift δ."""
+    chosen, rejected = pairs.beta * pairs.chosen_logratio, pairs.beta * pairs.rejected_logratio
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+def sppo_hard(pairs: PreferencePairs) -> Tensor:
+    """``(Δ_c - 1/(2β))² + (Δ_r + 1/(2β))²``. SPPO with hard win probabilities 1 and 0 (arXiv:2405.00675)."""
+    target = 0.5 / pairs.beta
+    return (pairs.chosen_logratio - target).square() + (pairs.rejected_logratio + target).square()
+
+
+def aot(pairs: PreferencePairs) -> Tensor:
+    """``-log σ(β (sort(log π_c/π_r) - sort(log ref_c/ref_r)))``, smoothed. Optimal transport (arXiv:2406.05882)."""
+    policy = (pairs.chosen - pairs.rejected).sort(dim=0).values
+    reference = (pairs.ref_chosen - pairs.ref_rejected).sort(dim=0).values
+    return smoothed_logsigmoid_loss(pairs.beta * (policy - reference), pairs.label_smoothing)
+
+
+def aot_unpaired(pairs: PreferencePairs) -> Tensor:
+    """``-log σ(β (sort(Δ_c) - sort(Δ_r)))``, smoothed. Optimal transport, unpaired (arXiv:2406.05882)."""
+    difference = pairs.chosen_logratio.sort(dim=0).values - pairs.rejected_logratio.sort(dim=0).values
+    return smoothed_logsigmoid_loss(pairs.beta * difference, pairs.label_smoothing)
+
+
+def apo_zero(pairs: PreferencePairs) -> Tensor:
+    """``1 - σ(βΔ_c) + σ(βΔ_r)``: chosen up, rejected down. Anchored preference (arXiv:2408.06266)."""
+    return torch.sigmoid(-pairs.beta * pairs.chosen_logratio) + torch.sigmoid(pairs.beta * pairs.rejected_logratio)
+
+
+def apo_down(pairs: PreferencePairs) -> Tensor:
+    """``σ(βΔ_c) + 1 - σ(β(Δ_c - Δ_r))``: both down, rejected further. Anchored preference (arXiv:2408.06266)."""
+    chosen, rejected = pairs.chosen_logratio, pairs.rejected_logratio
+    return torch.sigmoid(pairs.beta * chosen) + torch.sigmoid(-pairs.beta * (chosen - rejected))
+
+
+def discopop(pairs: PreferencePairs) -> Tensor:
+    """``(1-m) (-log σ(z)) + m e^-z`` with ``z = βh``, ``m = σ(z/τ)``. DiscoPOP (arXiv:2406.08414)."""
+    logits = pairs.beta * pairs.margin
+    modulation = logits / pairs.discopop_temperature
+    logistic = torch.sigmoid(-modulation) * -F.logsigmoid(logits)
+    # m e^-z as one exponential: for z far below 0 the factors are 0 and infinity.
+    return logistic + torch.exp(F.logsigmoid(modulation) - logits)
+
+
+def sft(pairs: PreferencePairs) -> Tensor:
+    """``-log π_c / mean(n_c)``: cross-entropy per chosen token, to be mixed in. Llama 3 (arXiv:2407.21783)."""
+    if pairs.mean_chosen_length is None:
+        raise ValueError(
+            "loss_type 'sft' averages over tokens: give chosen_lengths, and with a denominator mean_chosen_length too"
+        )
+    return -pairs.chosen / pairs.mean_chosen_length
+
+
+PAIR_LOSSES: Mapping[str, PairLoss] = MappingProxyType(
+    {
+        loss.__name__: loss
+        for loss in (
+            *(sigmoid, sigmoid_norm, hinge, ipo, ipo_sum, exo_pair, nca_pair, robust, bco_pair, sppo_hard),
+            *(aot, aot_unpaired, apo_zero, apo_down, discopop, sft),
+        )
+    }
+)
+"""The named per-pair losses: TRL's fifteen and ``ipo_sum``."""
+
+USES_LABEL_SMOOTHING = frozenset({"sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired"})
+IGNORES_DIVERGENCE = frozenset({"nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"})
+SORTS_THE_BATCH = frozenset({"aot", "aot_unpaired"})
