@@ -1,9 +1,9 @@
 """``ExperienceLoader``: what Lightning iterates over while the data is being made, one iteration per epoch.
 
-It has a length, because a loader without one is read ahead by Lightning (``_PrefetchDataFetcher``), so that the first
-batch of the next iteration would be sampled from weights that are one update old. It is lazy, because its length is asked
-for long before there are weights to generate from. And it can be saved in the middle of an iteration, with the batches
-that are still to be trained on.
+It has a length, because Lightning reads a loader without one a batch ahead (``_PrefetchDataFetcher``), so that the next
+iteration would be sampled from weights that are one update old. It is lazy, because its length is asked for long before
+there are weights to generate from. And it can be saved in the middle of an iteration, with the batches that are still to
+be trained on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +27,14 @@ T = TypeVar("T", bound=Restorable)
 class ExperienceSource(Protocol):
     """What makes the experience; a DataModule looks for the one callback of the trainer that is such a source."""
 
-    group_size: int
-    """Samples per prompt."""
+    @property
+    def group_size(self) -> int:
+        """Samples per prompt."""
+        ...
+
+    def batches_per_iteration(self) -> int:
+        """Micro-batches that :meth:`collect` will give this rank, the same number on every rank."""
+        ...
 
     def collect(self) -> Sequence[Experience]:
         """This rank's micro-batches of the current iteration; a collective call."""
@@ -125,9 +131,9 @@ class ExperienceLoader(Generic[T]):
         """
         if state["length"] != self.length:
             raise ValueError(
-                f"the checkpoint was saved inside an iteration of {state['length']} micro-batches per rank, this run has "
-                f"{self.length}: resume with the same batch sizes, accumulate_grad_batches and number of ranks, or from a "
-                "checkpoint of the end of an iteration"
+                f"the checkpoint was saved inside an iteration of {state['length']} micro-batches per rank, this run "
+                f"has {self.length}: resume with the same batch sizes, accumulate_grad_batches and number of ranks, or "
+                "from a checkpoint of the end of an iteration"
             )
         remaining = [self._restore(batch) for batch in state["remaining"]]
         self._position = self.length - len(remaining)

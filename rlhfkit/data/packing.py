@@ -17,7 +17,7 @@ from math import ceil
 class MicroBatch:
     """The rows that go through the model together, and the optimizer update of the iteration they belong to."""
 
-    rows: tuple[int, ...]
+    rows: list[int]
     """Indices of sequences, ascending."""
     update: int
     """0 .. updates - 1."""
@@ -27,19 +27,12 @@ class MicroBatch:
 class IterationShape:
     """How big one iteration of generating and learning is."""
 
-    prompts: int
-    """Prompts to generate for, all ranks together."""
     sequences: int
-    """Samples of all prompts, all ranks together: ``prompts * group_size``."""
+    """Samples of all prompts, all ranks together: ``rollout_batch_size * group_size``."""
+    micro_batches_per_rank: int
+    """Batches that each rank's loader yields: ``updates * accumulate``."""
     updates: int
-    """Optimizer updates; each trains on ``sequences / updates`` of them."""
-    accumulate: int
-    """Micro-batches per update and rank."""
-
-    @property
-    def micro_batches_per_rank(self) -> int:
-        """Batches that each rank's loader yields: ``updates * accumulate``."""
-        return self.updates * self.accumulate
+    """Optimizer updates; each trains on ``sequences / updates`` of the sequences."""
 
 
 def iteration_shape(
@@ -48,10 +41,10 @@ def iteration_shape(
     micro_batch_size: int,
     accumulate: int,
     world_size: int,
-    *,
-    limit_batches: int | None = None,
 ) -> IterationShape:
-    """Work out one iteration: ``updates = rollout_batch_size * group_size / (micro_batch_size * accumulate * world_size)``.
+    """Work out the sizes of one iteration.
+
+    ``updates = rollout_batch_size * group_size / (micro_batch_size * accumulate * world_size)``
 
     Args:
         rollout_batch_size: Prompts per iteration, all ranks together.
@@ -59,8 +52,6 @@ def iteration_shape(
         micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts).
         accumulate: Micro-batches per optimizer update and rank (``Trainer(accumulate_grad_batches)``).
         world_size: Ranks.
-        limit_batches: For a smoke run (``Trainer(fast_dev_run=n)``), which trains on n micro-batches: take just enough
-            prompts to fill them and no more; ``None``: the whole iteration.
 
     Returns:
         The shape.
@@ -78,35 +69,17 @@ def iteration_shape(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-    if limit_batches is not None:
-        return _smallest_shape(rollout_batch_size, group_size, accumulate, world_size, limit_batches)
     sequences, window = rollout_batch_size * group_size, micro_batch_size * accumulate * world_size
     if sequences % window:
         below, above = sequences // window * window, ceil(sequences / window) * window
         nearby = " or ".join(str(total) for total in (below, above) if total)
         raise ValueError(
-            f"an iteration has rollout_batch_size {rollout_batch_size} * group_size {group_size} = {sequences} sequences, "
-            f"and an optimizer update takes micro_batch_size {micro_batch_size} * accumulate_grad_batches {accumulate} * "
-            f"world_size {world_size} = {window} of them, which does not divide it: change one of these five so that "
-            f"it does (with the same update, an iteration of {nearby} sequences would)"
+            f"an iteration has rollout_batch_size {rollout_batch_size} * group_size {group_size} = {sequences} "
+            f"sequences, and an optimizer update takes micro_batch_size {micro_batch_size} * accumulate_grad_batches "
+            f"{accumulate} * world_size {world_size} = {window} of them, which does not divide it: change one of these "
+            f"five so that it does (with the same update, an iteration of {nearby} sequences would)"
         )
-    return IterationShape(rollout_batch_size, sequences, sequences // window, accumulate)
-
-
-def _smallest_shape(prompts: int, group_size: int, accumulate: int, world_size: int, limit: int) -> IterationShape:
-    """The fewest prompts that give every rank ``limit`` micro-batches of at least one sequence."""
-    updates = ceil(limit / accumulate)
-    needed = updates * accumulate * world_size
-    fewest = ceil(needed / group_size)
-    while fewest * group_size % updates:
-        fewest += 1
-    if fewest > prompts:
-        raise ValueError(
-            f"{limit} micro-batches on each of {world_size} ranks with accumulate_grad_batches {accumulate} need {needed} "
-            f"sequences, but an iteration has only rollout_batch_size {prompts} * group_size {group_size} = "
-            f"{prompts * group_size}: lower fast_dev_run or raise rollout_batch_size"
-        )
-    return IterationShape(fewest, fewest * group_size, updates, accumulate)
+    return IterationShape(sequences, sequences // window * accumulate, sequences // window)
 
 
 def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: bool = False) -> list[list[int]]:
@@ -134,7 +107,9 @@ def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: b
     if min(lengths) < 0:
         raise ValueError(f"lengths must be 0 or more, got {min(lengths)}")
     if equal_counts and count % num_bins:
-        raise ValueError(f"cannot give {num_bins} bins an equal number of {count} sequences: {num_bins} must divide {count}")
+        raise ValueError(
+            f"cannot give {num_bins} bins equally many of {count} sequences: {num_bins} must divide {count}"
+        )
     order = sorted(range(count), key=lambda index: (-lengths[index], index))
     bins = _differencing(lengths, order, num_bins, num_bins if equal_counts else 1)
     if not equal_counts:
@@ -197,8 +172,8 @@ def plan_updates(
         num_updates: Optimizer updates.
         accumulate: Micro-batches per update and rank.
         world_size: Ranks.
-        order: Indices into ``lengths`` in training order, e.g. a permutation; an index that occurs in several updates is
-            trained on in each of them. As they are when ``None``.
+        order: Indices into ``lengths`` in training order, e.g. a permutation; an index that occurs in several updates
+            is trained on in each of them. As they are when ``None``.
 
     Returns:
         ``plan[rank]``: the ``num_updates * accumulate`` micro-batches of a rank, in training order.
@@ -228,7 +203,7 @@ def plan_updates(
         window = sorted(rows[update * size : (update + 1) * size])
         window_lengths = [lengths[row] for row in window]
         for position, chosen in enumerate(deal(window_lengths, accumulate * world_size)):
-            plan[position % world_size].append(MicroBatch(tuple(window[index] for index in chosen), update))
+            plan[position % world_size].append(MicroBatch([window[index] for index in chosen], update))
     return plan
 
 

@@ -1,1 +1,22 @@
-"""TODO."""
+"""What the user's files become: DataModules for reinforcement learning and for supervised fine-tuning."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhfkit.datamodules.prompts import PromptDataModule, final_answer
+
+__all__ = ["PromptDataModule", "final_answer"]
+
+_HOMES = {
+    "PromptDataModule": "rlhfkit.datamodules.prompts",
+    "final_answer": "rlhfkit.datamodules.prompts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name, and Lightning with it, when it is first used (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

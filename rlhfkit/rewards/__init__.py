@@ -1,1 +1,16 @@
-"""TODO."""
+"""Rewards: anything callable on samples, and ready-made ones. Importing this package loads torch and nothing else."""
+
+from rlhfkit.rewards.base import Reward, WeightedSum, evaluate, reward_name, score_samples
+from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
+
+__all__ = [
+    "ExactMatch",
+    "FormatReward",
+    "LengthPenalty",
+    "Reward",
+    "WeightedSum",
+    "evaluate",
+    "exact_match",
+    "reward_name",
+    "score_samples",
+]

@@ -1,0 +1,173 @@
+"""Rows of a data set as prompts: which column, chat template or plain text, how long they may be."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from rlhfkit.data.experience import Prompt
+from rlhfkit.datamodules.sources import check_columns, describe
+
+if TYPE_CHECKING:
+    from rlhfkit.datamodules.prompts import PromptDataModule
+
+log = logging.getLogger(__name__)
+
+
+class PromptRows:
+    """Rows of a data set as prompts, tokenised when they are asked for."""
+
+    def __init__(self, options: "PromptDataModule", rows: Any, source: Any, tokenizer: Any) -> None:
+        """Check the columns, and the lengths when there is a limit.
+
+        Args:
+            options: Whose arguments say how.
+            rows: The ``Dataset``.
+            source: Where it came from, for messages.
+            tokenizer: To tokenise with.
+        """
+        check_columns(rows, source, prompt=options.prompt, answer=options.answer)
+        self.options = options
+        self.rows = rows
+        self.source = source
+        self.tokenizer = tokenizer
+        self.kept: Sequence[int] = range(len(rows))
+        self._fingerprint = ""
+        self._check_prompts()
+        if options.max_prompt_length is not None:
+            self._check_lengths(options.max_prompt_length)
+
+    def __len__(self) -> int:
+        """Prompts that are used."""
+        return len(self.kept)
+
+    def __getitem__(self, position: int) -> Prompt:
+        """The prompt at a position among those that are used; its index is the row in the file."""
+        index = self.kept[position]
+        row = self.rows[index]
+        options = self.options
+        content = row.pop(options.prompt)
+        answer = None
+        if options.answer is not None:
+            answer = options.answer_extractor(row.pop(options.answer))
+        rendered = self.render(content)
+        text = content if isinstance(content, str) else rendered
+        return Prompt(index=index, token_ids=self.tokenize([rendered])[0], text=text, answer=answer, metadata=row)
+
+    @property
+    def templated(self) -> bool:
+        """Whether text prompts go through the chat template."""
+        wanted = self.options.apply_chat_template
+        return self.tokenizer.chat_template is not None if wanted is None else wanted
+
+    def render(self, content: Any) -> str:
+        """The text that is tokenised.
+
+        Args:
+            content: Text or chat messages.
+
+        Returns:
+            Text, with the generation prompt of the chat template where that is used.
+        """
+        if isinstance(content, str):
+            if not self.templated:
+                return content
+            content = [{"role": "user", "content": content}]
+        if self.options.system is not None:
+            content = [{"role": "system", "content": self.options.system}, *content]
+        arguments = self.options.chat_template_arguments
+        return self.tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True, **arguments)
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of rendered prompts.
+
+        Args:
+            texts: From :meth:`render`.
+
+        Returns:
+            One list each. Special tokens are added to plain text only (a chat template writes its own), and an
+            end-of-sequence token that the tokenizer appends is taken off again: a prompt is to be continued.
+        """
+        plain = not self.templated and isinstance(self.rows[0][self.options.prompt], str)
+        token_ids = self.tokenizer(list(texts), add_special_tokens=plain)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        if plain:
+            for text, ids in zip(texts, token_ids, strict=True):
+                if ids and ids[-1] == end and not text.endswith(self.tokenizer.eos_token):
+                    ids.pop()
+        return token_ids
+
+    def _check_prompts(self) -> None:
+        """Prompts are text or chat messages, and a template is there when it is needed."""
+        column = self.options.prompt
+        first = self.rows[0][column]
+        messages = isinstance(first, list) and all(
+            isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in first
+        )
+        if not isinstance(first, str) and not (messages and first):
+            raise ValueError(
+                f"column {column!r} of {describe(self.source)} must hold text or lists of chat messages (role and "
+                f"content), row 0 holds {type(first).__name__}: {str(first)[:80]!r}"
+            )
+        needs = "prompts are chat messages" if messages else "apply_chat_template is true" if self.templated else ""
+        if needs and self.tokenizer.chat_template is None:
+            raise ValueError(f"{needs}, but the tokenizer has no chat template: use the tokenizer of a chat model")
+        if self.options.system is not None and not needs:
+            raise ValueError(
+                "system= is a chat message, but the chat template is not used: use a tokenizer that has one, or put "
+                "the text into the prompts"
+            )
+
+    def _check_lengths(self, limit: int) -> None:
+        lengths: list[int] = []
+        for start in range(0, len(self.rows), 1000):
+            contents = self.rows[start : start + 1000][self.options.prompt]
+            lengths += map(len, self.tokenize([self.render(content) for content in contents]))
+        kept = [index for index, length in enumerate(lengths) if length <= limit]
+        if len(kept) == len(lengths):
+            return
+        worst = max(range(len(lengths)), key=lambda index: lengths[index])
+        message = (
+            f"{len(lengths) - len(kept)} of {len(lengths)} prompts of {describe(self.source)} have more than "
+            f"max_prompt_length {limit} tokens, the longest {lengths[worst]} (row {worst})"
+        )
+        if self.options.overlong_prompts == "error":
+            raise ValueError(
+                f"{message}: raise max_prompt_length, shorten them, or drop them with overlong_prompts='drop'"
+            )
+        if not kept:
+            raise ValueError(f"{message}, so none would be left: raise max_prompt_length")
+        log.warning("%s; they are dropped", message)
+        self.kept = kept
+
+    def fingerprint(self) -> str:
+        """Changes when rows are added, dropped or reordered, or one of about 1,000 sampled prompts changes."""
+        if not self._fingerprint:
+            digest = blake2b(str(len(self)).encode(), digest_size=16)
+            stride = max(1, len(self) // 1000)
+            for position in range(0, len(self), stride):
+                index = self.kept[position]
+                digest.update(f"{index}:{self.rows[index][self.options.prompt]!r}\n".encode())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+
+class PromptBatches:
+    """Batches of validation prompts, dealt to the ranks; every rank yields equally many, the last ones may be empty."""
+
+    def __init__(self, rows: PromptRows, batch_size: int, rank: int, world_size: int) -> None:
+        """Batches of ``batch_size`` prompts over all ranks, of which this rank takes every ``world_size``-th prompt."""
+        self.rows = rows
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        """Batches, the same on every rank."""
+        return -(-len(self.rows) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        """This rank's prompts of each batch."""
+        for start in range(0, len(self.rows), self.batch_size):
+            stop = min(start + self.batch_size, len(self.rows))
+            yield [self.rows[position] for position in range(start + self.rank, stop, self.world_size)]
