@@ -1,5 +1,10 @@
 """Pure loss functions on tensors. Importing this package loads torch and nothing else."""
 
+from rlhfkit.losses.distillation import (
+    distillation_loss,
+    on_policy_distillation_advantages,
+    on_policy_distillation_loss,
+)
 from rlhfkit.losses.kto import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss
 from rlhfkit.losses.logprobs import LogprobsOutput, linear_logprobs, logits_logprobs
 from rlhfkit.losses.masked import Aggregation, LossOutput, aggregate, masked_mean, masked_sum, select, whiten
@@ -23,6 +28,7 @@ __all__ = [
     "cpo_loss",
     "cross_entropy_loss",
     "dft_loss",
+    "distillation_loss",
     "divergence_score",
     "dpo_loss",
     "kto_kl_estimate",
@@ -34,6 +40,8 @@ __all__ = [
     "logits_logprobs",
     "masked_mean",
     "masked_sum",
+    "on_policy_distillation_advantages",
+    "on_policy_distillation_loss",
     "orpo_loss",
     "pairwise_accuracy",
     "process_reward_loss",

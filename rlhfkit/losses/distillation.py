@@ -1,0 +1,272 @@
+"""Distillation: make the student's next-token distribution that of a teacher.
+
+:func:`distillation_loss` compares whole distributions (or the teacher's top K tokens) at every position, on data or on
+the student's own samples; :func:`on_policy_distillation_loss` needs no more than the teacher's log-prob of each sampled
+token. Mixed with cross-entropy: ``(1 - c) * cross_entropy_loss(...).loss + c * distillation_loss(...).loss``.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rlhfkit.losses.masked import (
+    Aggregation,
+    LossOutput,
+    aggregate,
+    check_same_shape,
+    full_precision,
+    masked_mean,
+    select,
+)
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+"""Names of the divergences of :func:`distillation_loss`."""
+Remainder = Literal["bucket", "renormalize"]
+"""What becomes of the probability outside the top K."""
+
+_LOG_ZERO = -1e4  # stands for log 0: its exponential is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf is nan
+
+
+def distillation_loss(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor,
+    *,
+    divergence: Divergence | Callable[[Tensor, Tensor], Tensor] = "forward_kl",
+    temperature: float = 1.0,
+    teacher_weight: float = 0.5,
+    top_k: int | None = None,
+    teacher_ids: Tensor | None = None,
+    remainder: Remainder = "bucket",
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+    chunk_size: int | None = None,
+) -> LossOutput:
+    """Divergence between the next-token distributions of teacher ``q`` and student ``p``, averaged over tokens.
+
+    ``forward_kl``: ``ℓ_t = Σ_v q log(q/p)``; ``reverse_kl``: ``ℓ_t = Σ_v p log(p/q)``; ``jsd``:
+    ``ℓ_t = w Σ_v q log(q/m) + (1-w) Σ_v p log(p/m)`` with ``m = w q + (1-w) p``; then :func:`aggregate`.
+
+    Forward KL is Hinton et al. (2015, arXiv:1503.02531), reverse KL as in MiniLLM (Gu et al., 2023, arXiv:2306.08543),
+    the generalised Jensen–Shannon divergence is GKD's (Agarwal et al., 2023, arXiv:2306.13649). On samples of the
+    student any of them is on-policy distillation in GKD's sense. OpenRLHF's loss is the cross-entropy
+    ``-Σ_v q log p``: forward KL plus the entropy of the teacher, with the same gradient.
+
+    Args:
+        student: (B, T, V) logits or log-probs (a log-softmax changes only the former), on the next-token axis.
+        teacher: (B, T, V) the same for the teacher, detached here; or (B, T, K) log-probs of ``teacher_ids``.
+        mask: (B, T), true where a token counts. Masked entries may hold anything, NaN included.
+        divergence: One of the three, or a function of the log-probs ``(log p, log q)``, (..., V) each, to (...).
+        temperature: τ > 0 by which both logits are divided. Gradients shrink with ``1/τ²``; Hinton multiplies the
+            loss by ``τ²`` to undo it, TRL does not, nor does this.
+        teacher_weight: ``w`` of ``jsd`` in (0, 1); 0.5 in GKD and TRL. ``w → 0`` behaves like forward KL, ``w → 1``
+            like reverse KL.
+        top_k: Compare only the K likeliest tokens of the teacher; all V when ``None``.
+        teacher_ids: (B, T, K) token ids that ``teacher`` is given for, as inference engines return them. Distinct;
+            entries of log-prob ``-inf`` are left out.
+        remainder: With K < V, ``bucket`` makes all other tokens one more category, which keeps the loss a true
+            divergence; ``renormalize`` compares the conditional distributions over the K tokens.
+        aggregation: How tokens become one number.
+        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
+        max_length: Tokens; only for ``aggregation="constant-length"``.
+        chunk_size: Tokens compared at a time, recomputed in backward: besides the two inputs no more than
+            ``chunk_size * V`` numbers are held. All at once when ``None``.
+
+    Returns:
+        The loss with metric ``distillation/divergence``, nats per token of this micro-batch. Tokens of probability 0
+        count with a log-prob of -1e4.
+
+    Raises:
+        ValueError: If shapes do not fit, or a knob is unknown, out of range or in conflict with another.
+    """
+    _check(student, teacher, mask, divergence, temperature, teacher_weight, top_k, teacher_ids, remainder, chunk_size)
+    compare = divergence if callable(divergence) else _DIVERGENCES[divergence](teacher_weight)
+    vocabulary = student.shape[-1]
+    student_rows, teacher_rows = student.reshape(-1, vocabulary), teacher.detach().reshape(-1, teacher.shape[-1])
+    keep = mask.bool().reshape(-1)
+    ids = None if teacher_ids is None else teacher_ids.reshape(-1, teacher_ids.shape[-1])
+
+    def compare_rows(student: Tensor, teacher: Tensor, keep: Tensor, ids: Tensor | None) -> Tensor:
+        student = select(full_precision(student), keep.unsqueeze(-1)) / temperature
+        teacher = select(full_precision(teacher), keep.unsqueeze(-1)) / temperature
+        if ids is not None:
+            ids = select(ids, keep.unsqueeze(-1))
+        student, teacher = _on_common_support(student, teacher, ids, top_k, remainder)
+        return select(compare(student.clamp(min=_LOG_ZERO), teacher.clamp(min=_LOG_ZERO)), keep)
+
+    if chunk_size is None:
+        token_loss = compare_rows(student_rows, teacher_rows, keep, ids)
+    else:
+        pieces = []
+        for start in range(0, keep.shape[0], chunk_size):
+            rows = slice(start, start + chunk_size)
+            chunk_ids = None if ids is None else ids[rows]
+            pieces.append(
+                checkpoint(
+                    compare_rows, student_rows[rows], teacher_rows[rows], keep[rows], chunk_ids, use_reentrant=False
+                )
+            )
+        token_loss = torch.cat(pieces)
+    token_loss = token_loss.reshape(mask.shape)
+    metrics = {"distillation/divergence": masked_mean(token_loss.detach(), mask)}
+    return LossOutput(aggregate(token_loss, mask, aggregation, denominator, max_length=max_length), metrics)
+
+
+def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Per-token advantage with which any policy loss becomes on-policy distillation.
+
+    ``A_t = log q(y_t) - log p(y_t)``, detached: minus the one-sample reverse KL of the token.
+
+    Args:
+        logprobs: (B, T) log-probs ``log p`` of the sampled tokens under the student.
+        teacher_logprobs: (B, T) under the teacher.
+        mask: (B, T), true at sampled tokens. Masked entries may hold anything.
+
+    Returns:
+        (B, T) detached, in at least float32; 0 where masked.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
+    student, teacher = full_precision(logprobs.detach()), full_precision(teacher_logprobs.detach())
+    return select(teacher, mask) - select(student, mask)
+
+
+def on_policy_distillation_loss(
+    logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    rollout_logprobs: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """On-policy distillation on sampled tokens: policy gradient on the per-token reverse KL to the teacher.
+
+    ``ℓ_t = ρ_t sg(log p(y_t) - log q(y_t))`` with ``ρ_t = exp(log p(y_t) - sg(log p_rollout(y_t)))``, then
+    :func:`aggregate`.
+
+    The sampled form of the reverse KL of MiniLLM (Gu et al., 2023, arXiv:2306.08543) and GKD (arXiv:2306.13649), in the
+    discount-free per-token version of Lu and Thinking Machines Lab ("On-Policy Distillation", 2025). For clipping or a
+    trust region give :func:`on_policy_distillation_advantages` to a policy loss instead.
+
+    Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the student, with gradient.
+        teacher_logprobs: (B, T) the same under the teacher.
+        mask: (B, T), true at sampled tokens. Masked entries may hold anything.
+        rollout_logprobs: (B, T) under the policy that sampled; ``logprobs`` itself when ``None`` (ρ = 1: the first
+            update after sampling).
+        aggregation: How tokens become one number.
+        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
+        max_length: Tokens; only for ``aggregation="constant-length"``.
+
+    Returns:
+        The loss with metric ``distillation/reverse_kl``, the mean of ``log p - log q`` (nats per token).
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check_same_shape(rollout_logprobs=rollout_logprobs, logprobs=logprobs)
+    difference = -on_policy_distillation_advantages(logprobs, teacher_logprobs, mask)
+    current = select(full_precision(logprobs), mask)
+    sampled = current if rollout_logprobs is None else select(full_precision(rollout_logprobs), mask)
+    token_loss = torch.exp(current - sampled.detach()) * difference
+    metrics = {"distillation/reverse_kl": masked_mean(difference, mask)}
+    return LossOutput(aggregate(token_loss, mask, aggregation, denominator, max_length=max_length), metrics)
+
+
+def _forward_kl(_: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda student, teacher: (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def _reverse_kl(_: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda student, teacher: (student.exp() * (student - teacher)).sum(-1)
+
+
+def _jensen_shannon(weight: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def compare(student: Tensor, teacher: Tensor) -> Tensor:
+        mixture = torch.logaddexp(teacher + math.log(weight), student + math.log1p(-weight))
+        to_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
+        return weight * to_teacher + (1.0 - weight) * (student.exp() * (student - mixture)).sum(-1)
+
+    return compare
+
+
+_DIVERGENCES: Mapping[str, Callable[[float], Callable[[Tensor, Tensor], Tensor]]] = MappingProxyType(
+    {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jensen_shannon}
+)
+
+
+def _on_common_support(
+    student: Tensor, teacher: Tensor, ids: Tensor | None, top_k: int | None, remainder: Remainder
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of student and teacher over the same categories: all V, or K and perhaps one for the rest."""
+    if ids is None and top_k is None:
+        return student.log_softmax(-1), teacher.log_softmax(-1)
+    if ids is None:
+        assert top_k is not None
+        teacher, ids = teacher.log_softmax(-1).topk(top_k, -1)
+    elif top_k is not None:
+        teacher, order = teacher.topk(top_k, -1)
+        ids = ids.gather(-1, order)
+    absent = torch.isneginf(teacher)
+    if remainder == "renormalize":
+        return student.gather(-1, ids).masked_fill(absent, -torch.inf).log_softmax(-1), teacher.log_softmax(-1)
+    student = student.log_softmax(-1).gather(-1, ids).masked_fill(absent, -torch.inf)
+    return _with_rest(student), _with_rest(teacher)
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """Append the log of the probability that is missing from 1, (..., K) to (..., K + 1)."""
+    total = logprobs.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(logprobs.dtype).eps)
+    return torch.cat([logprobs, torch.log(-torch.expm1(total))], -1)
+
+
+def _check(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor,
+    divergence: Divergence | Callable[[Tensor, Tensor], Tensor],
+    temperature: float,
+    teacher_weight: float,
+    top_k: int | None,
+    teacher_ids: Tensor | None,
+    remainder: Remainder,
+    chunk_size: int | None,
+) -> None:
+    if not callable(divergence) and divergence not in _DIVERGENCES:
+        raise ValueError(f"divergence must be a function or one of {', '.join(_DIVERGENCES)}, got {divergence!r}")
+    if student.shape[:-1] != mask.shape or teacher.shape[:-1] != mask.shape:
+        raise ValueError(
+            "student and teacher must be (B, T, V) and mask (B, T), got "
+            f"{tuple(student.shape)}, {tuple(teacher.shape)} and {tuple(mask.shape)}"
+        )
+    if teacher_ids is None and student.shape != teacher.shape:
+        raise ValueError(
+            f"student and teacher must share one vocabulary, got {student.shape[-1]} and {teacher.shape[-1]} tokens; "
+            "a teacher given for some tokens only needs teacher_ids"
+        )
+    check_same_shape(teacher=teacher, teacher_ids=teacher_ids if teacher_ids is not None else teacher)
+    if temperature <= 0.0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if not 0.0 < teacher_weight < 1.0:
+        raise ValueError(f"teacher_weight must lie in (0, 1), got {teacher_weight}")
+    if top_k is not None and not 1 <= top_k <= teacher.shape[-1]:
+        raise ValueError(f"top_k must lie in [1, {teacher.shape[-1]}], got {top_k}")
+    if remainder not in ("bucket", "renormalize"):
+        raise ValueError(f"remainder must be 'bucket' or 'renormalize', got {remainder!r}")
+    if teacher_ids is not None and remainder == "bucket" and temperature != 1.0:
+        raise ValueError(
+            "a teacher given for some tokens only cannot be brought to another temperature with remainder='bucket': "
+            "its normaliser is unknown; use remainder='renormalize' or temperature=1"
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
