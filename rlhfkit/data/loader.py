@@ -2,8 +2,7 @@
 
 It has a length, because Lightning reads a loader without one a batch ahead (``_PrefetchDataFetcher``), so that the next
 iteration would be sampled from weights that are one update old. It is lazy, because its length is asked for long before
-there are weights to generate from. And it can be saved in the middle of an iteration, with the batches that are still to
-be trained on.
+there are weights to generate from. And it can be saved in the middle of an iteration, with the batches still to come.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -57,7 +57,7 @@ def score_samples(reward: Reward, samples: Sequence[Sample], *, timeout: float =
         timeout: Seconds an async reward may take.
 
     Raises:
-        ValueError: If the reward returns another count than there are samples, or anything but finite numbers and ``None``.
+        ValueError: If the reward returns another count than there are samples, or not finite numbers and ``None``.
         TimeoutError: If an async reward takes longer than ``timeout``.
     """
     if not samples:

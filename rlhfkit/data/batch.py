@@ -1,0 +1,169 @@
+"""``PaddedBatch``: what every batch of sequences has in common, whatever else it carries.
+
+A subclass is a dataclass whose tensor fields say on which axis they live (:func:`token_field`, :func:`step_field`,
+:func:`row_field`); selecting, trimming, padding, concatenating, moving and saving then work on all of them.
+
+Per-token fields live on the **next-token axis** of length T - 1, where entry ``t`` belongs to token ``t + 1``, the
+token that is predicted from position ``t``.
+
+Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded on the right).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def token_field(default: Any = dataclasses.MISSING) -> Any:
+    """A (B, T) tensor; padding is 0 or false."""
+    return field(default=default, metadata={"axis": "token"})
+
+
+def step_field(default: Any = dataclasses.MISSING, *, fill: int = 0) -> Any:
+    """A (B, T-1) tensor on the next-token axis; padding is ``fill``."""
+    return field(default=default, metadata={"axis": "step", "fill": fill})
+
+
+def row_field(default: Any = dataclasses.MISSING) -> Any:
+    """A (B,) tensor."""
+    return field(default=default, metadata={"axis": "row"})
+
+
+def rows_field() -> Any:
+    """A dictionary of (B,) tensors; empty by default."""
+    return field(default_factory=dict, metadata={"axis": "rows"})
+
+
+@dataclass(kw_only=True)
+class PaddedBatch:
+    """Sequences padded on the right, and the size of the optimizer step that the batch is a part of."""
+
+    input_ids: Tensor = token_field()
+    """(B, T) int64, padded with 0 on the right."""
+    attention_mask: Tensor = token_field()
+    """(B, T) bool, true on real tokens."""
+
+    step_tokens: float | None = None
+    """Selected tokens of the whole optimizer step, all micro-batches and ranks."""
+    step_sequences: float | None = None
+    """Sequences with a selected token of the whole optimizer step, all micro-batches and ranks."""
+    step_micro_batches: int = 1
+    """Micro-batches (times ranks) whose losses are averaged in one optimizer step."""
+
+    def __len__(self) -> int:
+        """Number of sequences B."""
+        return self.input_ids.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64, real tokens per sequence."""
+        return self.attention_mask.sum(-1)
+
+    @property
+    def token_denominator(self) -> float | None:
+        """Denominator of an exact token mean: the step's tokens per averaged micro-batch; ``None``: the batch's own."""
+        return None if self.step_tokens is None else max(self.step_tokens, 1.0) / self.step_micro_batches
+
+    @property
+    def sequence_denominator(self) -> float | None:
+        """Denominator of an exact sequence mean, likewise, from the step's sequences."""
+        return None if self.step_sequences is None else max(self.step_sequences, 1.0) / self.step_micro_batches
+
+    def _map(self, change: Any) -> Self:
+        """A copy whose tensors are ``change(tensor, metadata of the field)``."""
+        updates: dict[str, Any] = {}
+        for entry in dataclasses.fields(self):
+            value, axis = getattr(self, entry.name), entry.metadata.get("axis")
+            if axis == "rows":
+                updates[entry.name] = {name: change(tensor, {"axis": "row"}) for name, tensor in value.items()}
+            elif axis is not None and value is not None:
+                updates[entry.name] = change(value, entry.metadata)
+        return dataclasses.replace(self, **updates)
+
+    def select(self, rows: Tensor | Sequence[int]) -> Self:
+        """The given rows, in the given order, trimmed to their longest sequence.
+
+        Args:
+            rows: (N,) indices into the batch.
+        """
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self.input_ids.device)
+        return self._map(lambda tensor, _: tensor[index]).trim()
+
+    def trim(self) -> Self:
+        """Cut padding that every row shares."""
+        length = max(int(self.lengths.max()), 1) if len(self) else 1
+        ends = {"token": length, "step": length - 1}
+        return self._map(
+            lambda tensor, metadata: tensor if metadata["axis"] == "row" else tensor[:, : ends[metadata["axis"]]]
+        )
+
+    def pad(self, length: int) -> Self:
+        """Pad on the right to ``length`` tokens.
+
+        Args:
+            length: Tokens; at least the current T.
+
+        Raises:
+            ValueError: If the batch is longer already.
+        """
+        extra = length - self.input_ids.shape[1]
+        if extra < 0:
+            raise ValueError(f"cannot pad to {length} tokens: the batch has {self.input_ids.shape[1]} already")
+
+        def padded(tensor: Tensor, metadata: Mapping[str, Any]) -> Tensor:
+            return tensor if metadata["axis"] == "row" else pad(tensor, (0, extra), value=metadata.get("fill", 0))
+
+        return self._map(padded)
+
+    @classmethod
+    def concat(cls, batches: Sequence[Self]) -> Self:
+        """Stack batches, padding each to the longest.
+
+        Args:
+            batches: At least one. They must agree on which optional fields are set and on the numbers that are not per
+                row (temperature, size of the optimizer step).
+
+        Raises:
+            ValueError: If there is none, or they do not agree.
+        """
+        if not batches:
+            raise ValueError(f"concat needs at least one {cls.__name__}, got none")
+        longest = max(batch.input_ids.shape[1] for batch in batches)
+        padded = [batch.pad(longest) for batch in batches]
+        updates: dict[str, Any] = {}
+        for entry in dataclasses.fields(cls):
+            axis, values = entry.metadata.get("axis"), [getattr(batch, entry.name) for batch in padded]
+            if axis == "rows":
+                if len({frozenset(value) for value in values}) > 1:
+                    raise ValueError(f"{entry.name} has different names in different batches: {[*map(sorted, values)]}")
+                updates[entry.name] = {name: torch.cat([value[name] for value in values]) for name in values[0]}
+            elif axis is not None:
+                if len({value is None for value in values}) > 1:
+                    raise ValueError(f"{entry.name} is set in some of the batches and None in others")
+                updates[entry.name] = None if values[0] is None else torch.cat(values)
+            elif len(set(values)) > 1:
+                raise ValueError(f"{entry.name} differs between the batches: {values}")
+        return dataclasses.replace(padded[0], **updates)
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> Self:
+        """Move every tensor; floats keep their type.
+
+        Args:
+            device: Where to.
+            **kwargs: Passed to :meth:`torch.Tensor.to`, e.g. ``non_blocking``.
+        """
+        return self._map(lambda tensor, _: tensor.to(device, **kwargs))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain numbers only, loadable with ``torch.load(weights_only=True)``."""
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Inverse of :meth:`state_dict`."""
+        return cls(**state)

@@ -1,0 +1,192 @@
+"""Properties of samples and the batches made of them."""
+
+import io
+import math
+
+import pytest
+import torch
+
+from rlhfkit.data import Experience, Prompt, Sample
+
+
+def sample(prompt: int, index: int, prompt_length: int, length: int, **changes: object) -> Sample:
+    fields = {
+        "prompt": Prompt(index=prompt, token_ids=list(range(1, prompt_length + 1))),
+        "sample_index": index,
+        "token_ids": [50 + token for token in range(length)],
+        "logprobs": [-0.5 - token for token in range(length)],
+        "versions": [3] * length,
+        "finish_reason": "stop",
+        "reward": float(index),
+    }
+    return Sample(**(fields | changes))
+
+
+@pytest.fixture
+def experience() -> Experience:
+    return Experience.from_samples(
+        [
+            sample(7, 0, 2, 3, reward_parts={"correct": 1.0}),
+            sample(7, 1, 2, 1, finish_reason="length", reward_parts={"correct": 0.0, "format": 0.5}),
+            sample(9, 0, 4, 4, action_mask=[True, False, False, True]),
+        ],
+        temperature=0.7,
+    )
+
+
+def test_lists_become_right_padded_tensors(experience: Experience) -> None:
+    assert experience.input_ids.tolist() == [
+        [1, 2, 50, 51, 52, 0, 0, 0],
+        [1, 2, 50, 0, 0, 0, 0, 0],
+        [1, 2, 3, 4, 50, 51, 52, 53],
+    ]
+    assert experience.lengths.tolist() == [5, 3, 8]
+    assert experience.attention_mask.sum() == 16
+    assert experience.group.tolist() == [7, 7, 9]
+    assert experience.sample_index.tolist() == [0, 1, 0]
+    assert experience.truncated.tolist() == [False, True, False]
+    assert experience.rewards.tolist() == [0.0, 1.0, 0.0]
+    assert experience.temperature == 0.7
+
+
+def test_entry_t_belongs_to_token_t_plus_1(experience: Experience) -> None:
+    labels = torch.where(experience.action_mask, experience.input_ids[:, 1:], -1)
+    assert labels.tolist() == [
+        [-1, 50, 51, 52, -1, -1, -1],
+        [-1, 50, -1, -1, -1, -1, -1],
+        [-1, -1, -1, 50, -1, -1, 53],
+    ]
+    assert experience.rollout_logprobs[0].tolist() == [0, -0.5, -1.5, -2.5, 0, 0, 0]
+    assert experience.rollout_logprobs[2].tolist() == [0, 0, 0, -0.5, 0, 0, -3.5]
+
+
+def test_environment_tokens_and_prompts_have_no_version(experience: Experience) -> None:
+    assert torch.equal(experience.versions, torch.where(experience.action_mask, 3, -1))
+
+
+def test_missing_reward_part_is_nan(experience: Experience) -> None:
+    assert experience.reward_parts.keys() == {"correct", "format"}
+    assert experience.reward_parts["format"][1] == 0.5
+    assert experience.reward_parts["format"].isnan().tolist() == [True, False, True]
+
+
+def test_unscored_sample_keeps_its_tokens_but_trains_on_none() -> None:
+    unscored = Experience.from_samples([sample(1, 0, 2, 3, reward=None), sample(1, 1, 2, 3)])
+    assert math.isnan(unscored.rewards[0])
+    assert unscored.action_mask.any(-1).tolist() == [False, True]
+    assert unscored.rollout_logprobs[0].tolist() == [0, -0.5, -1.5, -2.5]
+
+
+def test_floats_stay_float32_whatever_the_default_type_is() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        batch = Experience.from_samples([sample(1, 0, 2, 3, reward=1000.5, reward_parts={"a": 1000.5})])
+    finally:
+        torch.set_default_dtype(before)
+    assert batch.rewards.tolist() == [1000.5]
+    assert batch.reward_parts["a"].tolist() == [1000.5]
+    assert batch.rollout_logprobs.dtype == torch.float32
+
+
+def test_empty_completion_is_allowed() -> None:
+    batch = Experience.from_samples([sample(1, 0, 1, 0)])
+    assert batch.input_ids.shape == (1, 1)
+    assert batch.action_mask.shape == (1, 0)
+    assert not batch.action_mask.any()
+
+
+@pytest.mark.parametrize("name", ["logprobs", "versions", "action_mask"])
+def test_sample_whose_lists_disagree_is_rejected(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"one length.*'{name}': 2"):
+        sample(1, 0, 2, 3, **{name: [1, 1]})
+
+
+def test_no_sample_and_empty_prompt_are_rejected() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        Experience.from_samples([])
+    with pytest.raises(ValueError, match="prompt 4 has no tokens"):
+        Experience.from_samples([sample(4, 0, 0, 3)])
+
+
+def filled(experience: Experience) -> Experience:
+    """With every optional field set to something that differs per entry."""
+    for offset, name in enumerate(("old_logprobs", "ref_logprobs", "values", "advantages", "returns")):
+        count = experience.action_mask.numel()
+        setattr(experience, name, torch.arange(count).reshape(experience.action_mask.shape) + 1000.0 * (offset + 1))
+    return experience
+
+
+def assert_same(one: Experience, other: Experience) -> None:
+    assert vars(one).keys() == vars(other).keys()
+    for name, value in vars(one).items():
+        torch.testing.assert_close(getattr(other, name), value, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_select_takes_rows_in_order_and_trims(experience: Experience) -> None:
+    chosen = filled(experience).select([1, 0])
+    assert chosen.input_ids.tolist() == [[1, 2, 50, 0, 0], [1, 2, 50, 51, 52]]
+    assert chosen.action_mask.shape == (2, 4)
+    assert chosen.values.tolist() == experience.values[[1, 0], :4].tolist()
+    assert chosen.reward_parts["correct"].tolist() == [0.0, 1.0]
+    assert_same(experience.select(torch.tensor([1, 0])), chosen)
+
+
+def test_concat_of_the_rows_is_the_batch(experience: Experience) -> None:
+    whole = filled(experience)
+    for row in range(3):  # padding must not carry information
+        end = int(whole.lengths[row]) - 1
+        for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
+            getattr(whole, name)[row, end:] = 0
+    assert_same(Experience.concat([whole.select([0]), whole.select([1, 2])]), whole)
+
+
+def test_pad_marks_padding(experience: Experience) -> None:
+    padded = experience.pad(10)
+    assert padded.input_ids.shape == (3, 10)
+    assert padded.action_mask.shape == (3, 9)
+    assert padded.versions[:, -2:].tolist() == [[-1, -1]] * 3
+    assert not padded.attention_mask[:, -2:].any()
+    assert_same(padded.trim(), experience)
+    with pytest.raises(ValueError, match="cannot pad to 4 tokens: the batch has 8"):
+        experience.pad(4)
+
+
+def test_concat_rejects_what_does_not_agree(experience: Experience) -> None:
+    other = experience.select([0, 1, 2])
+    other.values = torch.zeros_like(other.rollout_logprobs)
+    with pytest.raises(ValueError, match="values is set in some"):
+        Experience.concat([experience, other])
+    other.values, other.reward_parts = None, {}
+    with pytest.raises(ValueError, match="reward_parts has different names"):
+        Experience.concat([experience, other])
+    other.reward_parts, other.temperature = experience.reward_parts, 1.0
+    with pytest.raises(ValueError, match="temperature differs"):
+        Experience.concat([experience, other])
+    with pytest.raises(ValueError, match="at least one Experience"):
+        Experience.concat([])
+
+
+def test_state_survives_a_weights_only_checkpoint(experience: Experience) -> None:
+    file = io.BytesIO()
+    torch.save(filled(experience).state_dict(), file)
+    file.seek(0)
+    assert_same(Experience.from_state_dict(torch.load(file, weights_only=True)), experience)
+
+
+def test_to_keeps_types(experience: Experience) -> None:
+    moved = experience.to("meta")
+    assert moved.input_ids.device.type == "meta"
+    assert moved.reward_parts["correct"].device.type == "meta"
+    assert moved.rewards.dtype == torch.float32
+    assert moved.old_logprobs is None
+
+
+def test_denominators_are_the_steps_counts_per_averaged_micro_batch(experience: Experience) -> None:
+    assert experience.token_denominator is None
+    assert experience.sequence_denominator is None
+    experience.step_tokens, experience.step_sequences, experience.step_micro_batches = 600.0, 24.0, 8
+    assert experience.token_denominator == 75.0
+    assert experience.sequence_denominator == 3.0
+    experience.step_tokens = 0.0
+    assert experience.token_denominator == 1 / 8
