@@ -1,5 +1,28 @@
-"""Records and batching for reinforcement learning. Importing this package loads torch and nothing else."""
+"""Records and batching. Importing this package loads torch and nothing else."""
 
+from rlhfkit.data.batch import PaddedBatch
+from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.experience import Experience, FinishReason, Prompt, Sample
+from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
+from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_updates
+from rlhfkit.data.step_loader import StepLoader
 
-__all__ = ["Experience", "FinishReason", "Prompt", "Sample"]
+__all__ = [
+    "Experience",
+    "ExperienceLoader",
+    "ExperienceSource",
+    "FinishReason",
+    "IterationShape",
+    "MicroBatch",
+    "PaddedBatch",
+    "Prompt",
+    "Sample",
+    "StepLoader",
+    "StepTotals",
+    "TokenBatch",
+    "TokenExample",
+    "balanced_partition",
+    "collate_tokens",
+    "iteration_shape",
+    "plan_updates",
+]

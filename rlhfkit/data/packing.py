@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+_DIFFERENCING_LIMIT = 500_000
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -88,7 +90,8 @@ def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: b
     Karmarkar and Karp, "The Differencing Method of Set Partitioning" (1982), in its form for several bins: start with
     every item in a partition of its own, and merge the two most uneven partitions, the fullest bin of one with the
     emptiest of the other, until one is left. Longest-first greedy (Graham, 1969) is computed too and taken when its
-    fullest bin is smaller, or when differencing leaves a bin empty. Ties go to the smaller index.
+    fullest bin is smaller, when differencing leaves a bin empty, and when there is so much to partition (items times
+    bins above 500,000) that differencing would take seconds. Ties go to the smaller index.
 
     Args:
         lengths: Tokens of each item, 0 or more.
@@ -111,11 +114,14 @@ def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: b
             f"cannot give {num_bins} bins equally many of {count} sequences: {num_bins} must divide {count}"
         )
     order = sorted(range(count), key=lambda index: (-lengths[index], index))
-    bins = _differencing(lengths, order, num_bins, num_bins if equal_counts else 1)
-    if not equal_counts:
-        greedy = _longest_first(lengths, order, num_bins)
-        if not all(bins) or _fullest(lengths, greedy) < _fullest(lengths, bins):
-            bins = greedy
+    if equal_counts:
+        bins = _differencing(lengths, order, num_bins, num_bins)
+    else:
+        bins = _longest_first(lengths, order, num_bins)
+        if count * num_bins <= _DIFFERENCING_LIMIT:
+            differenced = _differencing(lengths, order, num_bins, 1)
+            if all(differenced) and _fullest(lengths, differenced) <= _fullest(lengths, bins):
+                bins = differenced
     return [sorted(rows) for rows in bins]
 
 

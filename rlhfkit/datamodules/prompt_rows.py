@@ -1,11 +1,12 @@
 """Rows of a data set as prompts: which column, chat template or plain text, how long they may be."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.experience import Prompt
+from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.sources import check_columns, describe
 
 if TYPE_CHECKING:
@@ -30,10 +31,17 @@ class PromptRows:
         self.options = options
         self.rows = rows
         self.source = source
-        self.tokenizer = tokenizer
+        self.format = PromptFormat(
+            tokenizer,
+            apply_chat_template=options.apply_chat_template,
+            system=options.system,
+            chat_template_arguments=options.chat_template_arguments,
+        )
         self.kept: Sequence[int] = range(len(rows))
         self._fingerprint = ""
-        self._check_prompts()
+        first = rows[0][options.prompt]
+        self.format.check(first, f"column {options.prompt!r} of {describe(source)}, row 0,")
+        self._templated = self.format.templated(first)
         if options.max_prompt_length is not None:
             self._check_lengths(options.max_prompt_length)
 
@@ -50,79 +58,17 @@ class PromptRows:
         answer = None
         if options.answer is not None:
             answer = options.answer_extractor(row.pop(options.answer))
-        rendered = self.render(content)
+        rendered = self.format.prompt(content)
         text = content if isinstance(content, str) else rendered
-        return Prompt(index=index, token_ids=self.tokenize([rendered])[0], text=text, answer=answer, metadata=row)
-
-    @property
-    def templated(self) -> bool:
-        """Whether text prompts go through the chat template."""
-        wanted = self.options.apply_chat_template
-        return self.tokenizer.chat_template is not None if wanted is None else wanted
-
-    def render(self, content: Any) -> str:
-        """The text that is tokenised.
-
-        Args:
-            content: Text or chat messages.
-
-        Returns:
-            Text, with the generation prompt of the chat template where that is used.
-        """
-        if isinstance(content, str):
-            if not self.templated:
-                return content
-            content = [{"role": "user", "content": content}]
-        if self.options.system is not None:
-            content = [{"role": "system", "content": self.options.system}, *content]
-        arguments = self.options.chat_template_arguments
-        return self.tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True, **arguments)
-
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of rendered prompts.
-
-        Args:
-            texts: From :meth:`render`.
-
-        Returns:
-            One list each. Special tokens are added to plain text only (a chat template writes its own), and an
-            end-of-sequence token that the tokenizer appends is taken off again: a prompt is to be continued.
-        """
-        plain = not self.templated and isinstance(self.rows[0][self.options.prompt], str)
-        token_ids = self.tokenizer(list(texts), add_special_tokens=plain)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        if plain:
-            for text, ids in zip(texts, token_ids, strict=True):
-                if ids and ids[-1] == end and not text.endswith(self.tokenizer.eos_token):
-                    ids.pop()
-        return token_ids
-
-    def _check_prompts(self) -> None:
-        """Prompts are text or chat messages, and a template is there when it is needed."""
-        column = self.options.prompt
-        first = self.rows[0][column]
-        messages = isinstance(first, list) and all(
-            isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in first
-        )
-        if not isinstance(first, str) and not (messages and first):
-            raise ValueError(
-                f"column {column!r} of {describe(self.source)} must hold text or lists of chat messages (role and "
-                f"content), row 0 holds {type(first).__name__}: {str(first)[:80]!r}"
-            )
-        needs = "prompts are chat messages" if messages else "apply_chat_template is true" if self.templated else ""
-        if needs and self.tokenizer.chat_template is None:
-            raise ValueError(f"{needs}, but the tokenizer has no chat template: use the tokenizer of a chat model")
-        if self.options.system is not None and not needs:
-            raise ValueError(
-                "system= is a chat message, but the chat template is not used: use a tokenizer that has one, or put "
-                "the text into the prompts"
-            )
+        token_ids = self.format.tokenize([rendered], templated=self._templated)[0]
+        return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=row)
 
     def _check_lengths(self, limit: int) -> None:
         lengths: list[int] = []
         for start in range(0, len(self.rows), 1000):
             contents = self.rows[start : start + 1000][self.options.prompt]
-            lengths += map(len, self.tokenize([self.render(content) for content in contents]))
+            texts = [self.format.prompt(content) for content in contents]
+            lengths += map(len, self.format.tokenize(texts, templated=self._templated))
         kept = [index for index, length in enumerate(lengths) if length <= limit]
         if len(kept) == len(lengths):
             return

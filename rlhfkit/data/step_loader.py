@@ -1,0 +1,226 @@
+"""``StepLoader``: supervised data, one optimizer step at a time.
+
+Each step takes the next window of ``micro_batch_size * accumulate * world_size`` examples of a permutation of (seed,
+epoch), partitions it **globally** into micro-batches of nearly equal tokens and deals these to the ranks. Every
+micro-batch carries the counts of its whole step, so that the gradient of a step does not depend on how it was split.
+
+The last window of an epoch may be short. Lightning divides each loss by ``accumulate_grad_batches`` there too, and
+averages over ranks there too, so ``step_micro_batches`` is ``accumulate * world_size`` in every step. And every rank
+must yield equally many batches, so where examples run out a rank gets one with nothing to learn.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from math import ceil
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+
+from rlhfkit.data.collate import StepTotals
+from rlhfkit.data.packing import deal
+
+
+class StepBatch(Protocol):
+    """A batch that can be turned into one that trains nothing."""
+
+    def without_targets(self) -> Self:
+        """The same batch with nothing to learn."""
+        ...
+
+
+class Rows(Protocol):
+    """A map-style data set."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """One example."""
+        ...
+
+
+B = TypeVar("B", bound=StepBatch)
+
+
+class StepLoader(Generic[B]):
+    """A sized, resumable loader whose steps are the same on any number of ranks.
+
+    Example::
+
+        loader = StepLoader(examples, collate_tokens, lengths=lengths, targets=targets, micro_batch_size=8)
+    """
+
+    def __init__(
+        self,
+        examples: Rows,
+        collate: Callable[[Sequence[Any], StepTotals], B],
+        *,
+        lengths: Sequence[int],
+        targets: Sequence[int],
+        micro_batch_size: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        epoch: Callable[[], int] | None = None,
+        drop_last: bool = False,
+        whole_epoch: bool = False,
+    ) -> None:
+        """Set up the steps; no example is touched yet.
+
+        Args:
+            examples: Map-style data.
+            collate: Makes a batch of examples and the totals of their step.
+            lengths: Tokens of each example; what micro-batches are balanced by.
+            targets: Learned tokens of each example; what normalises the loss.
+            micro_batch_size: Examples per micro-batch on average.
+            accumulate: Micro-batches per step and rank (``Trainer(accumulate_grad_batches)``).
+            rank: This rank.
+            world_size: Ranks.
+            shuffle: A new permutation in each epoch; in order when false.
+            seed: Of the permutations.
+            epoch: Tells the epoch, e.g. ``lambda: trainer.current_epoch``; ``None``: what :meth:`set_epoch` was told.
+            drop_last: Leave out a window that is not full.
+            whole_epoch: Totals are those of the epoch and not of the step: the plain mean of the losses of all batches
+                is then exact, which is what validation logs.
+
+        Raises:
+            ValueError: If sizes are out of range, or there is nothing to train on.
+        """
+        for name, size in {
+            "micro_batch_size": micro_batch_size,
+            "accumulate": accumulate,
+            "world_size": world_size,
+        }.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be between 0 and world_size - 1 = {world_size - 1}, got {rank}")
+        if len(lengths) != len(targets):
+            raise ValueError(f"lengths and targets are per example, got {len(lengths)} and {len(targets)}")
+        self.examples = examples
+        self.collate = collate
+        self.lengths = lengths
+        self.targets = targets
+        self.micro_batch_size = micro_batch_size
+        self.accumulate = accumulate
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.whole_epoch = whole_epoch
+        self._epoch = epoch
+        self._set_epoch = 0
+        self._position = 0  # batches handed out in the epoch that is running
+        self._start = 0  # batches that the next iterator leaves out: they were trained on before the run was resumed
+        if len(self) == 0:
+            full = " and drop_last leaves out what does not fill one" if drop_last else ""
+            raise ValueError(
+                f"{len(lengths)} examples, and a step takes {self.window}{full}: there is nothing to train on"
+            )
+
+    @property
+    def window(self) -> int:
+        """Examples per optimizer step, all ranks together."""
+        return self.micro_batch_size * self.accumulate * self.world_size
+
+    def __len__(self) -> int:
+        """Micro-batches per epoch, the same on every rank."""
+        full, rest = divmod(len(self.lengths), self.window)
+        return full * self.accumulate + (0 if self.drop_last else self._micro_batches(rest))
+
+    def _micro_batches(self, examples: int) -> int:
+        """Micro-batches per rank of a window of that many examples."""
+        return ceil(examples / (self.micro_batch_size * self.world_size))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch, where no ``epoch`` callable was given.
+
+        Args:
+            epoch: From 0.
+        """
+        self._set_epoch = epoch
+
+    def order(self, epoch: int) -> list[int]:
+        """The examples in the order of an epoch, the same on every rank.
+
+        Args:
+            epoch: From 0.
+        """
+        if not self.shuffle:
+            return list(range(len(self.lengths)))
+        digest = blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.randperm(len(self.lengths), generator=generator).tolist()
+
+    def steps(self, epoch: int) -> Iterator[tuple[StepTotals, list[list[int]]]]:
+        """All steps of an epoch, before they are dealt to ranks.
+
+        Args:
+            epoch: From 0.
+
+        Yields:
+            The totals of a step and its micro-batches, those of all ranks; an empty one has nothing to learn.
+        """
+        order = self.order(epoch)
+        if self.drop_last:
+            order = order[: len(order) // self.window * self.window]
+        epoch_totals = self._totals(order, len(self)) if self.whole_epoch else None
+        for start in range(0, len(order), self.window):
+            rows = sorted(order[start : start + self.window])
+            wanted = self._micro_batches(len(rows)) * self.world_size
+            bins = deal([self.lengths[row] for row in rows], min(wanted, len(rows)))
+            micro_batches = [[rows[index] for index in chosen] for chosen in bins]
+            micro_batches += [[] for _ in range(wanted - len(bins))]
+            yield epoch_totals or self._totals(rows, self.accumulate), micro_batches
+
+    def _totals(self, rows: Sequence[int], averaged: int) -> StepTotals:
+        """Totals of these examples, whose loss is the average of that many micro-batches of every rank."""
+        targets = [self.targets[row] for row in rows]
+        return StepTotals(float(sum(targets)), float(sum(n > 0 for n in targets)), averaged * self.world_size)
+
+    def __iter__(self) -> Iterator[B]:
+        """This rank's micro-batches of the epoch, or of the rest of the one that was loaded."""
+        epoch = self._set_epoch if self._epoch is None else self._epoch()
+        start, self._start = self._start, 0
+        self._position = 0
+        for totals, micro_batches in self.steps(epoch):
+            for rows in micro_batches[self.rank :: self.world_size]:
+                self._position += 1  # before it is handed out: nothing after the last yield ever runs
+                if self._position > start:
+                    yield self._batch(rows, totals, micro_batches)
+
+    def _batch(self, rows: list[int], totals: StepTotals, micro_batches: list[list[int]]) -> B:
+        if rows:
+            return self.collate([self.examples[row] for row in rows], totals)
+        shortest = min((row for others in micro_batches for row in others), key=lambda row: self.lengths[row])
+        return self.collate([self.examples[shortest]], totals).without_targets()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the epoch and what it depends on, as plain values."""
+        return {
+            "position": self._position % len(self),
+            "examples": len(self.lengths),
+            "micro_batch_size": self.micro_batch_size,
+            "accumulate": self.accumulate,
+            "world_size": self.world_size,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Leave out what was trained on already when the next epoch is started.
+
+        Args:
+            state: From :meth:`state_dict`.
+
+        Raises:
+            ValueError: If the order of the data would not be the one that was saved.
+        """
+        own = self.state_dict()
+        changed = [name for name in own if name != "position" and own[name] != state[name]]
+        if changed and state["position"]:
+            differences = ", ".join(f"{name} was {state[name]} and is {own[name]}" for name in changed)
+            raise ValueError(
+                f"cannot continue inside an epoch whose steps have changed ({differences}): resume with the same "
+                "values, or from a checkpoint of the end of an epoch"
+            )
+        self._start = self._position = state["position"]

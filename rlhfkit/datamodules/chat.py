@@ -1,0 +1,122 @@
+"""``PromptFormat``: how the content of a prompt column becomes text and token ids, with or without a chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def is_chat(content: Any) -> bool:
+    """Whether a value is a non-empty list of chat messages, ``{"role": ..., "content": ...}`` each."""
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in content)
+    )
+
+
+class PromptFormat:
+    """One way of writing prompts, the same in supervised fine-tuning and in reinforcement learning."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        apply_chat_template: bool | None = None,
+        system: str | None = None,
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Choose.
+
+        Args:
+            tokenizer: A Hugging Face tokenizer.
+            apply_chat_template: Wrap text as a user message; ``None``: when the tokenizer has a template. Chat messages
+                always go through the template.
+            system: System message put in front.
+            chat_template_arguments: Passed to the template.
+
+        Raises:
+            ValueError: If the template is asked for and the tokenizer has none.
+        """
+        self.tokenizer = tokenizer
+        self.wraps_text = tokenizer.chat_template is not None if apply_chat_template is None else apply_chat_template
+        self.system = system
+        self.arguments = dict(chat_template_arguments or {})
+        if self.wraps_text:
+            self._require_template("apply_chat_template is true")
+
+    def check(self, content: Any, where: str) -> None:
+        """Raise unless this is something that can be written.
+
+        Args:
+            content: Text or chat messages.
+            where: Column, source and row, for the message.
+
+        Raises:
+            ValueError: If it is neither, or needs a chat template that the tokenizer does not have.
+        """
+        if not isinstance(content, str) and not is_chat(content):
+            raise ValueError(
+                f"{where} must hold text or a list of chat messages (role and content), it holds "
+                f"{type(content).__name__}: {str(content)[:80]!r}"
+            )
+        if not isinstance(content, str):
+            self._require_template(f"{where} holds chat messages")
+        elif self.system is not None and not self.wraps_text:
+            raise ValueError(
+                "system= is a chat message, but the chat template is not used: use a tokenizer that has one, or put "
+                "the text into the prompts"
+            )
+
+    def _require_template(self, reason: str) -> None:
+        if self.tokenizer.chat_template is None:
+            raise ValueError(f"{reason}, but the tokenizer has no chat template: use the tokenizer of a chat model")
+
+    def templated(self, content: Any) -> bool:
+        """Whether this content goes through the chat template."""
+        return self.wraps_text or not isinstance(content, str)
+
+    def messages(self, content: Any) -> list[Any]:
+        """The content as chat messages, with the system message in front.
+
+        Args:
+            content: Text or chat messages.
+        """
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
+
+    def render(self, messages: Sequence[Any], *, generation: bool) -> str:
+        """Chat messages as text.
+
+        Args:
+            messages: With everything in them.
+            generation: End with what comes in front of the next answer.
+        """
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation, **self.arguments
+        )
+
+    def prompt(self, content: Any) -> str:
+        """The text that the policy is to continue.
+
+        Args:
+            content: Text or chat messages.
+        """
+        return self.render(self.messages(content), generation=True) if self.templated(content) else content
+
+    def tokenize(self, texts: Sequence[str], *, templated: bool) -> list[list[int]]:
+        """Token ids of texts that are to be continued.
+
+        Args:
+            texts: At least one.
+            templated: They went through the chat template, which writes its own special tokens. Else the tokenizer adds
+                those it puts in front; an end-of-sequence token that it puts behind is taken off.
+
+        Returns:
+            One list each.
+        """
+        token_ids = self.tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
+        end, written = self.tokenizer.eos_token_id, self.tokenizer.eos_token
+        if not templated and end is not None:
+            for text, ids in zip(texts, token_ids, strict=True):
+                if ids and ids[-1] == end and not text.endswith(written):
+                    ids.pop()
+        return token_ids
