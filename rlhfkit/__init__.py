@@ -1,5 +1,82 @@
-"""Composable RLHF building blocks for PyTorch Lightning."""
+"""Composable RLHF building blocks for PyTorch Lightning.
+
+Every public name is imported when it is first used (PEP 562): ``import rlhfkit`` itself loads neither torch nor Lightning.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from rlhfkit._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from rlhfkit.callbacks import RolloutCallback, SampleTable, TrainingCurves
+    from rlhfkit.data import Experience, Prompt, Sample
+    from rlhfkit.datamodules import PromptDataModule, SFTDataModule
+    from rlhfkit.losses import LossOutput
+    from rlhfkit.models import PolicyOutput
+    from rlhfkit.modules import GRPOModule, PolicyModule, SFTModule
+    from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec, VLLMPool
+    from rlhfkit.strategies import RLHFDeepSpeedStrategy
+
+_HOMES = {
+    "Experience": "data",
+    "GRPOModule": "modules",
+    "LocalEngine": "rollout",
+    "LossOutput": "losses",
+    "PolicyModule": "modules",
+    "PolicyOutput": "models",
+    "Prompt": "data",
+    "PromptDataModule": "datamodules",
+    "RLHFDeepSpeedStrategy": "strategies",
+    "RolloutCallback": "callbacks",
+    "RolloutEngine": "rollout",
+    "SFTDataModule": "datamodules",
+    "SFTModule": "modules",
+    "Sample": "data",
+    "SampleTable": "callbacks",
+    "SamplingSpec": "rollout",
+    "TrainingCurves": "callbacks",
+    "VLLMPool": "rollout",
+}
+
+_LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
+"""Homes that load Lightning anyway."""
+
+__all__ = [
+    "Experience",
+    "GRPOModule",
+    "LocalEngine",
+    "LossOutput",
+    "PolicyModule",
+    "PolicyOutput",
+    "Prompt",
+    "PromptDataModule",
+    "RLHFDeepSpeedStrategy",
+    "RolloutCallback",
+    "RolloutEngine",
+    "SFTDataModule",
+    "SFTModule",
+    "Sample",
+    "SampleTable",
+    "SamplingSpec",
+    "TrainingCurves",
+    "VLLMPool",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rlhfkit' has no attribute {name!r}")
+    from importlib import import_module
+
+    if _HOMES[name] in _LIGHTNING:
+        import_module("rlhfkit.strategies")  # registers the names, so that Trainer(strategy="rlhf_zero2") works
+    value = getattr(import_module(f"rlhfkit.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Lazy names included, for completion in notebooks."""
+    return sorted({*globals(), *__all__})

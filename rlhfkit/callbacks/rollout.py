@@ -6,7 +6,7 @@ checkpoints.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -77,6 +77,7 @@ class RolloutCallback(Callback):
         """The samples of the last validation."""
         self._trainer: L.Trainer | None = None
         self._metrics: dict[str, float] = {}
+        self._probe_difference = 0.0
 
     # ------------------------------------------------------------------ what the loader asks
 
@@ -87,7 +88,7 @@ class RolloutCallback(Callback):
 
     def _training_sampling(self) -> SamplingSpec:
         """The sampling in force: a few tokens under ``fast_dev_run``."""
-        if self._trainer is not None and getattr(self._trainer, "fast_dev_run", False):
+        if self._trainer is not None and self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             return dataclasses.replace(
                 self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, 8), min_new_tokens=0
             )
@@ -96,8 +97,9 @@ class RolloutCallback(Callback):
     def _shape(self, trainer: L.Trainer) -> IterationShape:
         """How the iteration divides into updates and micro-batches."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if getattr(trainer, "fast_dev_run", False):  # Lightning runs one micro-batch; one prompt a rank fills it
-            return IterationShape(self.group_size * trainer.world_size, 1, 1)
+        smoke = int(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if smoke:  # that many micro-batches of one group each
+            return IterationShape(smoke * trainer.world_size * self.group_size, smoke, smoke)
         return iteration_shape(
             data.rollout_batch_size,
             self.group_size,
@@ -124,12 +126,11 @@ class RolloutCallback(Callback):
         self.publish()
         with trainer.profiler.profile("rollout.generate_and_score"):
             self.samples = self.sample(prompts, sampling, self.iteration)
-        accumulate = shape.micro_batches_per_rank // shape.updates
         experience = Experience.from_samples(self.samples, temperature=sampling.temperature or 1.0)
         plan = plan_updates(
             experience.lengths.tolist(),
             num_updates=shape.updates,
-            accumulate=accumulate,
+            accumulate=shape.micro_batches_per_rank // shape.updates,
             world_size=trainer.world_size,
         )
         for share in plan:
@@ -242,7 +243,7 @@ class RolloutCallback(Callback):
             return float((torch.tensor(self.engine.score(ids.tolist())[0]) - expected).abs().max())
 
         worst = max(everywhere(trainer, difference))
-        self._metrics_after_publish = {"rollout/probe_difference": worst}
+        self._probe_difference = worst
         if not worst <= tolerance:
             self.engine.version = None  # nothing is sampled from weights that are not the policy's
             raise RuntimeError(
@@ -273,6 +274,11 @@ class RolloutCallback(Callback):
             if check is not None:
                 check(self.sampling.group_size)
             self._shape(trainer)
+            if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "  # type: ignore[attr-defined]
+                    "PromptDataModule(rollout_batch_size=...) instead"
+                )
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the iteration, move on to the next prompts, and publish the new policy."""
@@ -291,7 +297,8 @@ class RolloutCallback(Callback):
         if batch_idx == 0 and dataloader_idx == 0:
             self.validation_samples = []
         self.publish()
-        samples = self.sample(batch, self.validation_sampling, iteration=-1)
+        prompts = [prompt for share in everywhere(trainer, lambda: list(batch)) for prompt in share]
+        samples = self.sample(prompts, self.validation_sampling, iteration=-1)
         self.validation_samples += samples
         scored = [sample for sample in samples if sample.reward is not None]
         names = sorted({name for sample in scored for name in sample.reward_parts})
@@ -333,6 +340,7 @@ class RolloutCallback(Callback):
             "rollout/length": float(lengths.mean()),
             "rollout/truncated_fraction": float(experience.truncated.float().mean()),
             "rollout/unscored_fraction": 1.0 - len(rewards) / len(samples),
+            "rollout/probe_difference": self._probe_difference,
         }
         for name, values in experience.reward_parts.items():
             metrics[f"rollout/reward_{name}"] = float(values[~values.isnan()].mean())
@@ -340,6 +348,3 @@ class RolloutCallback(Callback):
             silent = ~(experience.advantages != 0).any(-1)
             metrics["rollout/zero_advantage_fraction"] = float(silent.float().mean())
         return metrics
-
-
-RewardLike = Reward | Callable[[Sequence[Sample]], Sequence[float | None]]

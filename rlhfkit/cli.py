@@ -1,0 +1,81 @@
+"""``rlhfkit fit --config run.yaml``: Lightning's command line with our modules, data and callbacks.
+
+Every constructor argument is reachable: classes are named by ``class_path``, their arguments by ``init_args``, in YAML or as
+``--model.init_args.lr 1e-6``. ``rlhfkit fit --print_config`` writes a complete file to start from.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+COMMANDS = {
+    "fit": "train a module",
+    "validate": "run the validation loop once",
+    "test": "run the test loop once",
+    "predict": "run the prediction loop",
+}
+
+_HELP = """usage: rlhfkit [-h] [--version] {{{names}}} ...
+
+Composable RLHF building blocks for PyTorch Lightning.
+
+commands:
+{commands}
+
+examples:
+  rlhfkit fit --config run.yaml
+  rlhfkit fit --config run.yaml --model.init_args.lr 1e-6 --trainer.max_epochs 10
+  rlhfkit fit --model rlhfkit.GRPOModule --data rlhfkit.PromptDataModule --print_config
+  rlhfkit fit --help                     (all options; takes a few seconds to load Lightning)
+"""
+
+
+def help_text() -> str:
+    """What ``rlhfkit --help`` prints, made without importing Lightning."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return _HELP.format(names=",".join(COMMANDS), commands=commands)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the ``rlhfkit`` command.
+
+    Args:
+        arguments: The command line without the program's name; ``sys.argv[1:]`` when ``None``.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(help_text())
+        return
+    if words[0] == "--version":
+        from rlhfkit._version import __version__
+
+        print(__version__)
+        return
+    run(words)
+
+
+def run(arguments: Sequence[str]) -> Any:
+    """Build trainer, module and data from a command line and run the command.
+
+    Args:
+        arguments: E.g. ``["fit", "--config", "run.yaml"]``.
+
+    Returns:
+        The LightningCLI, with ``trainer``, ``model`` and ``datamodule``.
+    """
+    import lightning as L
+    from lightning.pytorch.cli import LightningCLI
+
+    import rlhfkit.strategies  # registers "rlhf_zero2" and its relatives
+
+    return LightningCLI(
+        L.LightningModule,
+        L.LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        trainer_defaults={"log_every_n_steps": 1},
+        save_config_kwargs={"overwrite": True},
+        seed_everything_default=0,
+        args=list(arguments),
+    )

@@ -1,0 +1,62 @@
+"""``SFTModule``: supervised fine-tuning, next-token cross-entropy on the tokens the data marks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.collate import TokenBatch
+from rlhfkit.losses import LossOutput, cross_entropy_loss
+from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.modules.base import PolicyModule
+
+
+class SFTModule(PolicyModule):
+    """A policy that imitates.
+
+    The loss is the mean over the trained tokens of the whole optimizer step, whatever the micro-batches, ranks, padding
+    or packing. Override :meth:`loss` for another objective on the same log-probs::
+
+        class DFTModule(SFTModule):
+            def loss(self, batch, out):
+                return dft_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)
+
+    Args:
+        model: Folder or hub name of the policy.
+        lr: Peak learning rate (5e-6: OpenRLHF's default for SFT).
+        **kwargs: See :class:`PolicyModule`.
+    """
+
+    def __init__(self, model: str, *, lr: float = 5e-6, **kwargs: Any) -> None:
+        super().__init__(model, lr=lr, **kwargs)
+
+    def policy_output(self, batch: TokenBatch) -> PolicyOutput:
+        """Log-probs of the trained tokens."""
+        return policy_output(self.policy, batch, batch.loss_mask)
+
+    def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
+        """The objective of one micro-batch; the one method to override for another.
+
+        Args:
+            batch: B sequences.
+            out: What the current policy says about them.
+        """
+        return cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        """One micro-batch."""
+        result = self.loss(batch, self.policy_output(batch))
+        self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+        self.log_means({f"{name}_epoch": value for name, value in result.metrics.items()})
+        return result.loss
+
+    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        """Mean loss over the validation tokens."""
+        result = self.loss(batch, self.policy_output(batch))
+        self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
+
+    def predict_step(self, batch: TokenBatch, batch_idx: int) -> list[Tensor]:
+        """Log-probs of the trained tokens of each sequence."""
+        with torch.no_grad():
+            out = self.policy_output(batch)
+        return [row[mask].cpu() for row, mask in zip(out.logprobs, batch.loss_mask, strict=True)]
