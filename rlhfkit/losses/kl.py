@@ -1,0 +1,86 @@
+"""KL divergence to a reference policy, estimated from the log-probs of sampled tokens.
+
+A sampled token ``y ~ π`` gives unbiased or low-variance estimates of ``KL(π || ref)`` without the other V - 1 tokens of
+the vocabulary (Schulman, "Approximating KL divergence", 2020). Exact divergences over the whole vocabulary are in
+:mod:`rlhfkit.losses.distillation`.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.masked import check_same_shape, full_precision, select
+
+KLEstimator = Literal["k1", "k2", "k3"]
+"""Names of the estimators of :func:`kl_estimate`."""
+
+_LARGEST_EXPONENT = 80.0  # e^80 is the last round number that is finite in float32 with room for a product
+
+
+def kl_estimate(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    estimator: KLEstimator = "k3",
+    clamp: float | None = None,
+    importance_weight: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Per-token estimate of ``KL(π || ref)`` from tokens sampled from ``π``.
+
+    With ``d_t = log π(y_t) - log ref(y_t)``:
+
+    ==========  =======================  ============  ==========================================================
+    estimator   value                    as a value    its gradient, when it is added to a loss
+    ==========  =======================  ============  ==========================================================
+    ``k1``      ``d``                    unbiased      has mean 0: no use in a loss; the one for KL in the reward
+    ``k2``      ``d² / 2``               biased        unbiased for the gradient of the KL, on-policy
+    ``k3``      ``e^(-d) - 1 + d``       unbiased, ≥0  that of the forward KL ``KL(ref || π)``, on-policy
+    ==========  =======================  ============  ==========================================================
+
+    Times the importance weight ``ρ_t`` where one is given. ``k3`` is GRPO's (Shao et al., 2024, arXiv:2402.03300,
+    equation 4), and TRL's; OpenRLHF's default is ``k1``, for the penalty in the reward. With ``ρ = π/π_old`` *with* its
+    gradient, ``k3`` has the gradient of the true KL and holds off-policy (DeepSeek-V3.2, 2025, arXiv:2512.02556;
+    TRL 1.16's default).
+
+    OpenRLHF clamps the estimate to ±10 always; here only when asked. Such a clamp takes the gradient away exactly where
+    the policy has drifted farthest.
+
+    Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
+        ref_logprobs: (B, T) under the reference, detached here.
+        estimator: ``k1``, ``k2`` or ``k3``.
+        clamp: Limit in nats > 0: the estimate is clamped to ``[-clamp, clamp]`` (before the weight). Off by default;
+            10 in OpenRLHF and verl.
+        importance_weight: (B, T) ratio ``π/π_behaviour`` to multiply by, used as given: gradient flows if it has one.
+        mask: (B, T); entries outside become 0 in value and gradient and may hold anything. All count when ``None``.
+
+    Returns:
+        (B, T) nats per token, in at least float32.
+
+    Raises:
+        ValueError: If shapes differ, ``estimator`` is unknown or ``clamp`` is not positive.
+    """
+    check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, importance_weight=importance_weight, mask=mask)
+    if estimator not in get_args(KLEstimator):
+        raise ValueError(f"estimator must be one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")
+    if clamp is not None and clamp <= 0.0:
+        raise ValueError(f"clamp must be positive or None, got {clamp}")
+    policy, reference = full_precision(logprobs), full_precision(ref_logprobs.detach())
+    if mask is not None:
+        policy, reference = select(policy, mask), select(reference, mask)
+    difference = policy - reference
+    if estimator == "k1":
+        estimate = difference
+    elif estimator == "k2":
+        estimate = difference.square() / 2
+    else:
+        # The cap keeps the exponential finite: its gradient under a clamp would be 0 * inf = nan.
+        estimate = torch.expm1((-difference).clamp(max=_LARGEST_EXPONENT)) + difference
+    if clamp is not None:
+        estimate = estimate.clamp(-clamp, clamp)
+    if importance_weight is not None:
+        weight = full_precision(importance_weight)
+        estimate = estimate * (weight if mask is None else select(weight, mask))
+    return estimate

@@ -1,0 +1,171 @@
+"""Policy losses whose ratio is taken token by token: PPO, GRPO and what differs from them by a line.
+
+All take log-probs on the next-token axis (``logprobs[:, t]`` belongs to token t+1), shapes (B, T) for B sequences and T
+tokens, in any floating dtype; masked entries may hold anything. ``denominator`` makes the gradient of an optimizer step
+independent of how it is split over micro-batches and ranks, see :func:`rlhfkit.losses.aggregate`.
+"""
+
+from torch import Tensor
+
+from rlhfkit.losses.kl import KLEstimator, kl_estimate
+from rlhfkit.losses.masked import Aggregation, LossOutput, aggregate, masked_mean
+from rlhfkit.losses.surrogate import check_clip, clip_metrics, clipped_surrogate, policy_loss_output, policy_tokens
+
+
+def ppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    log_ratio_clamp: float | None = 20.0,
+    delta: float | None = None,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Clipped surrogate of proximal policy optimisation.
+
+    ``ρ_t = exp(clamp(log π(y_t) - log π_old(y_t), ±20))``,
+    ``ℓ_t = -min(min(ρ_t, δ) A_t, clip(ρ_t, 1 - ε_low, 1 + ε_high) A_t)``, where ``A_t < 0`` also ``ℓ_t ≤ -c A_t``; then
+    ``w_t ℓ_t`` and :func:`aggregate`.
+
+    Schulman et al. (2017, arXiv:1707.06347, equation 7). Two clip widths: DAPO (Yu et al., 2025, arXiv:2503.14476).
+    Dual clip ``c``: Ye et al. (2019, arXiv:1912.09729, equation 5). Upper bound ``δ`` of the unclipped ratio: INTELLECT-2
+    (2025, arXiv:2505.07291). Three policies (the decoupled objective of Hilton et al., 2021, arXiv:2110.00641):
+    ``old_logprobs`` of the proximal policy, and ``weights`` from :func:`importance_weights` of proximal to behaviour
+    policy.
+
+    Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
+        old_logprobs: (B, T) under the policy before this iteration (``logprobs.detach()`` in its first update).
+        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one.
+        mask: (B, T), true where the policy chose the token and it is trained on.
+        clip_low: ``ε_low`` in [0, 1]; 0.2 everywhere.
+        clip_high: ``ε_high`` ≥ 0; 0.2 in PPO, 0.28 in DAPO.
+        dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
+        log_ratio_clamp: Limit of the log-ratio in nats (OpenRLHF's and verl's 20); ``None`` for none.
+        delta: ``δ`` ≥ 1 + ``ε_high``; off by default, 4 in INTELLECT-2.
+        weights: (B, T), (B, 1) or (B,) factors of the clipped loss, e.g. importance correction; detached here.
+        aggregation: How tokens become one number; ``token-mean`` as OpenRLHF and verl.
+        denominator: Tokens (sequences for the other aggregations) of the whole optimizer step over the number of
+            micro-batches averaged; the local count when ``None``.
+        max_length: Tokens; only for ``aggregation="constant-length"``.
+
+    Returns:
+        The loss with metrics ``policy/clip_fraction`` (and ``_low``, ``_high``: tokens that lost their gradient at
+        either side), ``policy/approx_kl`` (k3 of old to new), ``policy/ppo_kl`` (k1, under verl's name),
+        ``policy/ratio_mean``, ``policy/ratio_max``.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    check_clip(clip_low, clip_high, dual_clip, delta)
+    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+    ratio = tokens.ratio
+    token_loss = clipped_surrogate(
+        ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta
+    )
+    return policy_loss_output(
+        token_loss,
+        tokens,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        metrics=clip_metrics(ratio, tokens, clip_low, clip_high),
+    )
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    log_ratio_clamp: float | None = 20.0,
+    delta: float | None = None,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "sequence-mean-token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+    ref_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    kl_importance_weight: bool = False,
+) -> LossOutput:
+    """Group relative policy optimisation: :func:`ppo_loss` with a KL penalty in the loss.
+
+    ``ℓ_t = ppo_t + β kl_t``, each sequence a mean over its own tokens; ``kl_t`` of :func:`kl_estimate`. The advantages
+    come from :func:`group_advantages`.
+
+    Shao et al. (2024, arXiv:2402.03300, equation 3), whose aggregation is the default; TRL's and verl's is
+    ``token-mean``. ``weights`` multiply the surrogate and leave the KL alone, as in TRL.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: As in :func:`ppo_loss`; (B,) from :func:`group_advantages`.
+        mask: As in :func:`ppo_loss`.
+        clip_low: As in :func:`ppo_loss`.
+        clip_high: As in :func:`ppo_loss`.
+        dual_clip: As in :func:`ppo_loss`.
+        log_ratio_clamp: As in :func:`ppo_loss`.
+        delta: As in :func:`ppo_loss`.
+        weights: As in :func:`ppo_loss`.
+        aggregation: The paper's ``sequence-mean-token-mean``.
+        denominator: As in :func:`ppo_loss`: sequences with this aggregation.
+        max_length: As in :func:`ppo_loss`.
+        ref_logprobs: (B, T) under the reference policy. With ``kl_coef=0`` they are only measured.
+        kl_coef: ``β`` ≥ 0; 0.04 in the paper, 0 in TRL and here.
+        kl_estimator: ``k3`` in the paper.
+        kl_importance_weight: Multiply ``kl_t`` by the ratio ``ρ_t``, through which gradient flows, which makes it hold
+            off-policy (DeepSeek-V3.2, arXiv:2512.02556; TRL's default). The paper has no such factor, nor has this.
+
+    Returns:
+        The loss with the metrics of :func:`ppo_loss`, and ``policy/kl`` (nats per token) where ``ref_logprobs`` are.
+
+    Raises:
+        ValueError: If shapes do not fit, a knob is out of range, or ``kl_coef`` lacks its ``ref_logprobs``.
+    """
+    if kl_coef < 0.0:
+        raise ValueError(f"kl_coef must be 0 (no penalty) or more, got {kl_coef}")
+    if kl_coef > 0.0 and ref_logprobs is None:
+        raise ValueError(f"kl_coef={kl_coef} needs ref_logprobs, the log-probs under the reference policy")
+    surrogate = ppo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        log_ratio_clamp=log_ratio_clamp,
+        delta=delta,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+    )
+    if ref_logprobs is None:
+        return surrogate
+    policy = logprobs if kl_coef > 0.0 else logprobs.detach()
+    ratio = policy_tokens(policy, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp).ratio
+    kl = kl_estimate(
+        policy,
+        ref_logprobs,
+        estimator=kl_estimator,
+        importance_weight=ratio if kl_importance_weight else None,
+        mask=mask,
+    )
+    loss = surrogate.loss
+    if kl_coef > 0.0:
+        loss = loss + kl_coef * aggregate(kl, mask, aggregation, denominator, max_length=max_length)
+    return LossOutput(loss, {**surrogate.metrics, "policy/kl": masked_mean(kl.detach(), mask)})

@@ -1,0 +1,117 @@
+import pytest
+import torch
+
+from rlhfkit.losses import kl_estimate
+
+from .policy_cases import FIELD, OPENRLHF, gradient, policy_batch, tensors
+
+ESTIMATORS = ("k1", "k2", "k3")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_openrlhf_golden_values(estimator):
+    inputs = tensors(OPENRLHF["inputs"])
+    expected = torch.tensor(OPENRLHF["kl"][estimator], dtype=torch.float64)
+    got = kl_estimate(inputs["logp"], inputs["ref"], estimator=estimator, clamp=10.0)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)  # six digits are recorded
+
+
+def test_slime_golden_values():
+    inputs, slime = tensors(FIELD["inputs"]), tensors(FIELD["slime"])
+    new, old = inputs["new"].float(), inputs["old"].float()
+    ratio = torch.exp(new - inputs["rollout"].float())
+    torch.testing.assert_close(kl_estimate(new, old, estimator="k1"), slime["kl_k1"].float())
+    # slime computes e^x - 1 in float32, which loses what expm1 keeps where the two are close.
+    torch.testing.assert_close(kl_estimate(new, old), slime["kl_k3"].float(), atol=2e-7, rtol=1e-5)
+    weighted = kl_estimate(new, old, importance_weight=torch.exp(new - inputs["rollout"].float()))
+    assert ratio.shape == weighted.shape
+    torch.testing.assert_close(weighted, slime["kl_k3_unbiased_IS"].float(), atol=2e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_expectation_over_the_vocabulary_is_the_kl_divergence(estimator):
+    policy, reference = torch.randn(2, 1, 9, dtype=torch.float64).log_softmax(-1)
+    expected = (policy.exp() * (policy - reference)).sum()
+    got = (policy.exp() * kl_estimate(policy, reference, estimator=estimator)).sum()
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "weighted", "direction"),
+    [("k1", False, None), ("k2", False, "reverse"), ("k3", False, "forward"), ("k3", True, "reverse")],
+)
+def test_expected_gradient_is_the_one_the_docstring_names(estimator, weighted, direction):
+    logits = torch.randn(1, 9, dtype=torch.float64, requires_grad=True)
+    policy = logits.log_softmax(-1)
+    reference = torch.randn(1, 9, dtype=torch.float64).log_softmax(-1)
+    weight = torch.exp(policy - policy.detach()) if weighted else None
+    estimate = kl_estimate(policy, reference, estimator=estimator, importance_weight=weight)
+    got = gradient((policy.detach().exp() * estimate).sum(), logits)
+    exact = {
+        "reverse": lambda: (policy.exp() * (policy - reference)).sum(),
+        "forward": lambda: (reference.exp() * (reference - policy)).sum(),
+    }
+    expected = torch.zeros_like(logits) if direction is None else gradient(exact[direction](), logits)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("clamp", [None, 10.0])
+def test_gradcheck(estimator, clamp):
+    batch = policy_batch()
+    weight = torch.exp(batch.logprobs - batch.old_logprobs)
+    assert torch.autograd.gradcheck(
+        lambda logprobs: kl_estimate(
+            logprobs, batch.old_logprobs, estimator=estimator, clamp=clamp, importance_weight=weight
+        ),
+        batch.logprobs.clone().requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_masked_nan_reaches_neither_value_nor_gradient(estimator):
+    batch = policy_batch()
+    holes = torch.where(batch.mask, batch.logprobs, torch.nan).requires_grad_()
+    got = kl_estimate(
+        holes, torch.where(batch.mask, batch.old_logprobs, torch.inf), estimator=estimator, mask=batch.mask
+    )
+    clean = batch.logprobs.clone().requires_grad_()
+    expected = torch.where(batch.mask, kl_estimate(clean, batch.old_logprobs, estimator=estimator), 0.0)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(gradient(got.sum(), holes), gradient(expected.sum(), clean))
+
+
+def test_k3_of_an_impossible_token_stays_finite_under_a_clamp_in_value_and_gradient():
+    logprobs = torch.tensor([[-1e4]], requires_grad=True)
+    estimate = kl_estimate(logprobs, torch.zeros(1, 1), clamp=10.0)
+    assert estimate.item() == 10.0
+    assert gradient(estimate.sum(), logprobs).item() == 0.0
+
+
+def test_half_precision_is_computed_in_float32():
+    logprobs = torch.tensor([[-1.0]], dtype=torch.bfloat16)
+    reference = torch.tensor([[-1.0078125]], dtype=torch.bfloat16)
+    got = kl_estimate(logprobs, reference)
+    torch.testing.assert_close(got, kl_estimate(logprobs.double(), reference.double()).float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"estimator": "k4"}, "k1, k2, k3"),
+        ({"clamp": 0.0}, "positive"),
+        ({"importance_weight": torch.ones(5, 1)}, "same shape"),
+        ({"mask": torch.ones(5)}, "same shape"),
+    ],
+)
+def test_bad_arguments_raise(arguments, message):
+    batch = policy_batch()
+    with pytest.raises(ValueError, match=message):
+        kl_estimate(batch.logprobs, batch.old_logprobs, **arguments)
+
+
+def test_compiles_without_graph_breaks():
+    batch = policy_batch()
+    compiled = torch.compile(kl_estimate, fullgraph=True, backend="aot_eager")
+    got = compiled(batch.logprobs, batch.old_logprobs, clamp=10.0, mask=batch.mask)
+    torch.testing.assert_close(got, kl_estimate(batch.logprobs, batch.old_logprobs, clamp=10.0, mask=batch.mask))
