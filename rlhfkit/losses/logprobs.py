@@ -17,6 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhfkit.losses.output_head import (
+    TileBuffers,
+    add_product,
+    block_rows,
+    check_head_arguments,
+    check_targets,
+    matmul_dtype,
+    tile_shape,
+)
 from rlhfkit.losses.vocabulary_tiles import (
     LogitTransform,
     OutputGradient,
@@ -25,10 +34,6 @@ from rlhfkit.losses.vocabulary_tiles import (
     slices,
     tile_gradient,
 )
-
-_MAX_ROWS = 4096
-_TILE_BYTES = {"cpu": 32 * 2**20}
-_DEFAULT_TILE_BYTES = 256 * 2**20
 
 
 class LogprobsOutput(NamedTuple):
@@ -133,106 +138,6 @@ def logits_logprobs(
     return LogprobsOutput(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
 
-def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Dtype of the matrix products: autocast's when it is on, else the wider one of the two inputs."""
-    device = hidden.device.type
-    wider = torch.promote_types(hidden.dtype, weight.dtype)
-    if wider != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return wider
-
-
-def check_head_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless the arguments of a head fit together; the message names what was given."""
-    if hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden must be (..., H) and weight (V, H), got hidden {tuple(hidden.shape)} and weight "
-            f"{tuple(weight.shape)}; a weight of shape (0,) is a ZeRO-3 partition that was not gathered"
-        )
-    if not (hidden.is_floating_point() and weight.is_floating_point()):
-        raise ValueError(f"hidden and weight must be floating point, got {hidden.dtype} and {weight.dtype}")
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"targets must have the shape of hidden without its last dimension, {tuple(hidden.shape[:-1])}, "
-            f"got {tuple(targets.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    check_targets(targets, weight.shape[0])
-
-
-def check_targets(targets: Tensor, vocabulary: int) -> None:
-    """Raise ValueError for targets that are no token ids; their range is checked where that costs no sync (CPU)."""
-    if targets.dtype != torch.int64:
-        raise ValueError(f"targets must be int64 token ids, got {targets.dtype}")
-    if targets.device.type != "cpu" or torch.compiler.is_compiling() or targets.numel() == 0:
-        return
-    lowest, highest = (int(bound) for bound in targets.aminmax())
-    if lowest < 0 or highest >= vocabulary:
-        raise ValueError(
-            f"targets must lie in [0, {vocabulary}), got values from {lowest} to {highest}; "
-            "give ignored positions (-100) any valid token id and leave them out with the loss mask"
-        )
-
-
-def tile_shape(tokens: int, vocabulary: int, chunk: int | None, dtype: torch.dtype, device: str) -> tuple[int, int]:
-    """Rows and columns of a tile: as many tokens as possible, and vocabulary entries by the bytes of the tile.
-
-    Args:
-        tokens: N.
-        vocabulary: V.
-        chunk: Columns the caller asked for, or ``None``.
-        dtype: Of the tile.
-        device: Type of the device.
-    """
-    rows = max(1, min(tokens, _MAX_ROWS))
-    if chunk is not None:
-        return rows, min(chunk, vocabulary)
-    columns = _TILE_BYTES.get(device, _DEFAULT_TILE_BYTES) // (rows * dtype.itemsize)
-    return rows, max(1, min(vocabulary, max(256, columns // 256 * 256)))
-
-
-class _Tiles:
-    """Buffers for tiles of logits, and their matrix product; allocated once per call and used for every tile."""
-
-    def __init__(
-        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *, entropy: bool, softcap: bool
-    ) -> None:
-        self.dtype = dtype
-        self.reduction = torch.promote_types(dtype, torch.float32)
-        size = shape[0] * shape[1]
-        self._raw = torch.empty(size, dtype=dtype, device=device)
-        reductions = [torch.empty(size, dtype=self.reduction, device=device) for _ in range(entropy + softcap)]
-        narrow = dtype != self.reduction
-        self._work = torch.empty(size, dtype=self.reduction, device=device) if narrow else self._raw
-        self._spare = reductions.pop() if entropy else None
-        self._inner = reductions.pop() if softcap else None
-
-    def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The transform's ``inner`` of a tile, and the two buffers for ``accumulate`` and ``tile_gradient``."""
-        rows, columns = hidden.shape[0], weight.shape[0]
-
-        def view(buffer: Tensor | None) -> Tensor | None:
-            return None if buffer is None else buffer[: rows * columns].view(rows, columns)
-
-        raw, work = view(self._raw), view(self._work)
-        assert raw is not None
-        assert work is not None
-        if bias is None:
-            torch.mm(hidden, weight.t(), out=raw)
-        else:
-            torch.addmm(bias, hidden, weight.t(), out=raw)
-        return transform.inner(raw, view(self._inner)), work, view(self._spare)
-
-    def narrow(self, gradient: Tensor) -> Tensor:
-        """A finished gradient in the dtype of the matrix products (the raw logits are no longer needed then)."""
-        if self.dtype == self.reduction:
-            return gradient
-        return self._raw[: gradient.numel()].view(gradient.shape).copy_(gradient)
-
-
 class _LinearLogprobs(torch.autograd.Function):
     """The two passes behind :func:`linear_logprobs`; ``weight`` is saved as it came, see there."""
 
@@ -251,7 +156,7 @@ class _LinearLogprobs(torch.autograd.Function):
         device = hidden.device
         rows, columns = shape = tile_shape(hidden.shape[0], weight.shape[0], chunk, dtype, device.type)
         with torch.autocast(device.type, enabled=False):
-            tiles = _Tiles(shape, dtype, device, entropy=entropy, softcap=transform.softcap is not None)
+            tiles = TileBuffers(shape, dtype, device, entropy=entropy, softcap=transform.softcap is not None)
             state = RunningSoftmax.empty(hidden.shape[0], tiles.reduction, device, entropy=entropy)
             source = hidden.to(dtype)
             for column in slices(weight.shape[0], columns):
@@ -294,7 +199,7 @@ def _head_gradients(
     """Recompute every tile of logits and carry its gradient to hidden, weight and bias."""
     rows, columns = shape
     softcap = transform.softcap is not None
-    tiles = _Tiles(shape, dtype, hidden.device, entropy=gradient.entropy is not None, softcap=softcap)
+    tiles = TileBuffers(shape, dtype, hidden.device, entropy=gradient.entropy is not None, softcap=softcap)
     source = hidden.to(dtype)
     to_hidden = torch.zeros_like(hidden, dtype=tiles.reduction) if needed[0] else None
     to_weight = torch.empty_like(weight) if needed[1] else None
@@ -317,6 +222,8 @@ def _head_gradients(
                 add_product(to_hidden[row], tile, part)
             if total is not None:
                 add_product(total, tile.t(), source[row])
+            elif to_weight is not None and to_weight.dtype == dtype:
+                torch.mm(tile.t(), source[row], out=to_weight[column])
             elif to_weight is not None:
                 to_weight[column] = torch.mm(tile.t(), source[row])
         if total is not None and to_weight is not None:
@@ -326,14 +233,6 @@ def _head_gradients(
         to_weight,
         None if to_bias is None or bias is None else to_bias.to(bias.dtype),
     )
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in place, for a ``total`` of the same or a wider dtype."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
 
 
 class _LogitsLogprobs(torch.autograd.Function):
@@ -346,7 +245,7 @@ class _LogitsLogprobs(torch.autograd.Function):
         tokens, vocabulary = logits.shape
         reduction = torch.promote_types(logits.dtype, torch.float32)
         state = RunningSoftmax.empty(tokens, reduction, logits.device, entropy=entropy)
-        rows = _block_rows(logits)
+        rows = block_rows(logits.shape[1], logits.device.type)
         work = torch.empty(min(rows, tokens), vocabulary, dtype=reduction, device=logits.device)
         spare = torch.empty_like(work) if entropy else None
         for row in slices(tokens, rows):
@@ -367,7 +266,7 @@ class _LogitsLogprobs(torch.autograd.Function):
         if gradient.logprobs is None and gradient.entropy is None:
             return None, None, None, None
         result = torch.empty_like(logits)
-        rows = _block_rows(logits)
+        rows = block_rows(logits.shape[1], logits.device.type)
         block = (min(rows, logits.shape[0]), logits.shape[1])
         narrow = logits.dtype != normalizer.dtype
         buffer = torch.empty(block, dtype=normalizer.dtype, device=logits.device) if narrow else None
@@ -380,9 +279,3 @@ class _LogitsLogprobs(torch.autograd.Function):
             if found is not target:
                 target.copy_(found)
         return result, None, None, None
-
-
-def _block_rows(logits: Tensor) -> int:
-    """Tokens whose rows of logits make one tile."""
-    limit = _TILE_BYTES.get(logits.device.type, _DEFAULT_TILE_BYTES)
-    return max(1, limit // (4 * logits.shape[1]))
