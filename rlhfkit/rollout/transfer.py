@@ -1,0 +1,191 @@
+"""``ModuleWeights``: full weights out of any strategy, in order, a bucket at a time.
+
+The policy may be a plain module, wrapped by DDP, ``torch.compile`` or a DeepSpeed engine, cut into ZeRO-3 shards, or
+made of DTensors (FSDP2, tensor parallel). Whoever publishes it sees none of that: Hugging Face names, full tensors.
+
+Both sides of a transfer derive the same :func:`plan_buckets` from the same metadata, so a bucket travels as one block
+of bytes with no header.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhfkit.rollout.engine import WeightInfo
+
+DEFAULT_BUCKET_BYTES = 64 * 2**20
+"""64 MiB: large enough to run at the speed of the link, small enough that a gathered ZeRO-3 bucket fits anywhere."""
+
+_ALIGNMENT = 64  # bytes; keeps views of mixed types legal and copies aligned to cache lines
+_WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Consecutive tensors that travel as one block of bytes."""
+
+    first: int
+    """Index of the first tensor in the metadata."""
+    offsets: tuple[int, ...]
+    """Where each tensor starts in the block, in bytes."""
+    num_bytes: int
+    """Size of the block."""
+
+    def views(self, block: Tensor, infos: Sequence[WeightInfo]) -> list[tuple[str, Tensor]]:
+        """The tensors of the block, without copying.
+
+        Args:
+            block: (num_bytes,) uint8.
+            infos: The metadata the buckets were planned from.
+        """
+        named = []
+        for offset, info in zip(self.offsets, infos[self.first :], strict=False):
+            named.append((info.name, block[offset : offset + info.num_bytes].view(info.dtype).view(info.shape)))
+        return named
+
+
+def plan_buckets(infos: Sequence[WeightInfo], capacity: int = DEFAULT_BUCKET_BYTES) -> list[Bucket]:
+    """Cut the tensors into buckets, in order. A tensor larger than the capacity gets a bucket of its own.
+
+    Args:
+        infos: What travels.
+        capacity: Bytes per bucket.
+    """
+    buckets: list[Bucket] = []
+    offsets: list[int] = []
+    first = end = 0
+    for index, info in enumerate(infos):
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if offsets and start + info.num_bytes > capacity:
+            buckets.append(Bucket(first, tuple(offsets), end))
+            first, start, offsets = index, 0, []
+        offsets.append(start)
+        end = start + info.num_bytes
+    if offsets:
+        buckets.append(Bucket(first, tuple(offsets), end))
+    return buckets
+
+
+class ModuleWeights:
+    """The :class:`~rlhfkit.rollout.engine.WeightSource` of a module, sharded or not.
+
+    Iterating is a collective when the module is sharded: every rank iterates to the end. Before the first tensor is
+    yielded all ranks check that every weight is finite, so a diverged policy never reaches an engine, not even partly.
+
+    Example::
+
+        engine.load(ModuleWeights(module.policy), version=trainer.global_step)
+
+    Args:
+        module: The policy; wrappers are taken off.
+        dtype: Type the weights are published in; ``None``: their own.
+        bucket_bytes: How much of a ZeRO-3 model is gathered at a time.
+        check_finite: Whether to check.
+
+    Raises:
+        ValueError: If the module has no parameters.
+        NotImplementedError: If it carries LoRA adapters that were not merged.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        check_finite: bool = True,
+    ) -> None:
+        self.dtype = dtype
+        self.bucket_bytes = bucket_bytes
+        self.check_finite = check_finite
+        self._parameters = _named_parameters(module)
+        if not self._parameters:
+            raise ValueError(f"{type(module).__name__} has no parameters to publish")
+        if any(".lora_" in name for name, _ in self._parameters):
+            raise NotImplementedError(
+                "the policy carries LoRA adapters, which cannot be published yet: merge them first (merge_and_unload())"
+            )
+
+    def metadata(self) -> list[WeightInfo]:
+        """Name, full shape and type of each tensor; gathers nothing."""
+        return [
+            WeightInfo(name, tuple(getattr(parameter, "ds_shape", parameter.shape)), self.dtype or parameter.dtype)
+            for name, parameter in self._parameters
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor, valid until the next is drawn.
+
+        Raises:
+            ValueError: On every rank, before anything is yielded, if a weight is not finite.
+        """
+        if self.check_finite:
+            self._raise_if_not_finite()
+        for bucket in plan_buckets(self.metadata(), self.bucket_bytes):
+            members = self._parameters[bucket.first : bucket.first + len(bucket.offsets)]
+            with _gathered([parameter for _, parameter in members]):
+                for name, parameter in members:
+                    yield name, _full(parameter).to(self.dtype or parameter.dtype)
+
+    def _raise_if_not_finite(self) -> None:
+        """One pass over this rank's own shards; the verdicts of all ranks are joined, so all raise or none does."""
+        finite = torch.stack([torch.isfinite(_own_part(p)).all().cpu() for _, p in self._parameters]).to(torch.uint8)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if dist.get_backend() == "nccl":
+                finite = finite.cuda()
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        bad = [name for (name, _), good in zip(self._parameters, finite.tolist(), strict=True) if not good]
+        if bad:
+            raise ValueError(
+                f"{len(bad)} of {len(finite)} weights are not finite (first: {bad[0]!r}), so nothing was published: the"
+                " policy has diverged; lower the learning rate, clip gradients, and resume from the last checkpoint"
+            )
+
+
+def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters by Hugging Face name, tied ones once (engines tie again, as the model's configuration says)."""
+    while isinstance(inner := getattr(module, "module", None), nn.Module):  # DeepSpeedEngine, DistributedDataParallel
+        module = inner
+    named: list[tuple[str, nn.Parameter]] = []
+    seen: set[int] = set()
+    for name, parameter in module.named_parameters():  # leaves out an object it has yielded before
+        shard = getattr(parameter, "ds_id", None)
+        if shard is not None and shard in seen:
+            continue
+        if shard is not None:
+            seen.add(shard)
+        for wrapper in _WRAPPER_NAMES:
+            name = name.replace(wrapper, "")
+        named.append((name, parameter))
+    return named
+
+
+def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Full ZeRO-3 parameters inside the context (a collective); nothing to do for others."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    from deepspeed import zero
+
+    return zero.GatheredParameters(parameters)
+
+
+def _full(parameter: nn.Parameter) -> Tensor:
+    """The whole tensor; a collective for a DTensor."""
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole.detach()
+
+
+def _own_part(parameter: Any) -> Tensor:
+    """What this rank holds of a parameter, without the padding of a ZeRO-3 shard (which is uninitialised memory)."""
+    if hasattr(parameter, "to_local"):
+        return parameter.to_local().detach()
+    if not hasattr(parameter, "ds_id") or parameter.numel() == parameter.ds_numel:
+        return parameter.detach()
+    shard = parameter.ds_tensor.detach()
+    start = dist.get_rank(parameter.ds_process_group) * shard.numel()
+    return shard[: max(0, parameter.ds_numel - start)]

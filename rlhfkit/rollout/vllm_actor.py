@@ -1,0 +1,179 @@
+"""``VLLMActor``: one vLLM engine behind one asyncio interface, to be hosted by a Ray actor.
+
+Only plain Python values and plain exceptions leave the actor, so the training process never imports vLLM.
+Written for vLLM 0.32.
+"""
+
+import asyncio
+import functools
+import itertools
+import os
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from rlhfkit.rollout.vllm_backends import AsyncBackend, Backend, InProcessBackend
+
+Result = TypeVar("Result")
+Request = tuple[list[int], dict[str, Any]]
+"""Prompt token ids and the arguments of ``vllm.SamplingParams``."""
+Completion = tuple[list[int], list[float], str, list[tuple[str, int, int]]]
+"""Token ids, log-probs, finish reason, and spans (weight version, first token, end)."""
+
+
+def plain_errors(
+    method: Callable[..., Awaitable[Result]],
+) -> Callable[..., Coroutine[Any, Any, Result]]:
+    """Turn any exception of a coroutine method into a ``RuntimeError`` with its text.
+
+    An exception object of vLLM's would make whoever receives it import vLLM.
+    """
+
+    @functools.wraps(method)
+    async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Result:
+        try:
+            return await method(self, *args, **kwargs)
+        except asyncio.CancelledError:
+            message = "aborted"
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        raise RuntimeError(message)
+
+    return wrapper
+
+
+class VLLMActor:
+    """What the pool calls. All methods are coroutines, so a busy engine still answers :meth:`health`.
+
+    One engine a process, and never in the training process: a vLLM engine changes global state of torch.
+
+    Args:
+        arguments: Of ``vllm.EngineArgs``.
+        in_process: Which backend.
+    """
+
+    def __init__(self, arguments: dict[str, Any], in_process: bool) -> None:
+        self._arguments = arguments
+        self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._paused = False
+
+    @plain_errors
+    async def start(self) -> dict[str, Any]:
+        """Build the engine (tens of seconds).
+
+        Returns:
+            ``max_model_len``, and ``pid`` for messages.
+        """
+        config = await self._backend.start(self._arguments)
+        return {"max_model_len": int(config.model_config.max_model_len), "pid": os.getpid()}
+
+    @plain_errors
+    async def health(self) -> dict[str, Any]:
+        """Whether the actor answers, and how many requests it has."""
+        return {"requests": len(self._tasks), "paused": self._paused}
+
+    @plain_errors
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one completion per request, side by side."""
+        return [_completion(output) for output in await self._run(requests)]
+
+    @plain_errors
+    async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probs of every token after the first, temperature 1."""
+        # vLLM computes prompt log-probs on the way to a first new token, so one is asked for and thrown away.
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        outputs = await self._run([(list(sequence), params) for sequence in sequences])
+        return [
+            [
+                entry[token].logprob
+                for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+            for output in outputs
+        ]
+
+    async def _run(self, requests: Sequence[Request]) -> list[Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        tasks = []
+        for token_ids, arguments in requests:
+            params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+            running = self._backend.generate(f"request-{next(self._numbers)}", list(token_ids), params)
+            tasks.append(asyncio.ensure_future(running))
+        self._tasks.update(tasks)
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            self._tasks.difference_update(tasks)
+            for task in tasks:  # when one fails, nobody waits for the others
+                task.cancel()
+
+    @plain_errors
+    async def abort(self) -> None:
+        """Drop every request; whoever waits for one gets an error."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    @plain_errors
+    async def connect(self, rendezvous: dict[str, Any]) -> None:
+        """Join the trainer's group."""
+        await self._backend.rpc("init_weight_transfer_engine", init_info=rendezvous)
+
+    @plain_errors
+    async def begin_update(self) -> None:
+        """Stop computing and get ready to receive. An update while requests run would crash vLLM."""
+        self._paused = True
+        await self._backend.pause()
+        await self._backend.rpc("start_weight_update")
+
+    @plain_errors
+    async def update(self, update: dict[str, Any]) -> None:
+        """Receive; returns when all has been loaded."""
+        await self._backend.rpc("update_weights", update_info=update)
+
+    @plain_errors
+    async def finish_update(self, version: int) -> None:
+        """Serve the new weights under their version. The engine stays paused until :meth:`resume`."""
+        await self._backend.rpc("finish_weight_update")
+        await self._backend.set_version(str(version))
+
+    @plain_errors
+    async def resume(self) -> None:
+        """Compute again."""
+        await self._backend.resume()
+        self._paused = False
+
+    @plain_errors
+    async def abandon_update(self) -> None:
+        """Close an update that broke off, if there is one. The weights are garbage until the next update."""
+        try:
+            await self._backend.rpc("finish_weight_update")
+        except Exception as error:
+            if "without a matching start" not in str(error):
+                raise
+
+    @plain_errors
+    async def sleep(self, level: int) -> None:
+        """Free GPU memory."""
+        await self._backend.sleep(level)
+
+    @plain_errors
+    async def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+        await self._backend.wake()
+
+
+def _completion(output: Any) -> Completion:
+    """The plain values of a finished vLLM request."""
+    (made,) = output.outputs
+    token_ids = list(made.token_ids)
+    spans = [(span.version, span.start, span.end) for span in made.weight_versions or ()]
+    return token_ids, _chosen(token_ids, made.logprobs), str(made.finish_reason), spans
+
+
+def _chosen(token_ids: Sequence[int], logprobs: Sequence[Any]) -> list[float]:
+    """Log-probs of the given tokens out of vLLM's mappings from token to log-prob, one per position."""
+    return [entry[token].logprob for token, entry in zip(token_ids, logprobs, strict=True)]

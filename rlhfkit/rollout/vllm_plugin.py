@@ -1,0 +1,162 @@
+"""What rlhfkit adds to vLLM: a weight-transfer engine named ``gloo``, for CPUs and for machines without NCCL.
+
+vLLM ships ``nccl`` and ``ipc`` engines; this is a third behind the same interface. It is registered twice over, and
+that does no harm: through the entry point ``vllm.general_plugins``, which vLLM loads in each of its processes, and by
+being the ``worker_extension_cls`` of our engines, which needs no installed metadata.
+
+Imported by vLLM's processes only; it needs vLLM. Written for vLLM 0.32.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import TCPStore
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.senders import GlooGroup, address_towards
+from rlhfkit.rollout.transfer import plan_buckets
+
+
+@dataclass
+class GlooRendezvous(WeightTransferInitInfo):
+    """How a worker finds the trainer; what :class:`~rlhfkit.rollout.senders.GlooSender` announces."""
+
+    address: str
+    port: int
+    prefix: str
+    rank_offset: int
+    world_size: int
+    bucket_bytes: int
+    timeout: float
+
+
+@dataclass
+class GlooUpdate(WeightTransferUpdateInfo):
+    """What is about to be sent."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate]):
+    """Worker side of the transfer: receives a bucket while the one before is being loaded."""
+
+    init_info_cls = GlooRendezvous
+    update_info_cls = GlooUpdate
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._group: GlooGroup | None = None
+        self._bucket_bytes = 0
+        self._packed: dict[nn.Module, Any] = {}
+
+    def init_transfer_engine(self, init_info: GlooRendezvous) -> None:
+        """Join the trainer's group, leaving any earlier one."""
+        self.shutdown()
+        limit = timedelta(seconds=init_info.timeout)
+        store = TCPStore(init_info.address, init_info.port, is_master=False, timeout=limit)
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._bucket_bytes = init_info.bucket_bytes
+        self._group = GlooGroup(
+            store,
+            init_info.prefix,
+            rank,
+            init_info.world_size,
+            init_info.timeout,
+            address_towards(init_info.address, init_info.port),
+        )
+
+    def start_weight_update(self) -> None:
+        """Prepare every layer to be loaded anew, even after an update that broke off halfway."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        # vLLM 0.32 skips layers that still wait for weights of an earlier update, and would then count its tensors and
+        # ours together: a layer would be complete with half of each. Closing the old update first resets the counts.
+        if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._packed = {layer: layer.cpu_linear for layer in self.model.modules() if hasattr(layer, "cpu_linear")}
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Complete layers with padding, attention layers, and tied output layers."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_layers(self._packed)
+        self._packed = {}
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load; the base class would also wait for an accelerator, of which there may be none."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: GlooUpdate) -> None:
+        """Receive all buckets. Each has memory of its own: vLLM keeps views until a fused layer is complete."""
+        if self._group is None:
+            raise RuntimeError("update_weights was called before init_weight_transfer_engine")
+        infos = [
+            WeightInfo(name, tuple(shape), getattr(torch, dtype))
+            for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        ]
+        buckets = plan_buckets(infos, self._bucket_bytes)
+        arriving = self._receive(buckets[0].num_bytes) if buckets else None
+        for number, bucket in enumerate(buckets):
+            assert arriving is not None
+            block, work = arriving
+            work.wait()
+            arriving = self._receive(buckets[number + 1].num_bytes) if number + 1 < len(buckets) else None
+            self.model.load_weights(bucket.views(block, infos))
+
+    def _receive(self, num_bytes: int) -> tuple[Tensor, Any]:
+        assert self._group is not None
+        block = torch.empty(num_bytes, dtype=torch.uint8)
+        return block, self._group.broadcast(block)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def _repack_tied_layers(packed_before: dict[nn.Module, Any]) -> None:
+    """Pack anew each CPU layer whose packed copy the update did not replace.
+
+    Workaround for vLLM 0.32 on CPU: linear layers compute with a oneDNN copy of their weight. An output layer tied to
+    the embedding receives no weight of its own in a reload, so its copy stays that of the first weights, silently.
+    """
+    if not packed_before:
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for layer, before in packed_before.items():
+        weight = getattr(layer, "weight", None)
+        if layer.cpu_linear is before and weight is not None and weight.dim() == 2 and weight.numel() > 0:
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+def register() -> None:
+    """Make ``weight_transfer_config={"backend": "gloo"}`` known to this process; calling it again does nothing."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if "gloo" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+
+
+class WorkerExtension:
+    """Nothing but a reason for vLLM's workers to import this module (``worker_extension_cls``)."""
+
+
+register()
