@@ -1,0 +1,285 @@
+"""Saving and loading runs whose weights live in DeepSpeed engines: engine shards, state per rank, bitwise resume."""
+
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlhfkit.strategies import directory
+from rlhfkit.strategies.directory import CheckpointError
+from rlhfkit.strategies.engines import EngineOptimizer
+from rlhfkit.strategies.sharding import load_full_state
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+_TAG = "checkpoint"
+_OWN_STATE = "rlhfkit"
+
+
+class EngineCheckpoints(DeepSpeedStrategy):
+    """The checkpoint half of :class:`~rlhfkit.strategies.deepspeed.RLHFDeepSpeedStrategy`.
+
+    A checkpoint is a directory::
+
+        step=100.ckpt/
+            manifest.json          files, sizes, SHA-256, number of ranks
+            policy/checkpoint/...  DeepSpeed's shards of one engine: weights and optimizer
+            rank_00000.pt          everything else of one rank: loops, callbacks, loaders, schedulers, random state
+
+    It is written to ``step=100.ckpt.tmp`` and renamed when complete, on a file system that all ranks share. Frozen
+    children are not in it. Random states are per rank, because loaders are.
+    """
+
+    engines: dict[str, "DeepSpeedEngine"]
+    frozen_engines: dict[str, "DeepSpeedEngine"]
+    _frozen: set[str]
+    _random_state: dict[str, Any] | None = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a run. All ranks must call it.
+
+        Args:
+            checkpoint: Lightning's dictionary.
+            filepath: Directory to create; rank 0's value counts.
+            storage_options: Not supported.
+        """
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} writes directories itself; storage_options are not supported.")
+        path = Path(self.broadcast(str(filepath)))
+        if self.is_global_zero:
+            directory.start(path)
+        self.barrier()
+        folder = directory.temporary(path)
+        for name, engine in self.engines.items():
+            engine.save_checkpoint(
+                str(folder / name),
+                tag=_TAG,
+                save_latest=False,
+                # Lets deepspeed's converter change the number of ranks of ZeRO 1 and 2 checkpoints.
+                client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}},
+                exclude_frozen_parameters=self.exclude_frozen_parameters,
+            )
+        state = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
+        state[_OWN_STATE] = {"random": random_state(self.root_device)}
+        torch.save(state, folder / _rank_file(self.global_rank))
+        self.barrier()  # all files exist
+        names = directory.files_in(folder)
+        records = self._gather(directory.seal(folder, names[self.global_rank :: self.world_size]))
+        if self.is_global_zero:
+            about = {
+                "saved_at": time.time(),
+                "world_size": self.world_size,
+                "global_step": checkpoint.get("global_step"),
+                "engines": {name: engine.zero_optimization_stage() for name, engine in self.engines.items()},
+            }
+            merged = {name: record for part in records for name, record in part.items()}
+            directory.publish(path, merged, about)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a run into the engines; a damaged checkpoint is replaced by the newest intact older one, with a warning.
+
+        Args:
+            checkpoint_path: A directory that :meth:`save_checkpoint` wrote.
+            weights_only: False lets pickled objects of callbacks or data modules be loaded; they can run code.
+                Lightning does not pass this on for strategies that restore after set-up, so None means True.
+
+        Raises:
+            CheckpointError: When nothing intact is found, or when training resumes with another number of ranks.
+        """
+        assert self.lightning_module is not None
+        path = self._agree_on(Path(checkpoint_path))
+        manifest = directory.read_manifest(path)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._load_engines(path, manifest)
+        else:
+            self._load_weights(path, manifest)
+        same_ranks = manifest["world_size"] == self.world_size
+        file = path / _rank_file(self.global_rank if same_ranks else 0)
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+        except Exception as error:
+            if "weights_only" not in str(error).lower() and "weights only" not in str(error).lower():
+                raise
+            raise CheckpointError(
+                f"{file} holds objects of a callback, data module or hyperparameter that are not plain data. Store"
+                " plain numbers, strings, lists, dictionaries and tensors instead."
+            ) from error
+        own = state.pop(_OWN_STATE)
+        if fitting and same_ranks:
+            self._random_state = own["random"]
+            set_random_state(own["random"], self.root_device)
+        return state
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """After a resume in the middle of an epoch, undo what starting the data loader drew from the generators."""
+        if self._random_state is not None and batch_idx > 0:
+            set_random_state(self._random_state, self.root_device)
+        self._random_state = None
+
+    def _agree_on(self, wanted: Path) -> Path:
+        """Rank 0 verifies and chooses; all ranks load the same checkpoint or raise the same error."""
+        answer: tuple[str | None, list[str]] = (None, [])
+        if self.is_global_zero:
+            try:
+                chosen, complaints = directory.usable(wanted)
+                answer = (str(chosen), complaints)
+            except CheckpointError as error:
+                answer = (None, [str(error)])
+        found, complaints = self.broadcast(answer)
+        if found is None:
+            raise CheckpointError(complaints[0])
+        if Path(found) != wanted:
+            rank_zero_warn(
+                f"The checkpoint {wanted} is damaged ({' '.join(complaints)}) Loading the intact one before it: {found}"
+            )
+        return Path(found)
+
+    def _load_engines(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        if manifest["world_size"] != self.world_size:
+            raise CheckpointError(
+                f"{path} was saved by {manifest['world_size']} rank(s) and this run has {self.world_size}. Resume with"
+                f" {manifest['world_size']}, or start a new run from exported weights."
+            )
+        if set(manifest["engines"]) != set(self.engines):
+            raise CheckpointError(
+                f"{path} holds the engines {sorted(manifest['engines'])}, this run trains {sorted(self.engines)}."
+            )
+        for name, engine in self.engines.items():
+            stage = manifest["engines"][name]
+            if stage != engine.zero_optimization_stage():
+                raise CheckpointError(
+                    f"{path}: '{name}' was saved at ZeRO stage {stage} and this run uses"
+                    f" {engine.zero_optimization_stage()}; resume with the same stage."
+                )
+            loaded, _ = engine.load_checkpoint(
+                str(path / name),
+                tag=_TAG,
+                load_module_strict=not self.exclude_frozen_parameters,
+                load_lr_scheduler_states=False,
+            )
+            if loaded is None:
+                raise CheckpointError(f"DeepSpeed found nothing to load in {path / name}.")
+        for optimizer in self.optimizers:
+            assert isinstance(optimizer, EngineOptimizer)
+            optimizer.share_groups()
+
+    def _load_weights(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Full weights for validation, test and prediction, whatever the stage and number of ranks they came from."""
+        assert self.lightning_module is not None
+        for name in manifest["engines"]:
+            child = self.lightning_module.get_submodule(name)
+            state = saved_weights(path, name) if self.is_global_zero else {}
+            load_full_state(getattr(child, "module", child), state, from_rank_zero=self.world_size > 1)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """State outside the engines and frozen children: metrics, buffers. The engines save their own."""
+        module = self.lightning_module
+        assert module is not None
+        skip = tuple(f"{name}." for name in {*self.engines, *self._frozen})
+        hidden: dict[str, nn.Module | None] = {name: module._modules[name] for name in {*self.engines, *self._frozen}}
+        order = list(module._modules)
+        try:
+            for name in hidden:
+                module._modules[name] = None  # do not materialise sharded weights only to drop them
+            return {key: value for key, value in module.state_dict().items() if not key.startswith(skip)}
+        finally:
+            for name in order:
+                if name in hidden:
+                    module._modules[name] = hidden[name]
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """State outside the engines; the engines have loaded theirs in :meth:`load_checkpoint`."""
+        assert self.lightning_module is not None
+        if checkpoint.get("state_dict"):
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Empty: the engines save their shards."""
+        return {}
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: the engines restore their shards."""
+        return False
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, unless it is the last intact one of its folder."""
+        path = Path(filepath)
+        if not self.is_global_zero or not path.exists():
+            return
+        for other in path.parent.iterdir():
+            if other == path or other.name.endswith((".tmp", ".deleted", ".old")):
+                continue
+            try:
+                directory.verify(other, checksums=False)
+            except (CheckpointError, OSError):
+                continue
+            directory.remove(path)
+            return
+        rank_zero_warn(f"Not deleting {path}: it is the only complete checkpoint in its folder.")
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+
+def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
+    """The full fp32 (stage 0: training precision) weights of one child in a checkpoint, without any process group."""
+    stage = directory.read_manifest(checkpoint)["engines"][child]
+    folder = checkpoint / child
+    if stage == 0:
+        file = folder / _TAG / "mp_rank_00_model_states.pt"
+        return torch.load(file, map_location="cpu", weights_only=False)["module"]
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """State of the generators of torch, NumPy and Python, in plain types that load without running code."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": (
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put the generators into a state that :func:`random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"

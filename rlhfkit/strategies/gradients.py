@@ -1,0 +1,66 @@
+"""Clipping, measuring and discarding the gradients of a DeepSpeed engine, whichever optimizer wrapper it uses."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+def clip_next_step(engine: "DeepSpeedEngine", norm: float) -> None:
+    """Clip the engine's gradient to ``norm`` (0: not at all) when it steps."""
+    if hasattr(engine.optimizer, "clip_grad"):  # ZeRO 1 to 3 and the 16-bit optimizers keep a value of their own
+        engine.optimizer.clip_grad = norm
+        return
+    # fp32 at stage 0: the engine clips the averaged gradients itself, and neither reports their norm nor checks it.
+    engine._config.gradient_clipping = math.inf
+    engine.clip_fp32_gradients = lambda: _clip_and_check(engine, norm)
+
+
+def _clip_and_check(engine: "DeepSpeedEngine", norm: float) -> None:
+    """Clip plain fp32 gradients, and drop them when they are not finite, as DeepSpeed does at all other stages.
+
+    The gradients are averaged over ranks at this point, so all ranks see the same norm and decide alike. A step
+    without gradients leaves weights and optimizer state as they are.
+    """
+    parameters = [p for p in engine.module.parameters() if p.grad is not None]
+    total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    engine._global_grad_norm = total.item()
+    if not math.isfinite(engine._global_grad_norm):
+        engine._global_grad_norm = math.inf
+        for parameter in parameters:
+            parameter.grad = None
+    elif norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, norm, total)
+
+
+def measured_norm(engine: "DeepSpeedEngine") -> float:
+    """Norm of the gradient that the engine has just used, before clipping; infinite when it skipped the update."""
+    norm: Any = engine.get_global_grad_norm()
+    return float(norm) if norm is not None else math.nan
+
+
+def discard_gradients(engine: "DeepSpeedEngine") -> None:
+    """Drop all accumulated gradients. ``zero_grad`` alone leaves those that ZeRO 2 and 3 have reduced already.
+
+    The buffers are those that deepspeed 0.19.8 clears after an overflow.
+    """
+    optimizer = engine.optimizer
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    optimizer.zero_grad(set_to_none=True)
+    if hasattr(optimizer, "_overflow_clean_up"):  # ZeRO 3
+        optimizer._overflow_clean_up(optimizer.loss_scale)
+        optimizer.micro_step_id = 0
+    elif hasattr(optimizer, "averaged_gradients"):  # ZeRO 1 and 2
+        optimizer._release_preflattened_grad_buffers()
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+            optimizer.all_grad_tensors[group] = None
+    elif hasattr(optimizer, "clear_hp_grads"):  # bf16 at ZeRO 1
+        optimizer.clear_hp_grads()
+        optimizer.clear_lp_grads()

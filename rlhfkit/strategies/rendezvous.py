@@ -1,0 +1,107 @@
+"""Joining the process group with a time limit that names who is missing; locks of interrupted extension builds."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+_POLL_SECONDS = 0.1
+
+
+def join_process_group(
+    backend: str, *, rank: int, world_size: int, address: str, port: int, init_timeout: float, timeout: timedelta | None
+) -> None:
+    """Create the default process group, or say which ranks did not come.
+
+    Every rank announces itself in the store first and waits for the others there, because the message of
+    ``init_process_group`` only counts them.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"``, ...
+        rank: This process.
+        world_size: Number of processes.
+        address: Host of rank 0.
+        port: Port on that host.
+        init_timeout: Seconds to wait for the other ranks.
+        timeout: Of later collectives; None for the backend's default.
+
+    Raises:
+        TimeoutError: Names the ranks that did not join in time.
+    """
+    # Under torchrun the agent already serves a store at this address.
+    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    here = f"rank {rank} of {world_size}"
+    try:
+        store: dist.Store = dist.TCPStore(
+            address,
+            port,
+            is_master=hosts_store,
+            timeout=timedelta(seconds=init_timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        reason = "cannot listen on" if hosts_store else f"got no answer within {init_timeout:.0f} s from rank 0 at"
+        raise TimeoutError(f"{here} {reason} {address}:{port}: {error}") from error
+    # The agent's store outlives a restart of the workers, so the attempt is part of the key.
+    store = dist.PrefixStore(f"rlhfkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set(f"joined/{rank}", str(os.getpid()))
+    missing = wait_for_ranks(store, world_size, init_timeout)
+    if missing:
+        raise TimeoutError(
+            f"{here} waited {init_timeout:.0f} s at {address}:{port} for rank(s) {', '.join(map(str, missing))}"
+            " to join. Look at their logs; if they only start slowly, raise RLHFDeepSpeedStrategy(init_timeout=...)."
+        )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def wait_for_ranks(store: dist.Store, world_size: int, seconds: float) -> list[int]:
+    """Wait until all ranks have announced themselves; returns those that have not when the time is up."""
+    deadline = time.monotonic() + seconds
+    missing = list(range(world_size))
+    while True:
+        missing = [rank for rank in missing if not store.check([f"joined/{rank}"])]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(_POLL_SECONDS)
+
+
+def extension_locks(older_than: float = 600.0) -> list[Path]:
+    """Lock files that an interrupted build of a torch extension has left behind.
+
+    torch waits for such a lock without a word and without a limit (``torch.utils.file_baton``), so a killed first start
+    makes all later ones hang.
+
+    Args:
+        older_than: Age in seconds from which a lock counts as abandoned; a running build is younger.
+
+    Returns:
+        The lock files, to be deleted by hand once no build is running.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    found = []
+    for lock in sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}):
+        try:
+            if time.time() - lock.stat().st_mtime > older_than:
+                found.append(lock)
+        except FileNotFoundError:  # the build has just finished
+            continue
+    return found
+
+
+def prepare_cpu() -> None:
+    """Make DeepSpeed run on CPUs without compiling anything at start-up."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    os.environ["DS_ACCELERATOR"] = "cpu"  # for ranks that are started from here
+    if get_accelerator().device_name() != "cpu":  # there is a GPU, and the Trainer was told not to use it
+        set_accelerator(CPU_Accelerator())
+    # deepspeed 0.19.8, comm/torch.py build_shm_op: compiles a shared-memory all-reduce for about 50 s in every fresh
+    # environment. gloo carries everything.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,118 @@
+"""Sharded parameters (ZeRO 3): building models already sharded, and reading their full values."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def hugging_face_sharding(config: dict[str, Any] | None) -> Iterator[None]:
+    """Let ``from_pretrained`` and ``from_config`` build models that are sharded from the first moment.
+
+    Only Transformers' loading enters ``deepspeed.zero.Init``; layers made otherwise inside the context are ordinary and
+    are sharded when their engine is created.
+
+    Args:
+        config: A DeepSpeed configuration with ZeRO stage 3; None does nothing.
+    """
+    if config is None:
+        yield
+        return
+    try:
+        from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+    except ImportError:  # a LightningModule without Transformers: engines shard whole modules later
+        yield
+        return
+    keep_alive = HfDeepSpeedConfig(config)  # Transformers holds it by a weak reference
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del keep_alive
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether DeepSpeed ZeRO 3 manages the parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+@contextmanager
+def full_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Full values of the given parameters inside the context, on all ranks; changes are lost. Collective."""
+    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
+    if not sharded:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(sharded):
+        yield
+
+
+def state_of(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The full state dictionary of a module on the CPU, gathered one submodule at a time. Collective.
+
+    Args:
+        module: With ordinary or sharded parameters.
+        keep: Whether this rank wants the result; the others only take part.
+
+    Returns:
+        Name to tensor; empty unless ``keep``. Tied parameters share one tensor.
+    """
+    state: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        return copies[id(tensor)]
+
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        prefix = f"{prefix}." if prefix else ""
+        own = list(submodule.parameters(recurse=False))
+        with full_parameters(own) if own else nullcontext():
+            if keep:
+                for name, parameter in submodule.named_parameters(recurse=False):
+                    state[prefix + name] = copy(parameter)
+                for name, buffer in submodule.named_buffers(recurse=False):
+                    if name not in submodule._non_persistent_buffers_set:
+                        state[prefix + name] = copy(buffer)
+    return state
+
+
+def load_full_state(module: nn.Module, state: Mapping[str, Tensor], *, from_rank_zero: bool) -> None:
+    """Copy full weights into a module with ordinary or sharded parameters. Collective.
+
+    Args:
+        module: Whose parameters and persistent buffers are overwritten where ``state`` has their names.
+        state: Name to tensor; only rank 0's counts when ``from_rank_zero``.
+        from_rank_zero: Whether the other ranks receive the values from rank 0.
+    """
+    import torch.distributed as dist
+
+    leader = not from_rank_zero or dist.get_rank() == 0
+    for prefix, submodule in module.named_modules():
+        prefix = f"{prefix}." if prefix else ""
+        tensors = {**dict(submodule.named_parameters(recurse=False)), **dict(submodule.named_buffers(recurse=False))}
+        with writable_parameters(submodule.parameters(recurse=False)):
+            for name, tensor in tensors.items():
+                value = state.get(prefix + name)
+                if leader and value is not None:
+                    tensor.data.copy_(value)
+                if from_rank_zero and not (isinstance(tensor, nn.Parameter) and is_sharded(tensor)):
+                    dist.broadcast(tensor.data, src=0)
+
+
+@contextmanager
+def writable_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Full parameters that rank 0 may change; the others get its values when the context ends. Collective."""
+    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
+    if not sharded:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0):
+        yield
