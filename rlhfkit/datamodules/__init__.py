@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhfkit.datamodules.instructions import SFTDataModule
     from rlhfkit.datamodules.prompts import PromptDataModule, final_answer
 
-__all__ = ["PromptDataModule", "final_answer"]
+__all__ = ["PromptDataModule", "SFTDataModule", "final_answer"]
 
 _HOMES = {
     "PromptDataModule": "rlhfkit.datamodules.prompts",
+    "SFTDataModule": "rlhfkit.datamodules.instructions",
     "final_answer": "rlhfkit.datamodules.prompts",
 }
 

@@ -75,13 +75,15 @@ class PromptFormat:
         return self.wraps_text or not isinstance(content, str)
 
     def messages(self, content: Any) -> list[Any]:
-        """The content as chat messages, with the system message in front.
+        """The content as chat messages, with the system message in front unless they begin with one.
 
         Args:
             content: Text or chat messages.
         """
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
+        if self.system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
     def render(self, messages: Sequence[Any], *, generation: bool) -> str:
         """Chat messages as text.
