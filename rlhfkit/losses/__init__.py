@@ -17,6 +17,7 @@ from rlhfkit.losses.preference_pairs import PAIR_LOSSES, PreferencePairs
 from rlhfkit.losses.preference_reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
 from rlhfkit.losses.reward import bradley_terry_loss, pairwise_accuracy, process_reward_loss
 from rlhfkit.losses.sequences import length_desensitized_logprobs, sequence_logprobs, wpo_weights
+from rlhfkit.losses.single_pass import SinglePassOutput, linear_cross_entropy, linear_policy_gradient
 from rlhfkit.losses.supervised import cross_entropy_loss, dft_loss
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "LogprobsOutput",
     "LossOutput",
     "PreferencePairs",
+    "SinglePassOutput",
     "aggregate",
     "alphapo_loss",
     "bradley_terry_loss",
@@ -44,7 +46,9 @@ __all__ = [
     "kto_loss",
     "kto_paired_loss",
     "length_desensitized_logprobs",
+    "linear_cross_entropy",
     "linear_logprobs",
+    "linear_policy_gradient",
     "logits_logprobs",
     "masked_mean",
     "masked_sum",

@@ -24,6 +24,7 @@ from rlhfkit.losses.output_head import (
     check_head_arguments,
     check_targets,
     matmul_dtype,
+    set_product,
     tile_shape,
 )
 from rlhfkit.losses.vocabulary_tiles import (
@@ -163,7 +164,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 part = weight[column].to(dtype)
                 part_bias = None if bias is None else bias[column].to(dtype)
                 for row in slices(hidden.shape[0], rows):
-                    inner, work, spare = tiles.logits(source[row], part, part_bias, transform)
+                    raw = tiles.product(source[row], part, part_bias)
+                    inner, work, spare = tiles.parts(raw, transform)
                     local = targets[row] - column.start
                     accumulate(state.rows(row), inner, transform.factor, local, work, spare)
             normalizer, entropies = state.log_normalizer(), state.entropy()
@@ -211,21 +213,20 @@ def _head_gradients(
         # Over several blocks of tokens the sum is kept in the reduction dtype, for this slice of the vocabulary only.
         total = torch.zeros_like(part, dtype=tiles.reduction) if several and to_weight is not None else None
         for row in slices(hidden.shape[0], rows):
-            inner, work, spare = tiles.logits(source[row], part, part_bias, transform)
+            raw = tiles.product(source[row], part, part_bias)
+            inner, work, spare = tiles.parts(raw, transform)
             local = targets[row] - column.start
             tile = tile_gradient(inner, transform.factor, local, gradient.rows(row), work, spare)
             tile = transform.inner_gradient(tile, inner)
             if to_bias is not None:
                 to_bias[column] += tile.sum(0)
-            tile = tiles.narrow(tile)
+            tile = tiles.narrow(tile, raw)
             if to_hidden is not None:
                 add_product(to_hidden[row], tile, part)
             if total is not None:
                 add_product(total, tile.t(), source[row])
-            elif to_weight is not None and to_weight.dtype == dtype:
-                torch.mm(tile.t(), source[row], out=to_weight[column])
             elif to_weight is not None:
-                to_weight[column] = torch.mm(tile.t(), source[row])
+                set_product(to_weight[column], tile.t(), source[row])
         if total is not None and to_weight is not None:
             to_weight[column] = total
     return (
