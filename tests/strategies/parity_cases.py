@@ -23,6 +23,11 @@ def full_weights(module: Any, strategy: Any, children: list[str]) -> dict[str, t
     return weights
 
 
+def gradient_norm(module: torch.nn.Module) -> float:
+    """Norm of all gradients of a module."""
+    return torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).norm().item()
+
+
 class Spy(toys.pl.Callback):
     """Keeps full weights at the end of training, while engines are there, and the gradient norms of each step."""
 
@@ -31,8 +36,14 @@ class Spy(toys.pl.Callback):
         self.norms: list[dict[str, float]] = []
         self.logged: list[float] = []
 
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if not hasattr(trainer.strategy, "engines"):  # plain Lightning: gradients are where torch puts them
+            children = {name: child for name, child in module.named_children() if name != "reference"}
+            self.norms.append({name: gradient_norm(child) for name, child in children.items()})
+
     def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
-        self.norms.append(dict(getattr(trainer.strategy, "gradient_norms", {})))
+        if hasattr(trainer.strategy, "engines"):
+            self.norms.append(dict(trainer.strategy.gradient_norms))
         if "grad_norm/policy" in trainer.callback_metrics:
             self.logged.append(float(trainer.callback_metrics["grad_norm/policy"]))
 
@@ -48,7 +59,7 @@ def fit(strategy: Any, *, batches: int = 8, trainer: dict[str, Any] | None = Non
         rank, ranks, strategy = 0, 1, "auto"
     module, spy = toys.Toy(**options), Spy()
     run = toys.trainer(strategy, ranks, callbacks=[spy], log_every_n_steps=1, **(trainer or {}))
-    run.fit(module, toys.loader(toys.global_batches(batches), rank, ranks))
+    run.fit(module, toys.ShareLoader(toys.global_batches(batches), rank, ranks))
     return {
         "losses": module.losses,
         "learning_rates": module.learning_rates,
@@ -80,17 +91,19 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": "sgd",
         "trainer": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
     },
+    "tied": {"optimizer": "sgd"},
+    "gradient checkpointing": {"optimizer": "sgd", "checkpointing": True},
     "two engines, reference": {"critic": True, "reference": True, "trainer": {"accumulate_grad_batches": 3}},
 }
 
 
-def parity(folder: Path, model: str, stages: list[int], cases: list[str]) -> dict[str, Any]:
+def parity(folder: Path, models: list[str], stages: list[int], cases: list[str]) -> dict[str, Any]:
     """Differences to plain Lightning for every stage and case. Each rank runs the plain fit for itself."""
     import rlhfkit.strategies  # noqa: F401  (registers the names)
 
     report: dict[str, Any] = {}
     for case in cases:
-        options = {"model": model} | CASES[case]
+        options = {"model": models[1] if case == "tied" else models[0]} | CASES[case]
         for stage in stages:
             result = fit(f"rlhf_zero{stage}", **options)
             report[f"{case}, stage {stage}"] = result
@@ -105,6 +118,7 @@ def parity(folder: Path, model: str, stages: list[int], cases: list[str]) -> dic
                 ),
                 "steps": [result["steps"], plain["steps"]],
                 "norms": result["norms"],
+                "plain_norms": plain["norms"],
                 "logged": result["logged"],
                 "child_type": result["child_type"],
                 "moved": abs(plain["losses"][0] - plain["losses"][-1]),

@@ -1,12 +1,12 @@
 """Small LightningModules and data for strategy tests: global batches that any number of ranks split."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 48
@@ -126,9 +126,26 @@ def global_batches(count: int, size: int = 8, length: int = 12, seed: int = 0) -
     return [torch.randint(0, VOCABULARY, (size, length), generator=generator) for _ in range(count)]
 
 
-def loader(batches: list[Tensor], rank: int, world_size: int) -> DataLoader:
-    """This rank's share of each global batch."""
-    return DataLoader([batch[rank::world_size] for batch in batches], batch_size=None)
+class ShareLoader:
+    """This rank's share of each global batch, in order; remembers where it was, as Lightning's stateful loaders do."""
+
+    def __init__(self, batches: list[Tensor], rank: int, world_size: int) -> None:
+        self.shares = [batch[rank::world_size] for batch in batches]
+        self.next, self.resumed = 0, False
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        first, self.resumed = (self.next if self.resumed else 0), False
+        for self.next in range(first + 1, len(self) + 1):
+            yield self.shares[self.next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next, self.resumed = state["next"] % len(self), True
 
 
 def trainer(strategy: Any, ranks: int, **changes: Any) -> pl.Trainer:

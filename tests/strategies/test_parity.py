@@ -1,0 +1,52 @@
+"""Every ZeRO stage trains like plain single-process Lightning, to fp32 rounding, on one rank and on two."""
+
+from typing import Any
+
+import pytest
+import ranks
+
+pytestmark = pytest.mark.distributed
+
+# Losses are about 4; neighbouring fp32 numbers there are 4.8e-7 apart, so 1e-6 is two units in the last place.
+TOLERANCE = 1e-6
+STAGES = [0, 1, 2, 3]
+CASES = ["adamw", "sgd, accumulate 3 of 8, clip", "two engines, reference", "tied", "gradient checkpointing"]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def report(request: Any, tmp_path_factory: Any, model_folder: str, tied_model_folder: str) -> dict[str, Any]:
+    """All stages and cases in one launch per number of ranks."""
+    folder = tmp_path_factory.mktemp("parity")
+    results = ranks.run(
+        "parity_cases:parity", request.param, folder, models=[model_folder, tied_model_folder], stages=STAGES, cases=CASES
+    )
+    for other in results[1:]:
+        for case, values in other.items():  # losses are averaged over ranks: everybody saw the same
+            assert values["loss"] == results[0][case]["loss"]
+    return results[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_losses_weights_and_rates_equal_plain_lightning(report: dict[str, Any], case: str, stage: int) -> None:
+    values = report[f"{case}, stage {stage}"]
+    assert values["moved"] > 0.05, "the run must have learnt something, else equality shows nothing"
+    assert values["loss"] <= TOLERANCE
+    assert values["weight"] <= TOLERANCE
+    assert values["rate"] == 0.0
+    assert values["steps"][0] == values["steps"][1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_norm_of_each_engine_is_known_and_logged(report: dict[str, Any], stage: int) -> None:
+    values = report[f"two engines, reference, stage {stage}"]
+    last = values["norms"][-1]
+    assert set(last) == {"policy", "critic"}
+    assert values["logged"][-1] == pytest.approx(last["policy"], rel=1e-6)
+    plain = values["plain_norms"][-1]
+    assert last["policy"] == pytest.approx(plain["policy"], rel=1e-5)
+    assert last["critic"] == pytest.approx(plain["critic"], rel=1e-5)
+
+
+def test_the_raw_children_come_back_after_fit(report: dict[str, Any]) -> None:
+    assert {values["child_type"] for values in report.values()} == {"LlamaForCausalLM"}
