@@ -214,7 +214,8 @@ def _check_knobs(logprobs: Tensor, beta: float, desirable_weight: float, undesir
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device).detach()
+    """A 0-d constant beside ``like``; filled on its device, since copying it there would make the host wait."""
+    return value.detach().to(like) if isinstance(value, Tensor) else like.new_full((), value)
 
 
 def _metrics(rewards: Tensor, logprobs: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

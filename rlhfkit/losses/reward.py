@@ -72,7 +72,7 @@ def bradley_terry_loss(
     keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
     chosen, rejected = select(full_precision(chosen), keep), select(full_precision(rejected), keep)
     difference = chosen - rejected
-    logits = difference if margin is None else difference - _margin(margin, difference, keep)
+    logits = difference - _margin(margin, difference, keep)
     losses = smoothed_logsigmoid_loss(logits, label_smoothing)
     if centering:
         losses = losses + centering * (chosen + rejected).square()
@@ -170,9 +170,11 @@ def process_reward_loss(
     return LossOutput(aggregate(losses, keep, aggregation, denominator, max_length=max_length), metrics)
 
 
-def _margin(margin: Tensor | float, difference: Tensor, keep: Tensor) -> Tensor:
-    if not isinstance(margin, Tensor) or margin.dim() == 0:
-        return torch.as_tensor(margin, dtype=difference.dtype, device=difference.device)
+def _margin(margin: Tensor | float | None, difference: Tensor, keep: Tensor) -> Tensor | float:
+    if not isinstance(margin, Tensor):
+        return 0.0 if margin is None else margin
+    if margin.dim() == 0:
+        return margin.to(difference.dtype)
     check_same_shape(margin=margin, chosen=difference)
     return select(margin.to(difference.dtype), keep)
 

@@ -1,0 +1,192 @@
+"""Write ``losses.md`` from the signatures and docstrings of ``rlhfkit.losses``, so that it cannot drift from the code.
+
+    python docs/generate_losses.py            # write the page
+    python docs/generate_losses.py --check    # fail when it is stale
+
+The convention it reads: the first line of a docstring is its summary, the next paragraph (with a table below it, if
+there is one) its formula, and papers are named by their arXiv number anywhere in it.
+"""
+
+import argparse
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import rlhfkit.losses
+
+PAGE = Path(__file__).with_name("losses.md")
+ORDER = ("policy", "sequence_policy", "advantages", "reward_shaping", "kl", "correction", "value")
+ORDER += ("supervised", "distillation", "preference", "preference_reference_free", "sequences")
+ORDER += ("preference_divergences", "kto", "reward", "logprobs", "single_pass", "masked")
+OMITTED_KNOBS = {"denominator", "mask", "max_length"}
+
+HEADER = """\
+# Losses
+
+<!-- Written by docs/generate_losses.py from the docstrings; edit those and run it again. -->
+
+Every objective of `rlhfkit.losses`: pure functions on tensors that import torch and nothing else. The docstring of each
+function tells the shapes, the sources of the defaults, and where a value differs from another library on purpose.
+
+```python
+from rlhfkit.losses import dpo_loss, sequence_logprobs
+
+chosen, rejected = sequence_logprobs(chosen_logprobs, chosen_mask), sequence_logprobs(rejected_logprobs, rejected_mask)
+output = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=0.1)
+output.loss.backward()
+output.metrics["rewards/margins"]
+```
+
+What they have in common:
+
+- Tensors come first, knobs are keywords. B are sequences, T tokens on the next-token axis (`logprobs[:, t]` belongs to
+  token `t + 1`), V the vocabulary; `sg` stops the gradient; a loss `ℓ` per token, sequence or pair is averaged.
+- Masks select: a masked entry may be NaN and reaches neither loss nor gradient.
+- Half precision is computed in float32; gradients come back in the dtype of the input.
+- Nothing is reduced over ranks. `denominator` is the count of tokens (or sequences, or pairs) of the *whole* optimizer
+  step divided by the number of micro-batches that are averaged; with it every split over micro-batches and ranks gives
+  the same gradient. Without it the local count is taken.
+- The result is `LossOutput(loss, metrics)`; metrics are detached scalars.
+- Wrong shapes and knobs raise `ValueError` at once.
+
+Knobs that are `None` by default, and `mask`, `denominator` and `max_length`, are left out of the tables.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    public = {name: getattr(rlhfkit.losses, name) for name in rlhfkit.losses.__all__}
+    functions = {name: value for name, value in public.items() if inspect.isfunction(value)}
+    parts = [HEADER]
+    for module in _modules(functions):
+        members = [name for name, value in functions.items() if value.__module__ == module.__name__]
+        parts.append(f"## {_heading(module)}\n\n{_markdown(_first_line(module))}\n")
+        rows = (
+            (f"**`{name}`**<br>{_summary(functions[name])}", functions[name]) for name in _in_source(members, functions)
+        )
+        parts.append(_table("Function", rows, with_defaults=True))
+        if "dpo_loss" in members:
+            parts.append("### Loss types of `dpo_loss`\n\n" + _notation() + "\n")
+            parts.append(_table("`loss_type`", ((f"`{n}`", f) for n, f in rlhfkit.losses.PAIR_LOSSES.items())))
+    others = sorted(set(public) - set(functions))
+    parts.append("## Types and registries\n\n" + ", ".join(f"`{name}`" for name in others) + "\n")
+    return "\n".join(parts)
+
+
+def formula(function: Callable[..., Any]) -> str:
+    """The formula of a function as Markdown; empty when its docstring has none."""
+    paragraphs = _paragraphs(function)
+    if len(paragraphs) == 1:
+        return ""
+    text = paragraphs[1]
+    if len(paragraphs) > 2 and paragraphs[2].startswith("==="):
+        text += " " + "; ".join(" ".join(row[:2]) for row in _simple_table(paragraphs[2]))
+    elif text.startswith("==="):
+        text = "; ".join(" ".join(row[:2]) for row in _simple_table(text))
+    return _markdown(text) if "``" in text else ""
+
+
+def pair_loss_formula(function: Callable[..., Any]) -> str:
+    """The formula of a per-pair loss, whose docstring is one line: formula, name and paper."""
+    return _markdown(_paragraphs(function)[0].split(". ")[0])
+
+
+def papers(function: Callable[..., Any]) -> list[str]:
+    """The arXiv numbers of a docstring in order of appearance."""
+    return list(dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{4,5})", inspect.getdoc(function) or "")))
+
+
+def defaults(function: Callable[..., Any]) -> list[str]:
+    """Keyword-only knobs with their defaults, as code."""
+    knobs = inspect.signature(function).parameters.values()
+    shown = [knob for knob in knobs if knob.kind is knob.KEYWORD_ONLY and knob.name not in OMITTED_KNOBS]
+    required = [f"`{knob.name}` (required)" for knob in shown if knob.default is knob.empty]
+    given = [f"`{knob.name}={knob.default!r}`" for knob in shown if knob.default not in (knob.empty, None)]
+    return required + given
+
+
+def _modules(functions: dict[str, Any]) -> list[ModuleType]:
+    names = {function.__module__ for function in functions.values()}
+    ranks = {f"rlhfkit.losses.{name}": rank for rank, name in enumerate(ORDER)}
+    return [
+        importlib.import_module(name) for name in sorted(names, key=lambda name: (ranks.get(name, len(ORDER)), name))
+    ]
+
+
+def _in_source(members: list[str], functions: dict[str, Any]) -> list[str]:
+    return sorted(members, key=lambda name: functions[name].__code__.co_firstlineno)
+
+
+def _heading(module: ModuleType) -> str:
+    return f"`{module.__name__}`"
+
+
+def _first_line(module: ModuleType) -> str:
+    return _join((inspect.getdoc(module) or "").split("\n\n")[0])
+
+
+def _summary(function: Callable[..., Any]) -> str:
+    return _markdown(_paragraphs(function)[0])
+
+
+def _notation() -> str:
+    """The notation of the per-pair losses, from the end of their module's docstring."""
+    module = importlib.import_module("rlhfkit.losses.preference_pairs")
+    return _markdown(_join((inspect.getdoc(module) or "").split("\n\n")[-1]))
+
+
+def _paragraphs(function: Callable[..., Any]) -> list[str]:
+    """Paragraphs of a docstring up to its first section, each on one line, tables as they are."""
+    body = re.split(r"\n(?:Args|Returns|Raises|Attributes):\n", inspect.getdoc(function) or "")[0]
+    return [text if text.startswith("===") else _join(text) for text in body.strip().split("\n\n")]
+
+
+def _simple_table(text: str) -> Iterator[list[str]]:
+    """Rows of a reStructuredText simple table, without its head."""
+    lines = text.splitlines()
+    starts = [match.start() for match in re.finditer(r"=+", lines[0])]
+    for line in lines[3:]:
+        if not line.startswith("==="):
+            yield [line[start:end].strip() for start, end in zip(starts, [*starts[1:], None], strict=True)]
+
+
+def _join(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _markdown(text: str) -> str:
+    """ReStructuredText inline markup to Markdown."""
+    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
+    return text.replace("``", "`")
+
+
+def _table(head: str, rows: Any, *, with_defaults: bool = False) -> str:
+    columns = [head, "Formula", *(["Defaults"] if with_defaults else []), "Papers"]
+    lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
+    for name, function in rows:
+        links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in papers(function))
+        cells = [name, formula(function), *([", ".join(defaults(function))] if with_defaults else []), links]
+        lines.append(f"| {' | '.join(cell.replace('|', '\\|') or '–' for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write or check the page; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Write docs/losses.md from the docstrings of rlhfkit.losses.")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 when the page is stale")
+    if not parser.parse_args().check:
+        PAGE.write_text(render(), encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == render():
+        return 0
+    print("docs/losses.md is stale: run python docs/generate_losses.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
