@@ -66,13 +66,12 @@ def render() -> str:
     for module in _modules(functions):
         members = [name for name, value in functions.items() if value.__module__ == module.__name__]
         parts.append(f"## {_heading(module)}\n\n{_markdown(_first_line(module))}\n")
-        rows = (
-            (f"**`{name}`**<br>{_summary(functions[name])}", functions[name]) for name in _in_source(members, functions)
-        )
-        parts.append(_table("Function", rows, with_defaults=True))
+        rows = [_function_row(name, functions[name]) for name in _in_source_order(members, functions)]
+        parts.append(_table(["Function", "Formula", "Defaults", "Papers"], rows))
         if "dpo_loss" in members:
             parts.append("### Loss types of `dpo_loss`\n\n" + _notation() + "\n")
-            parts.append(_table("`loss_type`", ((f"`{n}`", f) for n, f in rlhfkit.losses.PAIR_LOSSES.items())))
+            rows = [_pair_loss_row(name, loss) for name, loss in rlhfkit.losses.PAIR_LOSSES.items()]
+            parts.append(_table(["`loss_type`", "Formula", "Name", "Papers"], rows))
     others = sorted(set(public) - set(functions))
     parts.append("## Types and registries\n\n" + ", ".join(f"`{name}`" for name in others) + "\n")
     return "\n".join(parts)
@@ -91,9 +90,9 @@ def formula(function: Callable[..., Any]) -> str:
     return _markdown(text) if "``" in text else ""
 
 
-def pair_loss_formula(function: Callable[..., Any]) -> str:
+def pair_loss_formula(loss: Callable[..., Any]) -> str:
     """The formula of a per-pair loss, whose docstring is one line: formula, name and paper."""
-    return _markdown(_paragraphs(function)[0].split(". ")[0])
+    return _markdown(_paragraphs(loss)[0].partition(". ")[0])
 
 
 def papers(function: Callable[..., Any]) -> list[str]:
@@ -118,7 +117,7 @@ def _modules(functions: dict[str, Any]) -> list[ModuleType]:
     ]
 
 
-def _in_source(members: list[str], functions: dict[str, Any]) -> list[str]:
+def _in_source_order(members: list[str], functions: dict[str, Any]) -> list[str]:
     return sorted(members, key=lambda name: functions[name].__code__.co_firstlineno)
 
 
@@ -165,13 +164,23 @@ def _markdown(text: str) -> str:
     return text.replace("``", "`")
 
 
-def _table(head: str, rows: Any, *, with_defaults: bool = False) -> str:
-    columns = [head, "Formula", *(["Defaults"] if with_defaults else []), "Papers"]
-    lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
-    for name, function in rows:
-        links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in papers(function))
-        cells = [name, formula(function), *([", ".join(defaults(function))] if with_defaults else []), links]
-        lines.append(f"| {' | '.join(cell.replace('|', '\\|') or '–' for cell in cells)} |")
+def _function_row(name: str, function: Callable[..., Any]) -> list[str]:
+    head = f"**`{name}`**<br>{_summary(function)}"
+    return [head, formula(function), ", ".join(defaults(function)), _links(function)]
+
+
+def _pair_loss_row(name: str, loss: Callable[..., Any]) -> list[str]:
+    title = re.sub(r" \(arXiv:[^)]*\)", "", _paragraphs(loss)[0].partition(". ")[2]).rstrip(".")
+    return [f"`{name}`", pair_loss_formula(loss), _markdown(title), _links(loss)]
+
+
+def _links(function: Callable[..., Any]) -> str:
+    return ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in papers(function))
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    escaped = [[cell.replace("|", r"\|") or "–" for cell in row] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *escaped]]
     return "\n".join(lines) + "\n"
 
 
