@@ -174,11 +174,15 @@ def test_masked_answers_reach_neither_loss_nor_gradient_nor_metrics():
     assert not sums.requires_grad
 
 
-def test_masked_pairs_reach_neither_loss_nor_metrics():
+def test_masked_pairs_reach_neither_loss_nor_gradient_nor_metrics():
     tensors = [*answer_batch(seed=1)[:2], *answer_batch(seed=2)[:2]]
     mask = torch.tensor([1, 1, 0, 1, 0, 1]).bool()
     expected = kto_paired_loss(*(tensor[mask] for tensor in tensors))
-    output = kto_paired_loss(*(torch.where(mask, tensor, float("nan")) for tensor in tensors), mask=mask)
+    poisoned = [torch.where(mask, tensor, float("nan")).requires_grad_() for tensor in tensors]
+    output = kto_paired_loss(*poisoned, mask=mask)
+    output.loss.backward()
+    for tensor in poisoned[:2]:
+        assert (tensor.grad[~mask] == 0).all()
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(dict(output.metrics), dict(expected.metrics))
 

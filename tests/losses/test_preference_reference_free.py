@@ -147,7 +147,8 @@ def test_masked_pairs_reach_neither_loss_nor_gradient_nor_metrics(name):
     chosen, rejected = (torch.where(mask, tensor, float("nan")) for tensor in batch[:2])
     lengths = [torch.where(mask, tensor, 0) for tensor in batch[2:]]
     output = LOSSES[name](chosen.requires_grad_(), rejected, *lengths, mask=mask)
-    output.loss.backward()
+    with torch.autograd.set_detect_anomaly(True):  # no NaN on the way either
+        output.loss.backward()
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(dict(output.metrics), dict(expected.metrics))
     assert chosen.grad.isfinite().all()

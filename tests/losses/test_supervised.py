@@ -123,6 +123,16 @@ def test_gradient_does_not_depend_on_order_padding_and_micro_batches(loss, aggre
     torch.testing.assert_close(split.grad[:, : mask.shape[1]], whole.grad)
 
 
+@pytest.mark.parametrize("loss", [cross_entropy_loss, dft_loss])
+def test_packed_row_gives_the_gradient_of_padded_sequences(loss):
+    logprobs, mask = token_batch()
+    logprobs.requires_grad_()
+    packed = logprobs[mask].unsqueeze(0)
+    padded, row = loss(logprobs, mask).loss, loss(packed, torch.ones_like(packed)).loss
+    torch.testing.assert_close(row, padded)
+    torch.testing.assert_close(*(torch.autograd.grad(value, logprobs, retain_graph=True)[0] for value in (row, padded)))
+
+
 def test_half_precision_is_summed_in_float32():
     logprobs, mask = token_batch(sequences=64, tokens=64, dtype=torch.bfloat16)
     logprobs.requires_grad_()
