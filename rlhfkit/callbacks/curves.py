@@ -55,11 +55,12 @@ class TrainingCurves(Callback):
         self._update(trainer, trainer.current_epoch - 1)
 
     def _update(self, trainer: L.Trainer, iteration: int) -> None:
-        if iteration < 0 or not trainer.is_global_zero:
+        if iteration < 0:
             return
-        self._record(trainer, "", iteration)
-        folder = Path(trainer.log_dir or ".")
-        self.saved = self.draw(folder / self.path)
+        folder = Path(trainer.log_dir or ".")  # a collective: every rank asks
+        if trainer.is_global_zero:
+            self._record(trainer, "", iteration)
+            self.saved = self.draw(folder / self.path)
 
     def _record(self, trainer: L.Trainer, prefix: str, iteration: int | None = None) -> None:
         x = trainer.current_epoch if iteration is None else iteration

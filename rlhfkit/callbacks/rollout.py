@@ -285,9 +285,9 @@ class RolloutCallback(Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         data.advance(len({sample.prompt.index for sample in self.samples}))
         self.iteration += 1
-        pl_module.log_dict(self._metrics)
-        if "rollout/reward" in self._metrics:
-            pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False)
+        # The numbers are the same on every rank; sync_dist only tells Lightning so.
+        pl_module.log_dict(self._metrics, sync_dist=True)
+        pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
         self.publish()
 
     def on_validation_batch_start(
@@ -307,7 +307,8 @@ class RolloutCallback(Callback):
         for name, values in means.items():
             if values:
                 mean = sum(values) / len(values)
-                pl_module.log(f"val/{name}", mean, on_epoch=True, batch_size=len(values), prog_bar=name == "reward")
+                shown = name == "reward"
+                pl_module.log(f"val/{name}", mean, prog_bar=shown, batch_size=len(values), sync_dist=True)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends, also after an error."""

@@ -204,7 +204,10 @@ def _head_gradients(
     tiles = TileBuffers(shape, dtype, hidden.device, entropy=gradient.entropy is not None, softcap=softcap)
     source = hidden.to(dtype)
     to_hidden = torch.zeros_like(hidden, dtype=tiles.reduction) if needed[0] else None
+    # Written tile by tile; with no tokens at all there are no tiles.
     to_weight = torch.empty_like(weight) if needed[1] else None
+    if to_weight is not None and hidden.shape[0] == 0:
+        to_weight.zero_()
     to_bias = torch.zeros_like(weight[:, 0], dtype=tiles.reduction) if needed[2] else None
     several = hidden.shape[0] > rows
     for column in slices(weight.shape[0], columns):

@@ -1,8 +1,8 @@
 """Masked reductions: every sum, mean and whitening in this package selects with its mask and never multiplies.
 
-A masked-out position may hold anything, NaN and infinity included: ``nan * 0`` is ``nan``, so multiplying by a mask lets
-it through. :func:`select` replaces such entries before any arithmetic, which keeps them out of the value *and* out of the
-gradient.
+A masked-out position may hold anything, NaN and infinity included: ``nan * 0`` is ``nan``, so multiplying by a mask
+lets it through. :func:`select` replaces such entries before any arithmetic, which keeps them out of the value *and* out
+of the gradient.
 
 Shapes: B sequences, T positions on the next-token axis (``x[:, t]`` belongs to token ``t + 1``).
 """
@@ -61,8 +61,8 @@ def select(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
 def full_precision(values: Tensor) -> Tensor:
     """Values in at least float32: half precision is cast up, float32 and float64 stay as they are.
 
-    A sum over thousands of tokens in bfloat16 keeps 8 bits, so losses reduce in float32 and gradients return in the dtype
-    of the input.
+    A sum over thousands of tokens in bfloat16 keeps 8 bits, so losses reduce in float32 and gradients return in the
+    dtype of the input.
 
     Args:
         values: Any shape and floating dtype.
@@ -103,48 +103,77 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
+def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
+    """Count, sum and sum of squares of the selected entries: what ranks add up to :func:`whiten` over all of them.
+
+    ``moments = masked_moments(advantages, mask); torch.distributed.all_reduce(moments)``
+
+    Args:
+        values: (B, T) or any other shape.
+        mask: Same shape.
+
+    Returns:
+        (3,) detached; float64 where the device has it, because a variance from sums of squares cancels digits.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check_same_shape(values=values, mask=mask)
+    precise = values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
+    kept = select(precise, mask)
+    return torch.stack([mask.bool().sum().to(kept.dtype), kept.sum(), kept.square().sum()])
+
+
 def whiten(
     values: Tensor,
     mask: Tensor,
     *,
     shift_mean: bool = True,
     scale_std: bool = True,
+    unbiased: bool = False,
     eps: float = 1e-8,
-    moments: tuple[Tensor, Tensor, Tensor] | None = None,
+    moments: Tensor | tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Whiten the selected entries to mean 0 and standard deviation 1; masked-out entries become 0.
 
-    ``(x - mean) / sqrt(max(var, eps))`` with the biased variance, as REINFORCE++ (Hu et al., 2025, arXiv:2501.03262) and
-    OpenRLHF do.
+    ``(x - mean) / sqrt(max(var, eps))``, plus the mean again unless ``shift_mean``. With the biased variance as
+    REINFORCE++ (Hu et al., 2025, arXiv:2501.03262) and OpenRLHF do; TRL and verl take the unbiased one and add ``eps``
+    to it, a difference of 1e-8. Every entry counts the same, so that long sequences weigh more.
+
+    OpenRLHF leaves masked-out entries at ``-mean / std``, here they are 0.
 
     Args:
         values: (B, T) or any other shape.
         mask: Same shape.
-        shift_mean: Subtract the mean.
+        shift_mean: Move the mean to 0; when false the entries are scaled about their mean, which stays.
         scale_std: Divide by the standard deviation.
+        unbiased: Divide the squares by ``count - 1``.
         eps: Floor of the variance (OpenRLHF's default).
-        moments: ``(count, sum, sum of squares)`` of the selected entries over all ranks, three scalars, when the batch is
-            spread over ranks; computed from ``values`` when ``None``.
+        moments: Sum over all ranks of :func:`masked_moments`, (3,) or three scalars, when the batch is spread over
+            ranks; computed from ``values`` when ``None``.
 
     Returns:
-        Tensor of the shape of ``values``.
+        Tensor of the shape of ``values``, in at least float32.
 
     Raises:
         ValueError: If the shapes differ.
     """
     check_same_shape(values=values, mask=mask)
+    kept = select(full_precision(values), mask)
     if moments is None:
         count = mask.bool().sum()
-        mean = masked_sum(values, mask) / count.clamp(min=1)
-        variance = masked_sum((select(values, mask) - mean).square(), mask) / count.clamp(min=1)
+        mean = kept.sum() / count.clamp(min=1)
+        squares = select(kept - mean, mask).square().sum()
     else:
-        count, total, squares = moments
+        count, total, raw_squares = moments
         mean = total / count.clamp(min=1)
-        variance = squares / count.clamp(min=1) - mean.square()
-    whitened = values - mean if shift_mean else values
+        squares = raw_squares - count * mean.square()
+        mean, squares = mean.to(kept.dtype), squares.to(kept.dtype)
+    variance = squares / (count - 1 if unbiased else count).clamp(min=1)
+    whitened = kept - mean
     if scale_std:
-        whitened = whitened * variance.clamp(min=eps).rsqrt()
-    return select(whitened, mask)
+        whitened = whitened * variance.clamp(min=eps).rsqrt().to(kept.dtype)
+    return select(whitened if shift_mean else whitened + mean, mask)
 
 
 def aggregate(
@@ -159,17 +188,18 @@ def aggregate(
 
     With ``l`` the loss, ``m`` the mask and ``D`` the denominator:
 
-    ============================  ===========================================  =============================  ==========
-    mode                          value                                        ``D`` when not given           used by
-    ============================  ===========================================  =============================  ==========
-    ``token-mean``                ``sum_it l_it m_it / D``                     number of selected tokens      DAPO, PPO
-    ``sequence-mean-token-mean``  ``sum_i (sum_t l_it m_it / sum_t m_it) / D``  sequences with a selected token  GRPO
-    ``sequence-mean-token-sum``   ``sum_i (sum_t l_it m_it) / D``              sequences with a selected token  REINFORCE
-    ``constant-length``           ``sum_it l_it m_it / (D * max_length)``      number of sequences B          Dr.GRPO
-    ============================  ===========================================  =============================  ==========
+    ============================  ============================================  ========================  =========
+    mode                          value                                         ``D`` when not given      used by
+    ============================  ============================================  ========================  =========
+    ``token-mean``                ``sum_it l_it m_it / D``                      selected tokens           DAPO, PPO
+    ``sequence-mean-token-mean``  ``sum_i (sum_t l_it m_it / sum_t m_it) / D``  sequences with a          GRPO
+                                                                                selected token
+    ``sequence-mean-token-sum``   ``sum_i (sum_t l_it m_it) / D``               the same                  REINFORCE
+    ``constant-length``           ``sum_it l_it m_it / (D * max_length)``       sequences B               Dr.GRPO
+    ============================  ============================================  ========================  =========
 
-    Nothing reduces over ranks or micro-batches in here. To make the gradient of an optimizer step independent of how the
-    step is split, pass the count of the *whole* step (divided by the number of micro-batches that will be averaged).
+    Nothing reduces over ranks or micro-batches in here. To make the gradient of an optimizer step independent of how
+    the step is split, pass the count of the *whole* step (divided by the number of micro-batches that will be averaged).
 
     Args:
         token_loss: (B, T).
@@ -179,17 +209,22 @@ def aggregate(
         max_length: Tokens; the constant of ``constant-length``, e.g. the generation limit.
 
     Returns:
-        Scalar.
+        Scalar in at least float32.
 
     Raises:
-        ValueError: If the shapes differ, the mode is unknown, or ``max_length`` is missing or given where it has no meaning.
+        ValueError: If the shapes differ, the mode is unknown, ``max_length`` is missing or given where it has no meaning,
+            or a number that divides is not positive.
     """
     check_same_shape(token_loss=token_loss, mask=mask)
     if mode not in get_args(Aggregation):
         raise ValueError(f"mode must be one of {', '.join(get_args(Aggregation))}, got {mode!r}")
     if (mode == "constant-length") != (max_length is not None):
         raise ValueError(f"max_length belongs to mode 'constant-length', got mode {mode!r} and max_length {max_length}")
-    mask = mask.bool()
+    if max_length is not None and max_length <= 0:
+        raise ValueError(f"max_length must be positive, got {max_length}")
+    if isinstance(denominator, (int, float)) and denominator <= 0:
+        raise ValueError(f"denominator must be positive, got {denominator}; use max(count, 1) for an empty step")
+    token_loss, mask = full_precision(token_loss), mask.bool()
     if mode == "token-mean":
         total = masked_sum(token_loss, mask)
         return total / (mask.sum().clamp(min=1) if denominator is None else denominator)

@@ -35,8 +35,8 @@ def ppo_loss(
     ``w_t ℓ_t`` and :func:`aggregate`.
 
     Schulman et al. (2017, arXiv:1707.06347, equation 7). Two clip widths: DAPO (Yu et al., 2025, arXiv:2503.14476).
-    Dual clip ``c``: Ye et al. (2019, arXiv:1912.09729, equation 5). Upper bound ``δ`` of the unclipped ratio: INTELLECT-2
-    (2025, arXiv:2505.07291). Three policies (the decoupled objective of Hilton et al., 2021, arXiv:2110.00641):
+    Dual clip ``c``: Ye et al. (2019, arXiv:1912.09729, equation 5). Upper bound ``δ`` of the unclipped ratio:
+    INTELLECT-2 (2025, arXiv:2505.07291). Three policies (the decoupled objective of Hilton et al., 2021, arXiv:2110.00641):
     ``old_logprobs`` of the proximal policy, and ``weights`` from :func:`importance_weights` of proximal to behaviour
     policy.
 

@@ -223,6 +223,8 @@ class _GradientSums:
         weight_dtype = weight.dtype if one_block else self.reduction
         self.hidden = torch.zeros_like(hidden, dtype=self.reduction) if needed[0] else None
         self.weight = torch.empty_like(weight, dtype=weight_dtype) if needed[1] else None
+        if self.weight is not None and hidden.shape[0] == 0:
+            self.weight.zero_()
         self.bias = torch.zeros_like(weight[:, 0], dtype=self.reduction) if needed[2] else None
 
     def finish(

@@ -60,7 +60,7 @@ def load_causal_lm(
         trust_remote_code: Run Python code that comes with the model. Off unless asked.
 
     Returns:
-        The model, in training mode, its cache switched off.
+        The model, in training mode.
 
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
@@ -75,7 +75,6 @@ def load_causal_lm(
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
     )
-    model.config.use_cache = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()

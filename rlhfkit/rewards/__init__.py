@@ -1,16 +1,19 @@
 """Rewards: anything callable on samples, and ready-made ones. Importing this package loads torch and nothing else."""
 
 from rlhfkit.rewards.base import Reward, WeightedSum, evaluate, reward_name, score_samples
+from rlhfkit.rewards.maths import MathMatch, math_match
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
 
 __all__ = [
     "ExactMatch",
     "FormatReward",
     "LengthPenalty",
+    "MathMatch",
     "Reward",
     "WeightedSum",
     "evaluate",
     "exact_match",
+    "math_match",
     "reward_name",
     "score_samples",
 ]

@@ -192,6 +192,6 @@ def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) 
         if len(prompt.token_ids) + max_new_tokens > context:
             raise ValueError(
                 f"prompt {prompt.index} has {len(prompt.token_ids)} tokens and max_new_tokens is {max_new_tokens}, but "
-                f"the model's context is {context}: shorten the prompts (PromptDataModule(max_prompt_length=...)) or lower "
-                "SamplingSpec(max_new_tokens=...)"
+                f"the model's context is {context}: shorten the prompts (PromptDataModule(max_prompt_length=...)) or "
+                "lower SamplingSpec(max_new_tokens=...)"
             )

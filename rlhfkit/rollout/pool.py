@@ -307,7 +307,7 @@ class VLLMPool:
                 f"{sampling.temperature}"
             )
         check_context(prompts, sampling.max_new_tokens, fleet.max_model_len)
-        jobs = split_into_jobs(len(prompts), sampling.group_size, self.num_engines)
+        jobs = split_into_jobs(len(prompts), sampling.group_size, len(fleet.actors))
         requests = [
             [sample_request(prompts[row], index, sampling, iteration, self._stops) for index in indices]
             for row, indices in jobs

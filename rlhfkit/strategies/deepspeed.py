@@ -1,6 +1,7 @@
 """RLHFDeepSpeedStrategy: one torch optimizer in, one DeepSpeed engine per child out, under an ordinary Trainer."""
 
 import importlib.util
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -112,6 +113,8 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
         """Sharded inference engines of frozen children by name, while the Trainer runs."""
         self.gradient_norms: dict[str, float] = {}
         """Norm of each engine's last gradient before clipping, over all ranks; infinite when the update was skipped."""
+        self.skipped_updates = 0
+        """How many engine updates were skipped in this run because a gradient was not finite on some rank."""
         self._frozen: set[str] = set()
         self._accumulating: set[str] = set()
 
@@ -344,6 +347,7 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
             engine.step()
             self._accumulating.discard(name)
             self.gradient_norms[name] = measured_norm(engine)
+            self.skipped_updates += not math.isfinite(self.gradient_norms[name])
             clip_next_step(engine, 0.0)
             if self.log_gradient_norm and not module.trainer.barebones:
                 module.log(f"grad_norm/{name}", self.gradient_norms[name])
