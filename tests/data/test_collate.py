@@ -1,0 +1,47 @@
+"""Properties of supervised batches."""
+
+import pytest
+import torch
+
+from rlhfkit.data import StepTotals, TokenBatch, TokenExample, collate_tokens
+
+EXAMPLES = [TokenExample([5, 6, 7], [True, False, True]), TokenExample([8, 9], [False, True])]
+
+
+def test_mask_is_on_the_next_token_axis_and_the_first_token_is_never_learned() -> None:
+    batch = collate_tokens(EXAMPLES)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert batch.attention_mask.tolist() == [[True, True, True], [True, True, False]]
+    assert torch.where(batch.loss_mask, batch.input_ids[:, 1:], -1).tolist() == [[-1, 7], [9, -1]]
+    assert [example.targets for example in EXAMPLES] == batch.loss_mask.sum(-1).tolist()
+    assert batch.token_denominator is None
+
+
+def test_totals_travel_with_the_batch() -> None:
+    batch = collate_tokens(EXAMPLES, StepTotals(tokens=40.0, sequences=10.0, micro_batches=4))
+    assert batch.token_denominator == 10.0
+    assert batch.sequence_denominator == 2.5
+    assert batch.to("cpu").select([1]).token_denominator == 10.0
+
+
+def test_without_targets_keeps_the_sequences() -> None:
+    batch = collate_tokens(EXAMPLES, StepTotals(40.0, 10.0, 4))
+    empty = batch.without_targets()
+    assert not empty.loss_mask.any()
+    assert torch.equal(empty.input_ids, batch.input_ids)
+    assert empty.step_tokens == 40.0
+    assert batch.loss_mask.any()
+
+
+def test_select_trims() -> None:
+    assert collate_tokens(EXAMPLES).select([1]).input_ids.tolist() == [[8, 9]]
+    assert isinstance(collate_tokens(EXAMPLES).select([1]), TokenBatch)
+
+
+def test_bad_examples_are_rejected() -> None:
+    with pytest.raises(ValueError, match="2 tokens and a mask of 1"):
+        TokenExample([1, 2], [True])
+    with pytest.raises(ValueError, match="at least one token"):
+        TokenExample([], [])
+    with pytest.raises(ValueError, match="at least one example, got none"):
+        collate_tokens([])

@@ -1,0 +1,111 @@
+"""Properties of the loader that makes its own batches."""
+
+import io
+
+import pytest
+import torch
+
+from rlhfkit.data import Experience, ExperienceLoader, ExperienceSource, Prompt, Sample
+
+
+class Collector:
+    """Makes batches whose rewards tell which iteration and position they are of."""
+
+    group_size = 2
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.calls = 0
+
+    def batches_per_iteration(self) -> int:
+        return self.count
+
+    def collect(self) -> list[Experience]:
+        self.calls += 1
+        samples = [
+            Sample(Prompt(1, [1]), 0, [2], [-0.1], [0], "stop", reward=float(10 * self.calls + position))
+            for position in range(self.count)
+        ]
+        return [Experience.from_samples([sample]) for sample in samples]
+
+
+def rewards(batches: list[Experience]) -> list[float]:
+    return [float(batch.rewards) for batch in batches]
+
+
+def test_length_is_known_and_nothing_is_generated_before_the_first_batch_is_asked_for() -> None:
+    source = Collector(3)
+    loader = ExperienceLoader(source.collect, 3)
+    assert len(loader) == 3
+    iterator = iter(loader)
+    assert source.calls == 0
+    next(iterator)
+    assert source.calls == 1
+
+
+def test_each_iterator_is_a_new_iteration_even_if_the_last_was_not_finished() -> None:
+    source = Collector(3)
+    loader = ExperienceLoader(source.collect, 3)
+    assert rewards(list(loader)) == [10, 11, 12]
+    next(iter(loader))
+    assert rewards(list(loader)) == [30, 31, 32]
+
+
+def test_fill_collects_once_for_the_coming_iteration() -> None:
+    source = Collector(2)
+    loader = ExperienceLoader(source.collect, 2)
+    loader.fill()
+    loader.fill()
+    assert source.calls == 1
+    assert rewards(list(loader)) == [10, 11]
+    assert rewards(list(loader)) == [20, 21]
+
+
+@pytest.mark.parametrize("returned", [0, 2, 4])
+def test_wrong_count_is_an_error(returned: int) -> None:
+    with pytest.raises(ValueError, match=f"returned {returned} batches, but the loader promised 3"):
+        next(iter(ExperienceLoader(Collector(returned).collect, 3)))
+    with pytest.raises(ValueError, match="at least 1 batch, got length 0"):
+        ExperienceLoader(Collector(1).collect, 0)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_resumed_inside_an_iteration_continues_without_generating(stop: int) -> None:
+    source = Collector(4)
+    loader = ExperienceLoader(source.collect, 4)
+    iterator = iter(loader)
+    first = rewards([next(iterator) for _ in range(stop)])
+    file = io.BytesIO()
+    torch.save(loader.state_dict(), file)
+    file.seek(0)
+
+    fresh = Collector(4)
+    resumed = ExperienceLoader(fresh.collect, 4)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert len(resumed) == 4
+    if stop < 4:
+        resumed.fill()  # what is there already is not collected again
+        rest = rewards(list(resumed))
+        assert fresh.calls == 0
+        assert first + rest == [10, 11, 12, 13]
+    assert rewards(list(resumed)) == [10, 11, 12, 13]
+    assert fresh.calls == 1
+
+
+def test_state_before_the_first_batch_is_a_fresh_start() -> None:
+    source = Collector(2)
+    loader = ExperienceLoader(source.collect, 2)
+    loader.load_state_dict(ExperienceLoader(source.collect, 2).state_dict())
+    assert rewards(list(loader)) == [10, 11]
+
+
+def test_state_of_another_shape_is_rejected() -> None:
+    saved = ExperienceLoader(Collector(2).collect, 2)
+    next(iter(saved))
+    with pytest.raises(ValueError, match="iteration of 2 micro-batches per rank, this run has 3"):
+        ExperienceLoader(Collector(3).collect, 3).load_state_dict(saved.state_dict())
+
+
+def test_source_is_recognised_by_what_it_has() -> None:
+    assert isinstance(Collector(1), ExperienceSource)
+    assert not isinstance(object(), ExperienceSource)

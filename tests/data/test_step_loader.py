@@ -1,0 +1,215 @@
+"""Properties of supervised optimizer steps: the same on any number of ranks, exactly normalised, resumable."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from rlhfkit.data import StepLoader, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.losses import aggregate
+
+VOCABULARY = 11
+
+
+def make_examples(count: int, seed: int = 0) -> list[TokenExample]:
+    generator = random.Random(seed)
+    examples = []
+    for _ in range(count):
+        length = generator.randint(2, 12)
+        mask = [generator.random() < 0.6 for _ in range(length)]
+        examples.append(TokenExample([generator.randrange(1, VOCABULARY) for _ in range(length)], mask))
+    return examples
+
+
+def loader(examples: list[TokenExample], **options: object) -> StepLoader[TokenBatch]:
+    lengths = [len(example.input_ids) for example in examples]
+    targets = [example.targets for example in examples]
+    return StepLoader(examples, collate_tokens, lengths=lengths, targets=targets, **options)
+
+
+def windows(batches: list[list[TokenBatch]], accumulate: int) -> list[list[TokenBatch]]:
+    """Batches of all ranks, by optimizer step as Lightning forms them."""
+    steps = range(0, len(batches[0]), accumulate)
+    return [[batch for share in batches for batch in share[start : start + accumulate]] for start in steps]
+
+
+@given(
+    count=st.integers(1, 40),
+    micro=st.integers(1, 4),
+    accumulate=st.integers(1, 4),
+    world=st.integers(1, 4),
+    epoch=st.integers(0, 3),
+)
+def test_all_ranks_yield_equally_many_batches_and_every_example_once(
+    count: int, micro: int, accumulate: int, world: int, epoch: int
+) -> None:
+    examples = make_examples(count)
+    shares = []
+    for rank in range(world):
+        one = loader(
+            examples, micro_batch_size=micro, accumulate=accumulate, rank=rank, world_size=world, epoch=lambda: epoch
+        )
+        shares.append(list(one))
+        assert len(shares[-1]) == len(one)
+    seen = [
+        tuple(ids[real].tolist())
+        for batch in itertools.chain(*shares)
+        for ids, real in zip(batch.input_ids, batch.attention_mask, strict=True)
+    ]
+    wanted = [tuple(example.input_ids) for example in examples]
+    for sequence in wanted:
+        seen.remove(sequence)  # what is left over only fills up ranks that have nothing to do
+    trained = sum(int(batch.loss_mask.sum()) for batch in itertools.chain(*shares))
+    assert trained == sum(example.targets for example in examples)
+    assert len(seen) < world
+
+
+@given(count=st.integers(1, 40), micro=st.integers(1, 4), accumulate=st.integers(1, 4), world=st.integers(1, 4))
+def test_totals_are_those_of_the_whole_step(count: int, micro: int, accumulate: int, world: int) -> None:
+    examples = make_examples(count, seed=1)
+    shares = [
+        list(loader(examples, micro_batch_size=micro, accumulate=accumulate, rank=rank, world_size=world))
+        for rank in range(world)
+    ]
+    for step in windows(shares, accumulate):
+        tokens = sum(int(batch.loss_mask.sum()) for batch in step)
+        sequences = sum(int(batch.loss_mask.any(-1).sum()) for batch in step)
+        for batch in step:
+            assert batch.step_tokens == tokens
+            assert batch.step_sequences == sequences
+            assert batch.step_micro_batches == accumulate * world
+
+
+class Model(nn.Module):
+    """Each token's log-prob depends on the token and the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64))
+
+    def forward(self, batch: TokenBatch) -> torch.Tensor:
+        logprobs = self.table[batch.input_ids[:, :-1]].log_softmax(-1)
+        return -logprobs.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+
+
+def step_gradients(micro: int, accumulate: int, world: int, mode: str) -> list[torch.Tensor]:
+    """Gradients of all steps of an epoch, with the divisions that Lightning and data-parallel averaging do."""
+    examples = make_examples(29, seed=2)
+    shares = [
+        list(loader(examples, micro_batch_size=micro, accumulate=accumulate, rank=rank, world_size=world))
+        for rank in range(world)
+    ]
+    gradients = []
+    for step in windows(shares, accumulate):
+        model = Model()
+        for batch in step:
+            denominator = batch.token_denominator if mode == "token-mean" else batch.sequence_denominator
+            loss = aggregate(model(batch), batch.loss_mask, mode, denominator)
+            (loss / accumulate / world).backward()
+        gradients.append(model.table.grad)
+    return gradients
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean-token-mean"])
+@pytest.mark.parametrize(("micro", "accumulate", "world"), [(1, 8, 1), (2, 4, 1), (4, 1, 2), (2, 2, 2), (1, 2, 4)])
+def test_gradient_of_a_step_does_not_depend_on_how_it_is_split(
+    micro: int, accumulate: int, world: int, mode: str
+) -> None:
+    """29 examples in steps of 8: the last step has 5, whose micro-batches are fewer and some ranks' empty."""
+    expected = step_gradients(8, 1, 1, mode)
+    found = step_gradients(micro, accumulate, world, mode)
+    assert len(found) == len(expected) == 4
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+def test_whole_epoch_totals_make_the_plain_mean_of_losses_exact() -> None:
+    examples = make_examples(29, seed=3)
+    model = Model()
+    everything = collate_tokens(examples)
+    exact = aggregate(model(everything), everything.loss_mask)
+    for micro, world in [(3, 1), (2, 3), (7, 4)]:
+        losses = [
+            aggregate(model(batch), batch.loss_mask, "token-mean", batch.token_denominator)
+            for rank in range(world)
+            for batch in loader(
+                examples, micro_batch_size=micro, rank=rank, world_size=world, shuffle=False, whole_epoch=True
+            )
+        ]
+        torch.testing.assert_close(torch.stack(losses).mean(), exact, rtol=1e-12, atol=0)
+
+
+def test_epochs_are_shuffled_by_seed_and_epoch_alone() -> None:
+    examples = make_examples(30)
+    one = loader(examples, micro_batch_size=4, seed=5)
+    assert one.order(0) == loader(examples, micro_batch_size=2, accumulate=2, seed=5).order(0)
+    assert sorted(one.order(1)) == list(range(30))
+    assert len({tuple(one.order(epoch)) for epoch in range(5)}) == 5
+    assert one.order(0) != loader(examples, micro_batch_size=4, seed=6).order(0)
+    assert loader(examples, micro_batch_size=4, shuffle=False).order(3) == list(range(30))
+
+
+def test_epoch_comes_from_the_callable_or_from_set_epoch() -> None:
+    examples = make_examples(30)
+    told = loader(examples, micro_batch_size=4)
+    told.set_epoch(2)
+    asked = loader(examples, micro_batch_size=4, epoch=lambda: 2)
+    for one, other in zip(told, asked, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids)
+
+
+def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
+    examples = make_examples(29)
+    batches = list(loader(examples, micro_batch_size=2, accumulate=4, drop_last=True))
+    assert len(batches) == 12
+    assert sum(len(batch) for batch in batches) == 24
+    with pytest.raises(ValueError, match="7 examples, and a step takes 8 and drop_last"):
+        loader(make_examples(7), micro_batch_size=2, accumulate=4, drop_last=True)
+
+
+@pytest.mark.parametrize("stop", range(16))
+def test_resumed_loader_continues_where_it_stopped(stop: int) -> None:
+    examples = make_examples(29)
+    options = {"micro_batch_size": 2, "accumulate": 4, "epoch": lambda: 1}
+    straight = list(loader(examples, **options))
+    assert len(straight) == 15
+    stopped = loader(examples, **options)
+    before = list(itertools.islice(iter(stopped), stop))
+    resumed = loader(examples, **options)
+    resumed.load_state_dict(stopped.state_dict())
+    after = list(resumed)
+    if stop < 15:
+        assert [batch.input_ids.tolist() for batch in before + after] == [b.input_ids.tolist() for b in straight]
+    assert len(list(resumed)) == 15  # the epoch after that is whole
+
+
+def test_resuming_with_other_sizes_inside_an_epoch_is_an_error_and_at_its_end_is_not() -> None:
+    examples = make_examples(29)
+    saved = loader(examples, micro_batch_size=2, accumulate=4)
+    iterator = iter(saved)
+    next(iterator)
+    other = loader(examples, micro_batch_size=2, accumulate=2)
+    with pytest.raises(ValueError, match="accumulate was 4 and is 2"):
+        other.load_state_dict(saved.state_dict())
+    list(iterator)
+    other.load_state_dict(saved.state_dict())
+    assert len(list(other)) == len(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size must be at least 1, got 0"),
+        ({"micro_batch_size": 1, "rank": 2, "world_size": 2}, "rank must be between 0 and world_size - 1 = 1, got 2"),
+    ],
+)
+def test_sizes_out_of_range_are_rejected(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loader(make_examples(4), **options)
+    with pytest.raises(ValueError, match="0 examples"):
+        loader([], micro_batch_size=1)

@@ -1,0 +1,206 @@
+"""Properties of scoring: any callable, every answer checked, parts logged by name."""
+
+import asyncio
+import functools
+import math
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from rlhfkit.data import Experience, Prompt, Sample
+from rlhfkit.rewards import ExactMatch, FormatReward, WeightedSum, exact_match, reward_name, score_samples
+
+
+def samples(count: int = 3) -> list[Sample]:
+    return [
+        Sample(Prompt(7, [1, 2], text="2+3=", answer="5"), index, [3], [-0.1], [0], "stop", text=str(index))
+        for index in range(count)
+    ]
+
+
+def by_index(batch: list[Sample]) -> list[float]:
+    return [float(sample.sample_index) for sample in batch]
+
+
+async def by_index_later(batch: list[Sample]) -> list[float]:
+    await asyncio.sleep(0.01)
+    return by_index(batch)
+
+
+class LengthReward:
+    def __call__(self, batch: list[Sample]) -> list[float]:
+        return [float(len(sample.token_ids)) for sample in batch]
+
+
+@pytest.mark.parametrize("reward", [by_index, by_index_later, functools.partial(by_index)])
+def test_functions_sync_and_async_score_in_order(reward: object) -> None:
+    batch = samples()
+    score_samples(reward, batch)
+    assert [sample.reward for sample in batch] == [0.0, 1.0, 2.0]
+    assert [sample.reward_parts for sample in batch] == [{reward_name(reward): float(i)} for i in range(3)]
+
+
+def test_async_reward_runs_while_the_callers_event_loop_is_running() -> None:
+    """As in a notebook, where asyncio.run() would raise."""
+
+    async def cell() -> list[Sample]:
+        batch = samples()
+        score_samples(by_index_later, batch)
+        return batch
+
+    assert [sample.reward for sample in asyncio.run(cell())] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("values", [np.array([0, 1, 2]), torch.tensor([0.0, 1.0, 2.0]), (0, True, 2), iter([0, 1, 2])])
+def test_any_sequence_of_numbers_will_do(values: object) -> None:
+    batch = samples()
+    score_samples(lambda _: values, batch)
+    assert [sample.reward for sample in batch] == [0.0, 1.0, 2.0]
+    assert {type(sample.reward) for sample in batch} == {float}
+
+
+def test_none_is_a_sample_that_is_not_trained_on() -> None:
+    batch = samples()
+    score_samples(lambda _: [1.0, None, 0.0], batch)
+    assert batch[1].reward is None
+    experience = Experience.from_samples(batch)
+    assert experience.action_mask.any(-1).tolist() == [True, False, True]
+    assert experience.rewards.isnan().tolist() == [False, True, False]
+
+
+def test_scoring_again_forgets_the_old_parts() -> None:
+    batch = samples()
+    score_samples(by_index, batch)
+    score_samples(LengthReward(), batch)
+    assert [sample.reward_parts for sample in batch] == [{"length_reward": 1.0}] * 3
+
+
+def test_no_samples_is_no_call() -> None:
+    score_samples(lambda _: 1 / 0, [])
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_wrong_count_names_both_numbers(count: int) -> None:
+    def by_count(_: list[Sample]) -> list[float]:
+        return [1.0] * count
+
+    with pytest.raises(ValueError, match=rf"'by_count' returned {count} values for 3 samples; a reward returns one"):
+        score_samples(by_count, samples())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", [1.0], 1j, object(), torch.tensor(math.nan)])
+def test_what_is_no_finite_number_names_reward_sample_and_prompt(value: object) -> None:
+    def odd(_: list[Sample]) -> list[object]:
+        return [1.0, value, 1.0]
+
+    batch = samples()
+    with pytest.raises(
+        ValueError, match=r"(?s)reward 'odd' returned .* for sample 1 \(prompt 7: '2\+3=', completion: '1'\)"
+    ):
+        score_samples(odd, batch)
+    assert [sample.reward for sample in batch] == [None] * 3
+
+
+@pytest.mark.parametrize("value", [1.0, None, "abc", {"a": 1.0, "b": 1.0, "c": 1.0}])
+def test_what_is_no_list_is_rejected(value: object) -> None:
+    with pytest.raises(ValueError, match=f"returned {type(value).__name__} for 3 samples"):
+        score_samples(lambda _: value, samples())
+
+
+def test_async_reward_that_hangs_is_named_when_its_time_is_up() -> None:
+    async def judge(_: list[Sample]) -> list[float]:
+        await asyncio.sleep(60)
+        return []
+
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"reward 'judge' did not answer within 0\.05 s"):
+        score_samples(judge, samples(), timeout=0.05)
+    assert time.monotonic() - start < 5
+
+
+def test_errors_of_a_reward_come_through() -> None:
+    async def broken(_: list[Sample]) -> list[float]:
+        raise KeyError("column")
+
+    with pytest.raises(KeyError, match="column"):
+        score_samples(broken, samples())
+
+
+def test_names() -> None:
+    assert reward_name(exact_match) == "exact_match"
+    assert reward_name(ExactMatch()) == "exact_match"
+    assert reward_name(FormatReward("x", name="tags")) == "tags"
+    assert reward_name(functools.partial(exact_match)) == "exact_match"
+
+
+def test_weighted_sum_logs_each_part_unweighted() -> None:
+    batch = samples()
+    score_samples(WeightedSum({"index": (by_index, 2.0)}, length=(LengthReward(), -0.5), later=by_index_later), batch)
+    assert [sample.reward for sample in batch] == [-0.5, 2.5, 5.5]
+    assert batch[2].reward_parts == {"index": 2.0, "length": 1.0, "later": 2.0}
+
+
+def test_weighted_sums_nest() -> None:
+    batch = samples()
+    score_samples(WeightedSum(both=(WeightedSum(index=by_index, length=LengthReward()), 10.0)), batch)
+    assert [sample.reward for sample in batch] == [10.0, 20.0, 30.0]
+    assert batch[1].reward_parts == {"index": 1.0, "length": 1.0, "both": 2.0}
+
+
+def test_async_parts_wait_at_the_same_time() -> None:
+    arrived = []
+
+    def part(name: str) -> object:
+        async def wait(batch: list[Sample]) -> list[float]:
+            arrived.append(name)
+            while len(arrived) < 3:  # ends only if all three are running
+                await asyncio.sleep(0.001)
+            return by_index(batch)
+
+        return wait
+
+    batch = samples()
+    score_samples(WeightedSum(a=part("a"), b=part("b"), c=part("c"), timeout=10), batch)
+    assert [sample.reward for sample in batch] == [0.0, 3.0, 6.0]
+
+
+def test_missing_part_makes_the_total_missing_or_is_left_out() -> None:
+    parts = {"sure": by_index, "unsure": lambda _: [None, 1.0, None]}
+    batch = samples()
+    score_samples(WeightedSum(parts), batch)
+    assert [sample.reward for sample in batch] == [None, 2.0, None]
+    assert math.isnan(batch[0].reward_parts["unsure"])
+    score_samples(WeightedSum(parts, missing="skip"), batch)
+    assert [sample.reward for sample in batch] == [0.0, 2.0, 2.0]
+    score_samples(WeightedSum(only=lambda _: [None] * 3, missing="skip"), batch)
+    assert [sample.reward for sample in batch] == [None] * 3
+
+
+def test_wrong_part_is_named() -> None:
+    with pytest.raises(ValueError, match="'second' returned 1 values"):
+        score_samples(WeightedSum(first=by_index, second=lambda _: [1.0]), samples())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "at least one part"),
+        ({"a": 3}, TypeError, "part 'a' must be a callable"),
+        ({"a": (by_index, math.nan)}, ValueError, "weight of part 'a' must be finite, got nan"),
+        ({"a": by_index, "missing": "zero"}, ValueError, "missing must be 'none' or 'skip', got 'zero'"),
+    ],
+)
+def test_bad_weighted_sums_are_rejected(arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        WeightedSum(**arguments)
+
+
+def test_importing_rewards_loads_neither_lightning_nor_transformers_nor_math_verify() -> None:
+    heavy = "lightning", "transformers", "datasets", "math_verify", "ray", "vllm"
+    code = f"import sys, rlhfkit.rewards; print([name for name in {heavy} if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert out.stdout.strip() == "[]"
