@@ -104,7 +104,8 @@ def dft_loss(
     """
     check_same_shape(logprobs=logprobs, mask=mask)
     negative = -_selected(logprobs, mask)
-    token_loss = torch.exp(-negative.detach()) * negative
+    probability = torch.exp(-negative.detach())
+    token_loss = probability * select(negative, probability > 0)  # p log p → 0 where log p = -inf
     loss = aggregate(token_loss, mask, aggregation, denominator, max_length=max_length)
     return LossOutput(loss, _metrics(negative, mask))
 

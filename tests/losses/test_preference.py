@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -212,6 +213,35 @@ def test_length_desensitising_counts_tokens_along_the_mask():
     mask = torch.tensor([[1, 0, 1, 1, 1]])
     for alpha, expected in ((1.0, -15.0), (0.0, -3.0), (0.5, -9.0)):
         assert length_desensitized_logprobs(logprobs, mask, torch.tensor([2]), alpha=alpha).item() == expected
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), padding=st.integers(0, 4))
+def test_loss_from_tokens_does_not_depend_on_padding(seed, padding):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = -3 * torch.rand(4, 3, 6, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, 3, 6, generator=generator) < 0.6
+    padded = F.pad(tokens, (padding, padding), value=float("nan")).requires_grad_()
+    tokens.requires_grad_()
+    for logprobs, kept in ((tokens, mask), (padded, F.pad(mask, (padding, padding)))):
+        dpo_loss(*(sequence_logprobs(*answer) for answer in zip(logprobs, kept, strict=True))).loss.backward()
+    expected = F.pad(torch.where(mask, tokens.grad, 0.0), (padding, padding))
+    torch.testing.assert_close(padded.grad, expected)
+
+
+@pytest.mark.parametrize("reduce", [sequence_logprobs, length_desensitized_logprobs, wpo_weights])
+def test_half_precision_tokens_are_summed_in_float32(reduce):
+    logprobs = (-torch.rand(2, 300, generator=torch.Generator().manual_seed(0))).bfloat16()
+    mask = torch.ones(2, 300)
+    arguments = {
+        sequence_logprobs: ((), {}),
+        length_desensitized_logprobs: ((torch.tensor([250, 280]),), {"alpha": 0.5}),
+        wpo_weights: ((0.5 * logprobs,), {}),
+    }
+    positional, knobs = arguments[reduce]
+    output = reduce(logprobs, mask, *positional, **knobs)
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output, reduce(logprobs.float(), mask, *positional, **knobs))
 
 
 def test_wpo_weight_is_one_for_a_uniform_policy():

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,14 @@ def test_dft_gradient_is_the_probability_of_the_label():
     logprobs.requires_grad_()
     dft_loss(logprobs, mask, denominator=1.0).loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.where(mask, -logprobs.detach().exp(), 0.0))
+
+
+def test_dft_of_an_impossible_label_is_zero_with_zero_gradient():
+    logprobs = torch.tensor([[-float("inf"), -200.0, -1.0]], requires_grad=True)
+    output = dft_loss(logprobs, torch.ones(1, 3), denominator=1.0)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(math.exp(-1.0))
+    assert logprobs.grad[0].tolist() == pytest.approx([0.0, 0.0, -math.exp(-1.0)])
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"])
