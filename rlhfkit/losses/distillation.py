@@ -75,8 +75,8 @@ def distillation_loss(
         aggregation: How tokens become one number.
         denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
         max_length: Tokens; only for ``aggregation="constant-length"``.
-        chunk_size: Tokens compared at a time, recomputed in backward: besides the two inputs no more than
-            ``chunk_size * V`` numbers are held. All at once when ``None``.
+        chunk_size: Tokens compared at a time, recomputed in backward: besides the inputs and the student's
+            gradient, memory is a few times ``chunk_size * V`` instead of ``B * T * V``. All at once when ``None``.
 
     Returns:
         The loss with metric ``distillation/divergence``, nats per token of this micro-batch. Tokens of probability 0

@@ -114,6 +114,13 @@ def test_paired_is_the_mean_of_unpaired_with_crossed_reference_points():
     torch.testing.assert_close(output.loss, sum(expected) / 2)
 
 
+def test_weight_zero_leaves_a_class_out():
+    logprobs, reference, desirable = answer_batch()
+    output = kto_loss(logprobs, reference, desirable, 0.1, undesirable_weight=0.0)
+    expected = kto_loss(logprobs[desirable], reference[desirable], desirable[desirable], 0.1, denominator=6)
+    torch.testing.assert_close(output.loss, expected.loss)
+
+
 def test_estimate_over_ranks_clamps_after_the_sum():
     logprobs, reference, _ = answer_batch(seed=4)
     whole = kto_kl_estimate(kto_kl_sums(logprobs, reference))

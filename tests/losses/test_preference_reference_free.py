@@ -157,10 +157,13 @@ def test_masked_pairs_reach_neither_loss_nor_gradient_nor_metrics(name):
 
 def test_slic_ignores_masked_pairs():
     chosen = torch.tensor([-1.0, float("nan")], requires_grad=True)
-    output = slic_loss(chosen, torch.tensor([-1.5, float("inf")]), mask=torch.tensor([1, 0]))
-    output.loss.backward()
-    assert output.loss.item() == pytest.approx(0.5)
+    target = torch.tensor([-2.0, float("nan")], requires_grad=True)
+    output = slic_loss(chosen, torch.tensor([-1.5, float("inf")]), target, target_coef=0.1, mask=torch.tensor([1, 0]))
+    with torch.autograd.set_detect_anomaly(True):  # no NaN on the way either
+        output.loss.backward()
+    assert output.loss.item() == pytest.approx(0.5 + 0.2)
     assert chosen.grad.tolist() == [-1.0, 0.0]
+    assert target.grad.tolist() == pytest.approx([-0.1, 0.0])
 
 
 @pytest.mark.parametrize("name", LOSSES)
