@@ -224,10 +224,11 @@ def test_compiles_without_graph_breaks(loss):
 
 
 def test_process_reward_in_half_precision_is_computed_in_float32():
-    logits, labels, mask = step_batch(dtype=torch.bfloat16)
-    output = process_reward_loss(logits, labels, mask)
-    assert output.loss.dtype == torch.float32
-    torch.testing.assert_close(output.loss, process_reward_loss(logits.float(), labels, mask).loss)
+    for classes in (2, None):
+        logits, labels, mask = step_batch(classes=classes, dtype=torch.bfloat16)
+        output = process_reward_loss(logits, labels, mask)
+        assert output.loss.dtype == torch.float32
+        torch.testing.assert_close(output.loss, process_reward_loss(logits.float(), labels, mask).loss)
 
 
 def test_process_reward_refuses_shapes_that_do_not_fit():
