@@ -20,7 +20,17 @@ from typing import Any
 import rlhfkit.losses
 
 PAGE = Path(__file__).with_name("losses.md")
-ORDER = ("policy", "sequence_policy", "advantages", "reward_shaping", "kl", "correction", "value")
+ORDER = (
+    "policy",
+    "policy_sequence",
+    "policy_gradient",
+    "policy_trust",
+    "advantages",
+    "reward_shaping",
+    "kl",
+    "correction",
+    "value",
+)
 ORDER += ("supervised", "distillation", "preference", "preference_reference_free", "sequences")
 ORDER += ("preference_divergences", "kto", "reward", "logprobs", "single_pass", "masked")
 OMITTED_KNOBS = {"denominator", "mask", "max_length"}

@@ -56,7 +56,8 @@ def distillation_loss(
     Forward KL is Hinton et al. (2015, arXiv:1503.02531), reverse KL as in MiniLLM (Gu et al., 2023, arXiv:2306.08543),
     the generalised Jensen–Shannon divergence is GKD's (Agarwal et al., 2023, arXiv:2306.13649). On samples of the
     student any of them is on-policy distillation in GKD's sense. OpenRLHF's loss is the cross-entropy
-    ``-Σ_v q log p``: forward KL plus the entropy of the teacher, with the same gradient.
+    ``-Σ_v q log p``: forward KL plus the entropy of the teacher, with the same gradient; and its mask is one position
+    off against its cross-entropy, while all masks here are on the next-token axis.
 
     Args:
         student: (B, T, V) logits or log-probs (a log-softmax changes only the former), on the next-token axis.

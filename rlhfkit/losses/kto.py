@@ -92,7 +92,8 @@ def kto_loss(
     ``Δ = log π(y|x) - log π_ref(y|x)`` and the reference point ``z`` of :func:`kto_kl_estimate`.
 
     KTO, Ethayarajh et al. (2024, arXiv:2402.01306, equation 8). ``apo_zero_unpaired`` is the same with ``z = 0``:
-    ``1 - σ(βΔ)`` and ``σ(βΔ)`` (D'Oosterlinck et al., 2024, arXiv:2408.06266).
+    ``1 - σ(βΔ)`` and ``σ(βΔ)`` (D'Oosterlinck et al., 2024, arXiv:2408.06266). A NaN among the answers that count makes
+    the loss NaN; TRL's nanmean hides it.
 
     Args:
         logprobs: (B,) summed log-probs of the answers under the policy.

@@ -171,7 +171,7 @@ def discopop(pairs: PreferencePairs) -> Tensor:
     logits = pairs.beta * pairs.margin
     modulation = logits / pairs.discopop_temperature
     logistic = torch.sigmoid(-modulation) * -F.logsigmoid(logits)
-    # m e^-z as one exponential: for z far below 0 the factors are 0 and infinity.
+    # m e^-z as one exponential: for z far below 0 the factors, which TRL multiplies, are 0 and infinity.
     return logistic + torch.exp(F.logsigmoid(modulation) - logits)
 
 

@@ -15,6 +15,8 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mean: bool = False) -> 
 
     ``log π(y|x) = Σ_t m_t log π(y_t | x, y_<t)``
 
+    Masked tokens get gradient 0. (TRL sums all positions and relies on masked log-probs being constant zeros.)
+
     Args:
         logprobs: (B, T) token log-probs on the next-token axis. Masked entries may hold anything.
         mask: (B, T), true where a token belongs to the completion.

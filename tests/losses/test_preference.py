@@ -60,8 +60,9 @@ def knobs_from_trl(args: dict) -> dict:
 
 @pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: case["name"])
 def test_value_gradient_and_metrics_match_trl(case):
-    # Quirks left behind: TRL's gradient on masked tokens is not 0 (it relies on their log-probs being constant zeros),
-    # its discopop and exo_pair terms overflow for large margins, and alpha divergences raise KeyError in float64.
+    # Quirks left behind: TRL's gradient on masked tokens is not 0 (it relies on their log-probs being constant zeros);
+    # exo_pair takes log ε in float32; alpha divergences raise KeyError in float64, hence float32 cases; discopop is a
+    # product of factors that become 0 and infinity for large negative margins.
     inputs, args = TRL["inputs"][case["input"]], case["args"]
     dtype = {"torch.float64": torch.float64, "torch.float32": torch.float32}[inputs["dtype"]]
     policy = torch.tensor(inputs["policy_per_token_logps"], dtype=dtype, requires_grad=True)
