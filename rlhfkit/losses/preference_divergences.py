@@ -58,8 +58,8 @@ def divergence_score(
     ==============  ==============================  ==========================================
 
     f-DPO, Wang et al. (2023, arXiv:2309.16240). Its α is ``1 - alpha`` here; this parametrisation is TRL's.
-    Exponents are clamped at 80, beyond which score and gradient would overflow float32; TRL clamps only ``alpha``, which
-    it cannot compute in float64 (1.16.0: KeyError in its table of limits).
+    Exponents are clamped at 80, beyond which score and gradient would overflow float32; TRL clamps only ``alpha``,
+    which it cannot compute in float64 (1.16.0: KeyError in its table of limits).
 
     Args:
         logratio: Δ, any shape.

@@ -104,6 +104,20 @@ def test_orpo_is_finite_at_probability_one():
     assert rejected.grad.isfinite().all()
 
 
+def test_rewards_are_beta_times_what_the_loss_compares():
+    chosen, rejected, chosen_lengths, rejected_lengths = batch = pair_batch()
+    for loss, rewards in (
+        (cpo_loss, (chosen, rejected)),
+        (orpo_loss, (chosen / chosen_lengths, rejected / rejected_lengths)),
+        (simpo_loss, (chosen / chosen_lengths, rejected / rejected_lengths)),
+    ):
+        metrics = loss(*batch, beta=0.3).metrics
+        torch.testing.assert_close(metrics["rewards/chosen"], 0.3 * rewards[0].mean())
+        torch.testing.assert_close(metrics["rewards/rejected"], 0.3 * rewards[1].mean())
+        torch.testing.assert_close(metrics["logps/chosen"], chosen.mean())
+        torch.testing.assert_close(metrics["logps/rejected"], rejected.mean())
+
+
 def test_slic_is_a_hinge_with_a_likelihood_term():
     chosen, rejected = torch.tensor([-1.0, -5.0]), torch.tensor([-3.0, -4.5])
     target = torch.tensor([-2.0, -4.0])
