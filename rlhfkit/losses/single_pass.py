@@ -34,6 +34,7 @@ from rlhfkit.losses.vocabulary_tiles import (
     OutputGradient,
     RunningSoftmax,
     accumulate,
+    exponential_gradient,
     slices,
     tile_gradient,
 )
@@ -73,9 +74,10 @@ def linear_cross_entropy(
     gradients as ``cross_entropy_loss(linear_logprobs(...).logprobs, mask)``, a quarter of the matrix products cheaper.
 
     Args:
-        hidden: (..., H) final hidden states. Masked rows are computed all the same: leave out what you can.
+        hidden: (..., H) final hidden states. Masked rows may hold NaN, but are computed all the same: leave out what
+            you can.
         weight: (V, H) of the head, or of the tied embedding.
-        targets: (...) int64 token ids in [0, V).
+        targets: (...) int64 token ids in [0, V); anything (-100) where masked.
         mask: (...), true where a token is trained.
         denominator: Trained tokens of the whole optimizer step divided by the number of micro-batches averaged; the
             local count when ``None``.
@@ -87,21 +89,24 @@ def linear_cross_entropy(
         chunk: Tokens whose logits are kept at a time; chosen by their size in bytes when ``None``.
 
     Returns:
-        Loss, detached log-probs and, if asked for, detached entropy.
+        Loss, detached log-probs and, if asked for, detached entropy; the latter two mean nothing where masked.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or a knob is out of range, see :func:`linear_logprobs`.
         RuntimeError: When ``backward`` runs a second time.
     """
     check_same_shape(targets=targets, mask=mask)
+    if hidden.shape[:-1] != targets.shape:
+        check_head_arguments(hidden, weight, targets, bias)  # raises, and says what does not fit
     selected = mask.bool()
     dtype = torch.promote_types(matmul_dtype(hidden, weight), torch.float32)
     count = selected.sum().clamp(min=1) if denominator is None else denominator
     coefficients = torch.where(selected, -1.0, 0.0).to(dtype) / count
     return linear_policy_gradient(
-        hidden,
+        # A masked NaN must not reach the sums over tokens, and a masked target may be no token at all.
+        torch.where(selected[..., None], hidden, torch.zeros((), dtype=hidden.dtype, device=hidden.device)),
         weight,
-        targets,
+        torch.where(selected, targets, torch.zeros_like(targets)),
         coefficients,
         bias=bias,
         temperature=temperature,
@@ -252,34 +257,49 @@ class _Block:
         entropy: bool,
     ) -> None:
         self._weight, self._bias, self._transform = weight, bias, transform
-        self._shape = (tokens, tile_columns(tokens, len(weight), dtype, weight.device.type))
-        self._buffers = TileBuffers(
-            self._shape, dtype, weight.device, entropy=entropy, softcap=transform.softcap is not None, keep_raw=True
-        )
+        self._columns = tile_columns(tokens, len(weight), dtype, weight.device.type)
+        softcap = transform.softcap is not None
         self._logits = torch.empty(tokens * len(weight), dtype=dtype, device=weight.device)
+        # The exponentials of the first sweep can take the place of the logits, unless the second sweep needs the logits
+        # or the dtype is too narrow: 1 - p of a sure token is lost when p is rounded to bfloat16.
+        self._exponentials = not entropy and not softcap and dtype == torch.promote_types(dtype, torch.float32)
+        self._peaks: list[Tensor] = []
+        self._buffers = TileBuffers(
+            (tokens, self._columns), dtype, weight.device, entropy=entropy, softcap=softcap, keep_raw=True
+        )
 
     def _tiles(self, tokens: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slice of the vocabulary, its weight in the dtype of the matrix products, and the place of its logits."""
-        for column in slices(len(self._weight), self._shape[1]):
+        for column in slices(len(self._weight), self._columns):
             place = self._logits[tokens * column.start : tokens * column.stop].view(tokens, -1)
             yield column, self._weight[column].to(place.dtype), place
 
     def statistics(self, source: Tensor, targets: Tensor, state: RunningSoftmax) -> None:
-        """First sweep: fill the block with the raw logits of ``source`` (n, H) and ``state`` with their statistics."""
+        """First sweep: fill the block with the logits of ``source`` (n, H) and ``state`` with their statistics."""
+        self._peaks = []
         for column, part, place in self._tiles(len(source)):
             bias = None if self._bias is None else self._bias[column].to(place.dtype)
             raw = self._buffers.product(source, part, bias, place)
-            inner, work, spare = self._buffers.parts(raw, self._transform)
-            accumulate(state, inner, self._transform.factor, targets - column.start, work, spare)
+            local = targets - column.start
+            if self._exponentials:
+                accumulate(state, raw, self._transform.factor, local, raw, None)
+                self._peaks.append(state.peak.clone())
+            else:
+                inner, work, spare = self._buffers.parts(raw, self._transform)
+                accumulate(state, inner, self._transform.factor, local, work, spare)
 
     def gradients(
         self, source: Tensor, targets: Tensor, outer: OutputGradient, sums: _GradientSums, row: slice
     ) -> None:
-        """Second sweep: turn the kept logits into gradients and add these to ``sums``."""
-        for column, part, raw in self._tiles(len(source)):
-            inner, work, spare = self._buffers.parts(raw, self._transform)
-            tile = tile_gradient(inner, self._transform.factor, targets - column.start, outer, work, spare)
-            tile = self._transform.inner_gradient(tile, inner)
+        """Second sweep: turn what the first one kept into gradients and add these to ``sums``."""
+        for number, (column, part, raw) in enumerate(self._tiles(len(source))):
+            local = targets - column.start
+            if self._exponentials:
+                tile = exponential_gradient(raw, self._peaks[number], self._transform.factor, local, outer)
+            else:
+                inner, work, spare = self._buffers.parts(raw, self._transform)
+                tile = tile_gradient(inner, self._transform.factor, local, outer, work, spare)
+                tile = self._transform.inner_gradient(tile, inner)
             if sums.bias is not None:
                 sums.bias[column] += tile.sum(0)
             tile = self._buffers.narrow(tile, raw)

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# exp() of this is 0 even in float64; a logit of -inf (a masked vocabulary entry) must give p log p = 0, not 0 * -inf.
+_NEGLIGIBLE = -1e4
+
 
 @dataclass(frozen=True)
 class LogitTransform:
@@ -127,7 +130,7 @@ def accumulate(
         exponential = shifted.exp_()
         state.total.mul_(decay).add_(exponential.sum(1))
     else:
-        exponential = torch.exp(shifted, out=spare)
+        exponential = torch.exp(shifted.clamp_(min=_NEGLIGIBLE), out=spare)
         state.weighted.sub_((peak - state.peak) * state.total).mul_(decay)
         state.total.mul_(decay).add_(exponential.sum(1))
         state.weighted.add_(shifted.mul_(exponential).sum(1))
@@ -177,12 +180,34 @@ def tile_gradient(
         assert gradient.logprobs is not None
         result = logp.exp_().mul_((-factor * gradient.logprobs)[:, None])
     else:
-        probability = torch.exp(logp, out=spare)
+        probability = torch.exp(logp.clamp_(min=_NEGLIGIBLE), out=spare)
         slope = -factor * gradient.entropy
         offset = slope * gradient.entropy_value
         if gradient.logprobs is not None:
             offset = offset - factor * gradient.logprobs
         result = torch.addcmul(offset[:, None], slope[:, None], logp, out=work).mul_(probability)
+    return _add_target_term(result, factor, targets, gradient)
+
+
+def exponential_gradient(
+    exponential: Tensor, peak: Tensor, factor: float, targets: Tensor, gradient: OutputGradient
+) -> Tensor:
+    """What :func:`tile_gradient` gives, from the ``exp(z - peak)`` that :func:`accumulate` left in ``work``; in place.
+
+    Args:
+        exponential: (n, W) tile.
+        peak: (n,) ``RunningSoftmax.peak`` as it was right after that tile.
+        factor: See :class:`LogitTransform`.
+        targets: (n,) as in :func:`accumulate`.
+        gradient: For the same n tokens, without a gradient of the entropy.
+    """
+    assert gradient.logprobs is not None
+    scale = torch.exp(peak - gradient.log_normalizer).mul_(gradient.logprobs).mul_(-factor)
+    return _add_target_term(exponential.mul_(scale[:, None]), factor, targets, gradient)
+
+
+def _add_target_term(result: Tensor, factor: float, targets: Tensor, gradient: OutputGradient) -> Tensor:
+    """Add the term of ``1[v = target]``, in place, for the targets in this tile."""
     if gradient.logprobs is not None:
         inside, index = _locate(targets, result.shape[1])
         result.scatter_add_(1, index, torch.where(inside, factor * gradient.logprobs, 0.0)[:, None])
