@@ -10,7 +10,7 @@ from rlhfkit.data.collate import TokenBatch, collate_tokens
 from rlhfkit.data.step_loader import StepLoader
 from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.examples import ExampleBuilder, TokenExamples
-from rlhfkit.datamodules.sources import Source, check_columns, describe, load_tokenizer, read_rows
+from rlhfkit.datamodules.sources import Source, check_columns, describe, load_tokenizer, no_loader, read_rows
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class SFTDataModule(L.LightningDataModule):
     def val_dataloader(self) -> Any:
         """Validation micro-batches whose plain mean of losses is the exact mean over all of them; or no loader."""
         if self.validation_data is None:
-            return []
+            return no_loader()
         return self._loader(self.validation_examples, accumulate=1, shuffle=False, whole_epoch=True)
 
     def _loader(

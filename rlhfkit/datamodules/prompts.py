@@ -17,7 +17,7 @@ import torch
 from rlhfkit.data.experience import Prompt
 from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
 from rlhfkit.datamodules.prompt_rows import PromptBatches, PromptRows
-from rlhfkit.datamodules.sources import Source, describe, load_tokenizer, read_rows
+from rlhfkit.datamodules.sources import Source, describe, load_tokenizer, no_loader, read_rows
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ class PromptDataModule(L.LightningDataModule):
     def val_dataloader(self) -> Any:
         """Lists of validation prompts, this rank's share of each; no loader at all without ``validation_data``."""
         if self.validation_data is None:
-            return []
+            return no_loader()
         trainer = self._trainer()
         rows = self._ready(self._validation_rows)
         return PromptBatches(rows, self.validation_batch_size, trainer.global_rank, trainer.world_size)

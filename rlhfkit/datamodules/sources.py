@@ -6,6 +6,7 @@ same data and so sees the same error.
 
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,10 @@ def _load(source: str, *args: Any, **kwargs: Any) -> Any:
         raise FileNotFoundError(
             f"{source} is neither a file, nor a folder, nor a data set on the hub: {error}"
         ) from error
+    except ValueError as error:
+        if "corresponds to no data" in str(error):  # how datasets 5.2 says that a table has a header and nothing else
+            raise ValueError(f"{source} has no rows; at least one is needed") from error
+        raise ValueError(f"{source} could not be read: {error}") from error
     except DatasetGenerationError as error:
         raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
 
@@ -154,3 +159,13 @@ def load_tokenizer(tokenizer: Any, module: Any = None) -> Any:
             "tokenizer='folder or hub name'"
         )
     return found
+
+
+def no_loader() -> list[Any]:
+    """What ``val_dataloader`` returns when there is nothing to validate on.
+
+    Lightning 2.6 takes the empty list for a loader of length 0 and warns of it in every run; that warning is
+    silenced.
+    """
+    warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+    return []
