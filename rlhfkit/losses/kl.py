@@ -10,7 +10,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.masked import check_same_shape, full_precision, select
+from rlhfkit.losses.masked import (
+    Aggregation,
+    LossOutput,
+    aggregate,
+    check_same_shape,
+    full_precision,
+    masked_mean,
+    select,
+)
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Names of the estimators of :func:`kl_estimate`."""
@@ -84,3 +92,50 @@ def kl_estimate(
         weight = full_precision(importance_weight)
         estimate = estimate * (weight if mask is None else select(weight, mask))
     return estimate
+
+
+def kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    coef: float = 1.0,
+    estimator: KLEstimator = "k3",
+    clamp: float | None = None,
+    importance_weight: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """KL penalty as a loss of its own, to be added to any policy loss with :func:`sum_losses`.
+
+    ``β aggregate(kl_t)`` with ``kl_t`` of :func:`kl_estimate`.
+
+    Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
+        ref_logprobs: (B, T) under the reference, detached here.
+        mask: (B, T), true where a token counts. Masked entries may hold anything.
+        coef: ``β`` ≥ 0. With 0 the KL is measured and has no gradient.
+        estimator: ``k1``, ``k2`` or ``k3``. ``k1`` has no gradient to speak of unless weighted, see
+            :func:`kl_estimate`.
+        clamp: As in :func:`kl_estimate`.
+        importance_weight: As in :func:`kl_estimate`.
+        aggregation: How tokens become one number.
+        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
+        max_length: Tokens; only for ``aggregation="constant-length"``.
+
+    Returns:
+        The loss with metric ``policy/kl``, the mean of ``kl_t`` (nats per token).
+
+    Raises:
+        ValueError: If shapes differ or a knob is unknown or out of range.
+    """
+    if coef < 0.0:
+        raise ValueError(f"coef must be 0 or more, got {coef}")
+    if coef == 0.0:
+        logprobs = logprobs.detach()
+    kl = kl_estimate(
+        logprobs, ref_logprobs, estimator=estimator, clamp=clamp, importance_weight=importance_weight, mask=mask
+    )
+    loss = coef * aggregate(kl, mask, aggregation, denominator, max_length=max_length)
+    return LossOutput(loss if coef > 0.0 else loss.detach(), {"policy/kl": masked_mean(kl.detach(), mask)})

@@ -29,6 +29,23 @@ class LossOutput(NamedTuple):
     metrics: Mapping[str, Tensor]
 
 
+def sum_losses(*outputs: LossOutput) -> LossOutput:
+    """Add losses: a policy loss, a KL penalty, an entropy bonus.
+
+    Args:
+        *outputs: At least one. Of a metric that two report, the later one stays.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not outputs:
+        raise ValueError("sum_losses needs at least one loss, got none")
+    loss = outputs[0].loss
+    for output in outputs[1:]:
+        loss = loss + output.loss
+    return LossOutput(loss, {name: value for output in outputs for name, value in output.metrics.items()})
+
+
 def check_same_shape(**tensors: Tensor | None) -> None:
     """Raise unless all given tensors have one shape; names in the message come from the keywords.
 
@@ -199,7 +216,8 @@ def aggregate(
     ============================  ============================================  ========================  =========
 
     Nothing reduces over ranks or micro-batches in here. To make the gradient of an optimizer step independent of how
-    the step is split, pass the count of the *whole* step (divided by the number of micro-batches that will be averaged).
+    the step is split, pass the count of the *whole* step, divided by the number of micro-batches (times ranks) whose
+    gradients will be averaged.
 
     Args:
         token_loss: (B, T).
@@ -212,8 +230,8 @@ def aggregate(
         Scalar in at least float32.
 
     Raises:
-        ValueError: If the shapes differ, the mode is unknown, ``max_length`` is missing or given where it has no meaning,
-            or a number that divides is not positive.
+        ValueError: If the shapes differ, the mode is unknown, ``max_length`` is missing or given where it has no
+            meaning, or a number that divides is not positive.
     """
     check_same_shape(token_loss=token_loss, mask=mask)
     if mode not in get_args(Aggregation):

@@ -5,11 +5,33 @@ tokens, in any floating dtype; masked entries may hold anything. ``denominator``
 independent of how it is split over micro-batches and ranks, see :func:`rlhfkit.losses.aggregate`.
 """
 
+from typing import TypedDict, Unpack
+
 from torch import Tensor
 
-from rlhfkit.losses.kl import KLEstimator, kl_estimate
-from rlhfkit.losses.masked import Aggregation, LossOutput, aggregate, masked_mean
-from rlhfkit.losses.surrogate import check_clip, clip_metrics, clipped_surrogate, policy_loss_output, policy_tokens
+from rlhfkit.losses.kl import KLEstimator, kl_loss
+from rlhfkit.losses.masked import Aggregation, LossOutput, sum_losses
+from rlhfkit.losses.surrogate import (
+    RatioLevel,
+    check_clip,
+    clip_metrics,
+    clipped_surrogate,
+    policy_loss_output,
+    policy_tokens,
+)
+
+
+class GRPOKnobs(TypedDict, total=False):
+    """Keyword arguments of :func:`grpo_loss` that its special cases pass on unchanged."""
+
+    dual_clip: float | None
+    log_ratio_clamp: float | None
+    delta: float | None
+    weights: Tensor | None
+    ref_logprobs: Tensor | None
+    kl_coef: float
+    kl_estimator: KLEstimator
+    kl_importance_weight: bool
 
 
 def ppo_loss(
@@ -27,6 +49,7 @@ def ppo_loss(
     aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
+    ratio_level: RatioLevel = "token",
 ) -> LossOutput:
     """Clipped surrogate of proximal policy optimisation.
 
@@ -36,9 +59,7 @@ def ppo_loss(
 
     Schulman et al. (2017, arXiv:1707.06347, equation 7). Two clip widths: DAPO (Yu et al., 2025, arXiv:2503.14476).
     Dual clip ``c``: Ye et al. (2019, arXiv:1912.09729, equation 5). Upper bound ``δ`` of the unclipped ratio:
-    INTELLECT-2 (2025, arXiv:2505.07291). Three policies (the decoupled objective of Hilton et al., 2021, arXiv:2110.00641):
-    ``old_logprobs`` of the proximal policy, and ``weights`` from :func:`importance_weights` of proximal to behaviour
-    policy.
+    INTELLECT-2 (2025, arXiv:2505.07291). With three policies see :func:`decoupled_ppo_loss`.
 
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
@@ -55,6 +76,8 @@ def ppo_loss(
         denominator: Tokens (sequences for the other aggregations) of the whole optimizer step over the number of
             micro-batches averaged; the local count when ``None``.
         max_length: Tokens; only for ``aggregation="constant-length"``.
+        ratio_level: Whose ratio is clipped: ``token``; ``sequence`` is :func:`gspo_loss`, ``sequence-sum``
+            :func:`rloo_loss`.
 
     Returns:
         The loss with metrics ``policy/clip_fraction`` (and ``_low``, ``_high``: tokens that lost their gradient at
@@ -62,11 +85,11 @@ def ppo_loss(
         ``policy/ratio_mean``, ``policy/ratio_max``.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or a knob is unknown or out of range.
     """
     check_clip(clip_low, clip_high, dual_clip, delta)
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
-    ratio = tokens.ratio
+    ratio = tokens.ratio_of(ratio_level)
     token_loss = clipped_surrogate(
         ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta
     )
@@ -156,16 +179,143 @@ def grpo_loss(
     )
     if ref_logprobs is None:
         return surrogate
-    policy = logprobs if kl_coef > 0.0 else logprobs.detach()
-    ratio = policy_tokens(policy, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp).ratio
-    kl = kl_estimate(
-        policy,
+    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+    penalty = kl_loss(
+        logprobs,
         ref_logprobs,
+        mask,
+        coef=kl_coef,
         estimator=kl_estimator,
-        importance_weight=ratio if kl_importance_weight else None,
-        mask=mask,
+        importance_weight=tokens.ratio if kl_importance_weight else None,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
     )
-    loss = surrogate.loss
-    if kl_coef > 0.0:
-        loss = loss + kl_coef * aggregate(kl, mask, aggregation, denominator, max_length=max_length)
-    return LossOutput(loss, {**surrogate.metrics, "policy/kl": masked_mean(kl.detach(), mask)})
+    return sum_losses(surrogate, penalty)
+
+
+def dapo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    denominator: Tensor | float | None = None,
+    **knobs: Unpack[GRPOKnobs],
+) -> LossOutput:
+    """DAPO: :func:`grpo_loss` that clips higher above and gives every token of the step the same weight.
+
+    Yu et al. (2025, arXiv:2503.14476, equation 8). Its other parts are the overlong penalty
+    (:func:`overlong_penalty`), dynamic sampling (leaving out groups of equal rewards) and no KL.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        clip_low: The paper's 0.2.
+        clip_high: The paper's 0.28; 0.2 in TRL.
+        denominator: Tokens of the whole optimizer step over the number of micro-batches averaged; without it the tokens
+            of this micro-batch, which is :func:`bnpo_loss`.
+        **knobs: As in :func:`grpo_loss`.
+
+    Returns:
+        As :func:`grpo_loss`.
+
+    Raises:
+        ValueError: As :func:`grpo_loss`.
+    """
+    return grpo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        aggregation="token-mean",
+        denominator=denominator,
+        **knobs,
+    )
+
+
+def bnpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    **knobs: Unpack[GRPOKnobs],
+) -> LossOutput:
+    """Batch-normalised token mean: :func:`grpo_loss` over the tokens of this micro-batch, whatever the step holds.
+
+    TRL's ``bnpo``. The only loss here that depends on how a step is split into micro-batches: a token in a short one
+    weighs more. It exists for comparison; :func:`dapo_loss` with a ``denominator`` is the same without that.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        clip_low: As in :func:`ppo_loss`.
+        clip_high: As in :func:`ppo_loss`.
+        **knobs: As in :func:`grpo_loss`.
+
+    Returns:
+        As :func:`grpo_loss`.
+
+    Raises:
+        ValueError: As :func:`grpo_loss`.
+    """
+    return dapo_loss(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, **knobs)
+
+
+def dr_grpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    max_length: int,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    denominator: Tensor | float | None = None,
+    **knobs: Unpack[GRPOKnobs],
+) -> LossOutput:
+    """Dr.GRPO: :func:`grpo_loss` in which sequences are summed and divided by a constant, not by their own length.
+
+    Liu et al. (2025, arXiv:2503.20783, section 3.1), together with ``group_advantages(..., scale="none")``. The length
+    of an answer then changes neither the sign nor the size of its tokens' gradients.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        max_length: Tokens; the generation limit, in the paper and in TRL.
+        clip_low: As in :func:`ppo_loss`.
+        clip_high: As in :func:`ppo_loss`.
+        denominator: Sequences of the whole optimizer step over the number of micro-batches averaged; B when ``None``.
+        **knobs: As in :func:`grpo_loss`.
+
+    Returns:
+        As :func:`grpo_loss`.
+
+    Raises:
+        ValueError: As :func:`grpo_loss`.
+    """
+    return grpo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        aggregation="constant-length",
+        denominator=denominator,
+        max_length=max_length,
+        **knobs,
+    )

@@ -8,7 +8,7 @@ A policy loss of one's own is three calls::
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -20,8 +20,12 @@ from rlhfkit.losses.masked import (
     check_same_shape,
     full_precision,
     masked_mean,
+    masked_sum,
     select,
 )
+
+RatioLevel = Literal["token", "sequence", "sequence-sum"]
+"""Whose probability ratio is taken, see :meth:`PolicyTokens.ratio_of`."""
 
 
 class PolicyTokens(NamedTuple):
@@ -43,6 +47,25 @@ class PolicyTokens(NamedTuple):
     def ratio(self) -> Tensor:
         """(B, T) ``π / π_old`` of each token, with gradient; 1 where masked."""
         return self.log_ratio.exp()
+
+    def ratio_of(self, level: RatioLevel, *, limit: float = 20.0) -> Tensor:
+        """(B, T) ratio at a level, the same for all tokens of a sequence unless the level is ``token``.
+
+        Args:
+            level: ``token``: ``ρ_t``; ``sequence``: the geometric mean of ``ρ_t`` over the sequence, as in GSPO;
+                ``sequence-sum``: their product, the ratio of the probabilities of the whole sequence.
+            limit: Nats to which the log-ratio of a whole sequence is clamped.
+
+        Raises:
+            ValueError: If the level is unknown.
+        """
+        if level not in get_args(RatioLevel):
+            raise ValueError(f"ratio_level must be one of {', '.join(get_args(RatioLevel))}, got {level!r}")
+        if level == "token":
+            return self.ratio
+        reduce = masked_mean if level == "sequence" else masked_sum
+        log_ratio = reduce(self.log_ratio, self.mask, -1).clamp(-limit, limit)
+        return log_ratio.exp().unsqueeze(-1).expand_as(self.log_ratio)
 
 
 def per_token(values: Tensor, like: Tensor, name: str) -> Tensor:

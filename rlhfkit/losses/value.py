@@ -1,0 +1,75 @@
+"""Loss of the critic: regression of values on returns, clipped so that one batch cannot move them far."""
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.masked import (
+    Aggregation,
+    LossOutput,
+    aggregate,
+    check_same_shape,
+    full_precision,
+    masked_mean,
+    select,
+)
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor | None,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float | None = 0.5,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Clipped value regression of PPO.
+
+    ``ℓ_t = ½ max((V_t - R_t)², (V_old,t + clip(V_t - V_old,t, ±ε) - R_t)²)``, then :func:`aggregate`.
+
+    Schulman et al. (2016, arXiv:1506.02438) regress without a clip; the clip is that of the PPO code and InstructGPT.
+    ``ε`` is a length in units of the return: 0.5 in OpenRLHF and verl, 0.2 in TRL.
+
+    Args:
+        values: (B, T) the critic's, with gradient. ``values[:, t]`` is the state in which token t+1 is chosen.
+        old_values: (B, T) the critic's before the iteration, detached here; ``None`` in its first update, where the
+            clip cannot bind.
+        returns: (B, T) targets, detached here.
+        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
+        clip: ``ε`` > 0, or ``None`` for plain regression.
+        aggregation: How tokens become one number.
+        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
+        max_length: Tokens; only for ``aggregation="constant-length"``.
+
+    Returns:
+        The loss with metrics ``value/clip_fraction`` (tokens whose clipped error is the larger), ``value/mean``,
+        ``value/error`` (mean of ``(V - R)²``) and ``value/explained_variance`` (``1 - Var(R - V) / Var(R)``; 0 where
+        the returns do not vary).
+
+    Raises:
+        ValueError: If shapes differ or ``clip`` is not positive.
+    """
+    check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
+    if clip is not None and clip <= 0.0:
+        raise ValueError(f"clip must be positive or None, got {clip}")
+    current, target = select(full_precision(values), mask), select(full_precision(returns.detach()), mask)
+    plain = error = (current - target).square()
+    if clip is not None and old_values is not None:
+        old = select(full_precision(old_values.detach()), mask)
+        clipped = (old + (current - old).clamp(-clip, clip) - target).square()
+        error = torch.maximum(plain, clipped)
+    with torch.no_grad():
+        residual = target - current
+        spread = masked_mean((target - masked_mean(target, mask)).square(), mask)
+        unexplained = masked_mean((residual - masked_mean(residual, mask)).square(), mask)
+        metrics = {
+            "value/clip_fraction": masked_mean((error > plain).float(), mask),
+            "value/mean": masked_mean(current, mask),
+            "value/error": masked_mean(plain, mask),
+            "value/explained_variance": torch.where(
+                spread > 0.0, 1.0 - unexplained / spread.clamp(min=torch.finfo(spread.dtype).tiny), 0.0
+            ),
+        }
+    return LossOutput(0.5 * aggregate(error, mask, aggregation, denominator, max_length=max_length), metrics)
