@@ -215,6 +215,7 @@ def test_teacher_carries_no_gradient_and_half_precision_is_computed_in_float32()
     output = distillation_loss(student.requires_grad_(), teacher.requires_grad_(), mask)
     output.loss.backward()
     assert teacher.grad is None
+    assert not output.metrics["distillation/divergence"].requires_grad
     assert output.loss.dtype == torch.float32
     assert student.grad.dtype == torch.bfloat16
     torch.testing.assert_close(output.loss, distillation_loss(student.float(), teacher.float(), mask).loss)

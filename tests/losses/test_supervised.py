@@ -58,12 +58,13 @@ def test_equals_torch_cross_entropy_on_logits(label_smoothing):
 
 def test_z_loss_is_the_squared_log_normalizer():
     logits, labels, mask = logits_batch(seed=1)
-    log_z = logits.logsumexp(-1)
+    log_z = logits.requires_grad_().logsumexp(-1)
     chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_z
     output = cross_entropy_loss(chosen, mask, z_loss_coef=1e-2, log_normalizer=log_z)
     plain = cross_entropy_loss(chosen, mask)
     torch.testing.assert_close(output.loss - plain.loss, 1e-2 * log_z[mask].square().mean())
-    torch.testing.assert_close(output.metrics["sft/z_loss"], log_z[mask].square().mean())
+    torch.testing.assert_close(output.metrics["sft/z_loss"], log_z[mask].square().mean().detach())
+    assert not output.metrics["sft/z_loss"].requires_grad
 
 
 def test_metrics_are_nll_and_perplexity_and_detached():
