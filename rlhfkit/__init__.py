@@ -1,6 +1,7 @@
 """Composable RLHF building blocks for PyTorch Lightning.
 
-Every public name is imported when it is first used (PEP 562): ``import rlhfkit`` itself loads neither torch nor Lightning.
+Every public name is imported when it is first used (PEP 562): ``import rlhfkit`` itself loads neither torch nor
+Lightning.
 """
 
 from typing import TYPE_CHECKING, Any

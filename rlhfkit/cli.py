@@ -1,7 +1,7 @@
 """``rlhfkit fit --config run.yaml``: Lightning's command line with our modules, data and callbacks.
 
-Every constructor argument is reachable: classes are named by ``class_path``, their arguments by ``init_args``, in YAML or as
-``--model.init_args.lr 1e-6``. ``rlhfkit fit --print_config`` writes a complete file to start from.
+Every constructor argument is reachable: classes are named by ``class_path``, their arguments by ``init_args``, in YAML
+or as ``--model.init_args.lr 1e-6``. ``rlhfkit fit --print_config`` writes a complete file to start from.
 """
 
 import sys
@@ -67,8 +67,9 @@ def run(arguments: Sequence[str]) -> Any:
     import lightning as L
     from lightning.pytorch.cli import LightningCLI
 
-    import rlhfkit.strategies  # registers "rlhf_zero2" and its relatives
+    from rlhfkit.strategies import register
 
+    register()
     return LightningCLI(
         L.LightningModule,
         L.LightningDataModule,
@@ -77,5 +78,10 @@ def run(arguments: Sequence[str]) -> Any:
         trainer_defaults={"log_every_n_steps": 1},
         save_config_kwargs={"overwrite": True},
         seed_everything_default=0,
+        auto_configure_optimizers=False,
         args=list(arguments),
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -17,12 +17,13 @@ DEFAULT_CURVES = (
 
 
 class TrainingCurves(Callback):
-    """Save a PNG of the run's metrics over its iterations, after each of them.
+    """Save a PNG of the run's metrics over its iterations, again and again while it grows.
 
     Args:
         path: The PNG; relative paths are under ``trainer.log_dir`` (or the working directory without a logger).
-        curves: Panels from left to right: a title, and the metrics drawn in it. A metric that is never logged is left out.
+        curves: Panels from left to right: a title, and the metrics drawn in it. What is never logged is left out.
         title: Of the picture.
+        every_n_iterations: Draw after iterations n, 2n ... and at the end.
 
     Attributes:
         saved: Where the picture is, once there is one.
@@ -34,7 +35,11 @@ class TrainingCurves(Callback):
         *,
         curves: Sequence[tuple[str, Sequence[str]]] = DEFAULT_CURVES,
         title: str | None = None,
+        every_n_iterations: int = 10,
     ) -> None:
+        if every_n_iterations < 1:
+            raise ValueError(f"TrainingCurves(every_n_iterations=...) must be at least 1, got {every_n_iterations}")
+        self.every_n_iterations = every_n_iterations
         self.path = path
         self.curves = curves
         self.title = title
@@ -47,20 +52,21 @@ class TrainingCurves(Callback):
             self._record(trainer, "val/")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the iterations that are complete; the means of an epoch are known only after its last hook."""
-        self._update(trainer, trainer.current_epoch - 1)
+        """Remember the last iteration; the means of an epoch are known only after its last hook."""
+        self._update(trainer, draw=trainer.current_epoch % self.every_n_iterations == 0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the whole run."""
-        self._update(trainer, trainer.current_epoch - 1)
+        self._update(trainer, draw=True)
 
-    def _update(self, trainer: L.Trainer, iteration: int) -> None:
-        if iteration < 0:
+    def _update(self, trainer: L.Trainer, *, draw: bool) -> None:
+        if trainer.current_epoch < 1:
             return
         folder = Path(trainer.log_dir or ".")  # a collective: every rank asks
         if trainer.is_global_zero:
-            self._record(trainer, "", iteration)
-            self.saved = self.draw(folder / self.path)
+            self._record(trainer, "", trainer.current_epoch - 1)
+            if draw:
+                self.saved = self.draw(folder / self.path)
 
     def _record(self, trainer: L.Trainer, prefix: str, iteration: int | None = None) -> None:
         x = trainer.current_epoch if iteration is None else iteration
@@ -114,6 +120,4 @@ class TrainingCurves(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the curves."""
-        self.history = {
-            name: [(int(x), float(y)) for x, y in points] for name, points in state_dict["history"].items()
-        }
+        self.history = {name: [(int(x), float(y)) for x, y in points] for name, points in state_dict["history"].items()}

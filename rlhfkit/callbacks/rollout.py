@@ -1,8 +1,8 @@
 """``RolloutCallback``: generate, score, prepare, and publish the policy's weights to the engine after each iteration.
 
-One iteration is one Lightning epoch. The loader of the DataModule asks :meth:`RolloutCallback.collect` for the iteration's
-micro-batches when the first is pulled, so Lightning's own loop does everything else: windows, clipping, progress, logging,
-checkpoints.
+One iteration is one Lightning epoch. The loader of the DataModule asks :meth:`RolloutCallback.collect` for the
+iteration's micro-batches when the first is pulled, so Lightning's own loop does everything else: windows, clipping,
+progress, logging, checkpoints.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ class RolloutCallback(Callback):
         RolloutCallback(reward=math_match, engine=VLLMPool(num_engines=2), sampling=SamplingSpec(group_size=8))
 
     Args:
-        reward: Any callable that takes samples and returns one number (or ``None``: could not be scored) for each, sync or
-            async; see :mod:`rlhfkit.rewards`.
+        reward: Any callable that takes samples and returns one number (or ``None``: could not be scored) for each,
+            sync or async; see :mod:`rlhfkit.rewards`.
         engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.LocalEngine` in this process.
         sampling: How to sample in training.
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
@@ -75,7 +75,7 @@ class RolloutCallback(Callback):
         """The current iteration as prepared by the module, the same on every rank."""
         self.validation_samples: list[Sample] = []
         """The samples of the last validation."""
-        self._trainer: L.Trainer | None = None
+        self._trainer: Any | None = None
         self._metrics: dict[str, float] = {}
         self._probe_difference = 0.0
 
@@ -88,16 +88,16 @@ class RolloutCallback(Callback):
 
     def _training_sampling(self) -> SamplingSpec:
         """The sampling in force: a few tokens under ``fast_dev_run``."""
-        if self._trainer is not None and self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._trainer is not None and self._trainer.fast_dev_run:
             return dataclasses.replace(
                 self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, 8), min_new_tokens=0
             )
         return self.sampling
 
-    def _shape(self, trainer: L.Trainer) -> IterationShape:
+    def _shape(self, trainer: Any) -> IterationShape:
         """How the iteration divides into updates and micro-batches."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        smoke = int(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        data = trainer.datamodule
+        smoke = int(trainer.fast_dev_run)
         if smoke:  # that many micro-batches of one group each
             return IterationShape(smoke * trainer.world_size * self.group_size, smoke, smoke)
         return iteration_shape(
@@ -119,8 +119,8 @@ class RolloutCallback(Callback):
             This rank's micro-batches of the iteration, in order.
         """
         trainer = self._attached()
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        module: Any = trainer.lightning_module
+        data = trainer.datamodule
+        module = trainer.lightning_module
         shape, sampling = self._shape(trainer), self._training_sampling()
         prompts = data.next_prompts(shape.sequences // sampling.group_size)
         self.publish()
@@ -189,7 +189,7 @@ class RolloutCallback(Callback):
             raise RuntimeError(
                 f"the engine was asked for {len(prompts)} x {sampling.group_size} samples and returned {len(samples)}"
             )
-        tokenizer: Any = self._attached().lightning_module.tokenizer
+        tokenizer = self._attached().lightning_module.tokenizer
         texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
         for sample, text in zip(samples, texts, strict=True):
             sample.text = text
@@ -207,7 +207,7 @@ class RolloutCallback(Callback):
         from rlhfkit.rollout.transfer import ModuleWeights
 
         trainer = self._attached()
-        module: Any = trainer.lightning_module
+        module = trainer.lightning_module
         dtype = precision_dtype(trainer.precision, compute=True)
         version = trainer.global_step
         if same_everywhere(trainer, self.engine.version == version):
@@ -224,14 +224,14 @@ class RolloutCallback(Callback):
         self._probe(dtype)
 
     def _probe(self, dtype: torch.dtype) -> None:
-        """Compare log-probs of a fixed sequence in trainer and engine; equal parameters would not prove equal models."""
+        """Compare log-probs of a fixed sequence in trainer and engine: equal parameters do not prove equal models."""
         tolerance = self.probe_tolerance
         if tolerance is None:
             tolerance = _PROBE_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
         if tolerance == float("inf"):
             return
         trainer = self._attached()
-        module: Any = trainer.lightning_module
+        module = trainer.lightning_module
         vocabulary = len(module.tokenizer)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (1, min(_PROBE_LENGTH, vocabulary)), generator=generator)
@@ -247,19 +247,19 @@ class RolloutCallback(Callback):
         if not worst <= tolerance:
             self.engine.version = None  # nothing is sampled from weights that are not the policy's
             raise RuntimeError(
-                f"after publishing version {trainer.global_step} the engine's log-probs differ from the trainer's by {worst:.3g}, "
-                f"more than probe_tolerance={tolerance:g}: the weights did not arrive, or the two run different models "
-                "(dtype, attention, chat of adapters); a larger RolloutCallback(probe_tolerance=...) accepts the difference"
+                f"after publishing version {trainer.global_step} the engine's log-probs differ from the trainer's by "
+                f"{worst:.3g}, more than probe_tolerance={tolerance:g}: the weights did not arrive, or the two run "
+                "different models (type, attention); a larger RolloutCallback(probe_tolerance=...) accepts it"
             )
 
     # ------------------------------------------------------------------ hooks
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         """Check, before anything is loaded, that module, data and sampling fit together."""
         self._trainer = trainer
         if stage not in ("fit", "validate"):
             return
-        if not hasattr(trainer.datamodule, "next_prompts"):  # type: ignore[attr-defined]
+        if not hasattr(trainer.datamodule, "next_prompts"):
             raise TypeError(
                 "RolloutCallback takes its prompts from a DataModule with next_prompts(): call "
                 "trainer.fit(module, datamodule=PromptDataModule(...))"
@@ -267,22 +267,22 @@ class RolloutCallback(Callback):
         if stage == "fit":
             if not callable(getattr(pl_module, "prepare", None)):
                 raise TypeError(
-                    f"RolloutCallback trains modules that prepare experience (GRPOModule ...), {type(pl_module).__name__} "
-                    "has no prepare(); an SFTModule needs no RolloutCallback"
+                    "RolloutCallback trains modules that prepare experience (GRPOModule ...), but "
+                    f"{type(pl_module).__name__} has no prepare(); an SFTModule needs no RolloutCallback"
                 )
             check = getattr(pl_module, "check_group_size", None)
             if check is not None:
                 check(self.sampling.group_size)
             self._shape(trainer)
-            if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
                 raise ValueError(
-                    f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "  # type: ignore[attr-defined]
+                    f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
                     "PromptDataModule(rollout_batch_size=...) instead"
                 )
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         """Log the iteration, move on to the next prompts, and publish the new policy."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = trainer.datamodule
         data.advance(len({sample.prompt.index for sample in self.samples}))
         self.iteration += 1
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
@@ -291,7 +291,7 @@ class RolloutCallback(Callback):
         self.publish()
 
     def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Any, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Generate and score the prompts of a validation batch with the current policy."""
         if batch_idx == 0 and dataloader_idx == 0:
@@ -310,7 +310,7 @@ class RolloutCallback(Callback):
                 shown = name == "reward"
                 pl_module.log(f"val/{name}", mean, prog_bar=shown, batch_size=len(values), sync_dist=True)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends, also after an error."""
         if stage == "fit":
             self.engine.close()
@@ -325,7 +325,7 @@ class RolloutCallback(Callback):
 
     # ------------------------------------------------------------------ inside
 
-    def _attached(self) -> L.Trainer:
+    def _attached(self) -> Any:
         if self._trainer is None:
             raise RuntimeError("RolloutCallback works inside a Trainer: pass it to Trainer(callbacks=[...])")
         return self._trainer

@@ -22,7 +22,11 @@ class SampleTable(Callback):
     """
 
     def __init__(self, *, rows: int = 6, every_n_iterations: int = 1, max_characters: int = 200) -> None:
-        for name, value in {"rows": rows, "every_n_iterations": every_n_iterations, "max_characters": max_characters}.items():
+        for name, value in {
+            "rows": rows,
+            "every_n_iterations": every_n_iterations,
+            "max_characters": max_characters,
+        }.items():
             if value < 1:
                 raise ValueError(f"SampleTable({name}=...) must be at least 1, got {value}")
         self.rows = rows

@@ -1,7 +1,8 @@
-"""``PolicyModule``: what every module with a language model as policy shares: loading, optimizer, exact means, logging."""
+"""``PolicyModule``: what every module with a language model shares: loading, optimizer, saving, forward, logging."""
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from rlhfkit.data.experience import Experience
 from rlhfkit.data.packing import balanced_partition
 from rlhfkit.losses import aggregate
-from rlhfkit.models import PolicyOutput, load_causal_lm, load_tokenizer, policy_output
+from rlhfkit.models import PolicyOutput, load_causal_lm, load_tokenizer, policy_output, unwrap
 from rlhfkit.models.load import precision_dtype
+from rlhfkit.rollout.transfer import ModuleWeights
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -116,7 +118,25 @@ class PolicyModule(L.LightningModule):
         scheduler = get_scheduler("constant_with_warmup" if kind == "constant" else kind, optimizer, warmup, total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    # ------------------------------------------------------------------ checkpoints hold what is trained
+    # ------------------------------------------------------------------ saving
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write policy and tokenizer so that ``from_pretrained`` and every engine can load them. A collective.
+
+        Args:
+            folder: Made when missing.
+
+        Returns:
+            The folder.
+        """
+        weights = {name: tensor.cpu().clone() for name, tensor in ModuleWeights(self.policy)}
+        if self.global_rank == 0:
+            model: Any = unwrap(self.policy)
+            model.save_pretrained(folder, state_dict=weights)
+            self.tokenizer.save_pretrained(folder)
+        if self._trainer is not None:
+            self._trainer.strategy.barrier()
+        return Path(folder)
 
     def _is_frozen(self, name: str) -> bool:
         return name.startswith(tuple(f"{child}." for child in self.frozen_children))
@@ -144,7 +164,9 @@ class PolicyModule(L.LightningModule):
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         wrong = [name for name in result.missing_keys if not self._is_frozen(name)] + list(result.unexpected_keys)
         if strict and wrong:
-            raise RuntimeError(f"the checkpoint does not fit {self.hparams['model']!r}: {wrong[:8]} are missing or unknown")
+            raise RuntimeError(
+                f"the checkpoint does not fit {self.hparams['model']!r}: {wrong[:8]} are missing or unknown"
+            )
         return result
 
     # ------------------------------------------------------------------ forward

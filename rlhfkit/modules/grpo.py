@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.experience import Experience
-from rlhfkit.losses import LossOutput, group_advantages, grpo_loss, masked_mean
+from rlhfkit.losses import (
+    AdvantageScale,
+    Aggregation,
+    KLEstimator,
+    LossOutput,
+    group_advantages,
+    grpo_loss,
+    masked_mean,
+)
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
 
@@ -29,8 +37,8 @@ class GRPOModule(PolicyModule):
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default).
         clip_low: The ratio is clipped at 1 - clip_low from below (PPO's 0.2).
         clip_high: The ratio is clipped at 1 + clip_high from above (0.28: DAPO, Yu et al., 2025, arXiv:2503.14476).
-        advantage_scale: What the centred reward is divided by: the standard deviation of its ``group``, of the ``batch``,
-            or ``none`` (Dr.GRPO, Liu et al., 2025, arXiv:2503.20783).
+        advantage_scale: What the centred reward is divided by: the standard deviation of its ``group``, of the
+            ``batch``, or ``none`` (Dr.GRPO, Liu et al., 2025, arXiv:2503.20783).
         aggregation: How token losses become one number (``token-mean``: DAPO and TRL's default); see
             :func:`~rlhfkit.losses.aggregate`.
         max_length: Tokens; the constant of the ``constant-length`` aggregation.
@@ -53,11 +61,11 @@ class GRPOModule(PolicyModule):
         lr: float = 1e-6,
         clip_low: float = 0.2,
         clip_high: float = 0.28,
-        advantage_scale: str = "group",
-        aggregation: str = "token-mean",
+        advantage_scale: AdvantageScale = "group",
+        aggregation: Aggregation = "token-mean",
         max_length: int | None = None,
         kl_coef: float = 0.0,
-        kl_estimator: str = "k3",
+        kl_estimator: KLEstimator = "k3",
         log_entropy: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -80,8 +88,8 @@ class GRPOModule(PolicyModule):
         """
         if group_size < 2:
             raise ValueError(
-                f"{type(self).__name__} compares the samples of a prompt, and with group_size={group_size} every advantage "
-                "is 0: use SamplingSpec(group_size=2) or more (8 is usual)"
+                f"{type(self).__name__} compares the samples of a prompt, and with group_size={group_size} every "
+                "advantage is 0: use SamplingSpec(group_size=2) or more (8 is usual)"
             )
 
     def configure_model(self) -> None:
