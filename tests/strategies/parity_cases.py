@@ -25,7 +25,7 @@ def full_weights(module: Any, strategy: Any, children: list[str]) -> dict[str, t
 
 def gradient_norm(module: torch.nn.Module) -> float:
     """Norm of all gradients of a module."""
-    return torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).norm().item()
+    return torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]).item()
 
 
 class Spy(toys.pl.Callback):

@@ -1,0 +1,198 @@
+"""What one rank runs for the behaviour tests: precision, evaluation, guarding, discarding, manual optimization."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import toys
+from torch.utils.data import DataLoader
+from parity_cases import RANK, RANKS, Spy, difference, fit, full_weights, weight_difference
+
+import rlhfkit.strategies  # noqa: F401  (registers the names)
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
+
+
+def everything(folder: Path, model: str, stages: list[int]) -> dict[str, Any]:
+    """All behaviours in one launch."""
+    return {
+        "precision": {f"{stage}, {kind}": precision(model, stage, kind) for stage in stages for kind in BF16},
+        "evaluation": {str(stage): evaluation(model, stage) for stage in stages},
+        "guard": {f"{stage}, {kind}": guard(model, stage, kind) for stage in stages for kind in ("32-true", "bf16-true")},
+        "discard": {f"{s}, {kind}": discard(model, s, kind) for s in stages for kind in ("32-true", "bf16-true")},
+        "manual": {str(stage): manual(model, stage) for stage in stages},
+        "inputs": batch_dtypes(model),
+    }
+
+
+BF16 = ("bf16-true", "bf16-mixed")
+
+
+def precision(model: str, stage: int, kind: str) -> dict[str, Any]:
+    """bf16 against fp32."""
+    exact = fit("rlhf_zero2", model=model, reference=True)
+    rounded = fit(f"rlhf_zero{stage}", model=model, reference=True, trainer={"precision": kind})
+    dtypes = {str(weight.dtype) for weight in rounded["weights"].values()}
+    return {"loss": difference(exact["losses"], rounded["losses"]), "dtypes": sorted(dtypes)}
+
+
+class Seen(toys.Toy):
+    """Notes what a batch looks like when it arrives."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        self.seen = {name: str(value.dtype) for name, value in batch.items()}
+        self.buffers_seen = str(self.policy.module.model.rotary_emb.inv_freq.dtype)
+        return super().training_step(batch["tokens"], index)
+
+
+def batch_dtypes(model: str) -> dict[str, str]:
+    """Dtypes that a bf16 run sees."""
+    module = Seen(model)
+    batch = {"tokens": toys.global_batches(1)[0], "advantages": torch.ones(8), "old": torch.ones(8, dtype=torch.float64)}
+    toys.trainer("rlhf_zero2", RANKS, precision="bf16-true").fit(module, DataLoader([batch], batch_size=None))
+    return module.seen | {"rotary": module.buffers_seen}
+
+
+def evaluation(model: str, stage: int) -> dict[str, Any]:
+    """Validation before, between and after fits with one module, against plain Lightning."""
+    batches = toys.global_batches(3)
+    shares = toys.ShareLoader(batches, RANK, RANKS)
+    module, name = toys.Toy(model, reference=True), f"rlhf_zero{stage}"
+
+    def validate(module: Any, strategy: Any, ranks: int, data: Any) -> float:
+        return toys.trainer(strategy, ranks).validate(module, data, verbose=False)[0]["validation_loss"]
+
+    plain = toys.Toy(model, reference=True)
+    whole = toys.ShareLoader(batches, 0, 1)
+    expected = [validate(plain, "auto", 1, whole)]
+    toys.trainer("auto", 1).fit(plain, whole)
+    expected.append(validate(plain, "auto", 1, whole))
+    toys.trainer("auto", 1).fit(plain, whole)
+    expected.append(validate(plain, "auto", 1, whole))
+
+    found = [validate(module, name, RANKS, shares)]
+    toys.trainer(name, RANKS).fit(module, shares)
+    found.append(validate(module, name, RANKS, shares))
+    toys.trainer(name, RANKS).fit(module, shares)
+    found.append(validate(module, name, RANKS, shares))
+    predictions = toys.trainer(name, RANKS).predict(Predicting(model), shares)
+    return {"expected": expected, "found": found, "predictions": len(predictions or []), "moved": expected[0] - expected[-1]}
+
+
+class Predicting(toys.Toy):
+    """Greedy next tokens."""
+
+    def predict_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.policy(input_ids=batch).logits[:, -1].argmax(-1)
+
+
+class Poisoned(toys.Toy):
+    """Its loss is NaN in one step on the last rank only."""
+
+    poison_step = 2
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        if index == self.poison_step and RANK == RANKS - 1:
+            loss = loss * float("nan")
+        return loss
+
+
+class Watch(toys.pl.Callback):
+    """Full weights after every batch."""
+
+    def __init__(self) -> None:
+        self.history: list[dict[str, torch.Tensor]] = []
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+        self.history.append(full_weights(module, trainer.strategy, ["policy", "critic"]))
+        self.norms.append(trainer.strategy.gradient_norms["policy"])
+
+
+def guard(model: str, stage: int, kind: str) -> dict[str, Any]:
+    """A NaN loss on one rank: which steps changed weights, and whether training goes on."""
+    module, watch = Poisoned(model, critic=True), Watch()
+    strategy = RLHFDeepSpeedStrategy(stage=stage)
+    trainer = toys.trainer(strategy, RANKS, callbacks=[watch], precision=kind, gradient_clip_val=1.0)
+    trainer.fit(module, toys.ShareLoader(toys.global_batches(5), RANK, RANKS))
+    steps = zip(watch.history[:-1], watch.history[1:], strict=True)
+    return {
+        "changed": [weight_difference(a, b) > 0 for a, b in steps] if RANK == 0 else [],
+        "finite": all(torch.isfinite(w).all().item() for w in watch.history[-1].values()),
+        "norms": [str(norm) for norm in watch.norms],
+        "skipped": strategy.skipped_updates,
+    }
+
+
+class Dropping(toys.Toy):
+    """Manual optimization: in step 1 a gradient is computed and thrown away before the real one."""
+
+    waste = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        if index == 1 and self.waste:
+            self.manual_backward(100 * self.policy_loss(batch.flip(0)))
+            optimizer.zero_grad()
+        loss = self.policy_loss(batch)
+        self.losses.append(self.mean_over_ranks(loss))
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def discard(model: str, stage: int, kind: str) -> dict[str, Any]:
+    """A run with a dropped gradient against one that never computed it."""
+    results = []
+    for waste in (True, False):
+        module, spy = Dropping(model, optimizer="sgd"), Spy()
+        module.waste = waste
+        trainer = toys.trainer(f"rlhf_zero{stage}", RANKS, callbacks=[spy], precision=kind)
+        trainer.fit(module, toys.ShareLoader(toys.global_batches(4), RANK, RANKS))
+        results.append((module.losses, spy.weights))
+    (losses, weights), (expected_losses, expected) = results
+    return {
+        "loss": difference(losses, expected_losses),
+        "weight": weight_difference(weights, expected) if RANK == 0 else 0.0,
+    }
+
+
+class TwoOptimizers(toys.Toy):
+    """Manual optimization: an optimizer, a window and a clipping value for each child."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model, optimizer="sgd", critic=True)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.policy.parameters(), lr=0.5), torch.optim.SGD(self.critic.parameters(), lr=0.1)]
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        policy, critic = self.optimizers()
+        loss = self.policy_loss(batch)
+        self.losses.append(self.mean_over_ranks(loss))
+        self.manual_backward(loss / 2)
+        if index % 2:
+            self.clip_gradients(policy, gradient_clip_val=0.3)
+            policy.step()
+            policy.zero_grad()
+        self.manual_backward((self.critic(batch) - batch / toys.VOCABULARY).square().mean())
+        critic.step()
+        critic.zero_grad()
+
+
+def manual(model: str, stage: int) -> dict[str, Any]:
+    """Two optimizers against plain Lightning."""
+    results = []
+    for strategy, rank, world in ((f"rlhf_zero{stage}", RANK, RANKS), ("auto", 0, 1)):
+        module, spy = TwoOptimizers(model), Spy()
+        toys.trainer(strategy, world, callbacks=[spy]).fit(module, toys.ShareLoader(toys.global_batches(6), rank, world))
+        results.append((module.losses, spy.weights))
+    (losses, weights), (expected_losses, expected) = results
+    return {
+        "loss": difference(losses, expected_losses),
+        "weight": weight_difference(weights, expected) if RANK == 0 else 0.0,
+    }
