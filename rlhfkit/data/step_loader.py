@@ -10,14 +10,12 @@ must yield equally many batches, so where examples run out a rank gets one with 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from math import ceil
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-import torch
-
 from rlhfkit.data.collate import StepTotals
 from rlhfkit.data.packing import deal
+from rlhfkit.data.shuffling import permutation
 
 
 class StepBatch(Protocol):
@@ -148,9 +146,7 @@ class StepLoader(Generic[B]):
         """
         if not self.shuffle:
             return list(range(len(self.lengths)))
-        digest = blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        return torch.randperm(len(self.lengths), generator=generator).tolist()
+        return permutation(len(self.lengths), seed=self.seed, number=epoch)
 
     def steps(self, epoch: int) -> Iterator[tuple[StepTotals, list[list[int]]]]:
         """All steps of an epoch, before they are dealt to ranks.

@@ -8,14 +8,13 @@ nothing else, and each row is used exactly once per pass.
 import logging
 import re
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
-import torch
 
 from rlhfkit.data.experience import Prompt
 from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
+from rlhfkit.data.shuffling import permutation
 from rlhfkit.datamodules.prompt_rows import PromptBatches, PromptRows
 from rlhfkit.datamodules.sources import Source, describe, load_tokenizer, no_loader, read_rows
 
@@ -242,9 +241,7 @@ class PromptDataModule(L.LightningDataModule):
             total = len(self._ready(self._rows))
             order = list(range(total))
             if self.shuffle:
-                digest = blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-                order = torch.randperm(total, generator=generator).tolist()
+                order = permutation(total, seed=self.seed, number=number)
             self._permutations = {key: self._permutations[key] for key in self._permutations if key >= number - 1}
             self._permutations[number] = order
         return self._permutations[number]

@@ -164,7 +164,7 @@ class WeightedSum:
 
     def __init__(
         self,
-        parts: Mapping[str, Any] | None = None,
+        parts: Mapping[str, Reward | tuple[Reward, float]] | None = None,
         *,
         missing: Literal["none", "skip"] = "none",
         timeout: float = TIMEOUT,

@@ -116,6 +116,18 @@ def test_template_that_writes_its_own_end_gets_no_second_one() -> None:
     assert examples(data) == [("<u>1;<a>ab$<u>2;<a>c$", "________ab$________c$")]
 
 
+def test_end_of_sequence_inside_the_marks_counts_when_the_template_writes_more_behind_them() -> None:
+    """As chat templates do that write a newline behind the end of a turn."""
+    ending = MARKED.replace(";{% endgeneration %}", "<eos>{% endgeneration %};")
+    data = module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(ending))
+    assert examples(data) == [("<u>1;<a>ab$;<u>2;<a>c$;", "________ab$_________c$_")]
+
+
+def test_more_rows_than_are_tokenised_at_once_keep_their_order() -> None:
+    rows = [{"prompt": f"{i}=", "completion": str(i)} for i in range(1100)]
+    assert [text for text, _ in examples(module(rows))] == [f"{i}={i}$" for i in range(1100)]
+
+
 def test_template_that_rewrites_earlier_turns_needs_marks() -> None:
     last_only = "{% for m in messages %}{% if loop.last %}*{% endif %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match=r"cannot be split into turns.*generation"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.rewards import ExactMatch, FormatReward, WeightedSum, exact_match, reward_name, score_samples
+from rlhfkit.rewards import ExactMatch, FormatReward, Reward, WeightedSum, exact_match, reward_name, score_samples
 
 
 def samples(count: int = 3) -> list[Sample]:
@@ -197,6 +197,21 @@ def test_wrong_part_is_named() -> None:
 def test_bad_weighted_sums_are_rejected(arguments: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         WeightedSum(**arguments)
+
+
+def test_rewards_are_readable_from_a_configuration_file() -> None:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser()
+    parser.add_argument("reward", type=Reward)
+    short = {"class_path": "rlhfkit.rewards.LengthPenalty", "init_args": {"max_length": 2, "soft_zone": 2}}
+    parts = {"correct": "rlhfkit.rewards.exact_match", "short": [short, 0.5]}
+    written = {"class_path": "rlhfkit.rewards.WeightedSum", "init_args": {"parts": parts}}
+    reward = parser.instantiate(parser.parse_object({"reward": written})).reward
+    batch = samples(1)
+    score_samples(reward, batch)
+    assert batch[0].reward_parts == {"correct": 0.0, "short": -0.5}
+    assert batch[0].reward == -0.25
 
 
 def test_importing_rewards_loads_neither_lightning_nor_transformers_nor_math_verify() -> None:
