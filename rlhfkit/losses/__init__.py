@@ -1,67 +1,177 @@
 """Pure loss functions on tensors. Importing this package loads torch and nothing else."""
 
-from rlhfkit.losses.advantages import AdvantageScale, group_advantages
+from rlhfkit.losses.advantages import (
+    AdvantageScale,
+    best_of_group_advantages,
+    gdpo_advantages,
+    group_advantages,
+    normalize_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+    rloo_advantages,
+)
+from rlhfkit.losses.correction import (
+    CORRECTION_PRESETS,
+    CorrectionLevel,
+    CorrectionMode,
+    CorrectionOutput,
+    importance_weights,
+    mismatch_metrics,
+    rejection_mask,
+)
 from rlhfkit.losses.distillation import (
     distillation_loss,
     on_policy_distillation_advantages,
     on_policy_distillation_loss,
 )
-from rlhfkit.losses.kl import KLEstimator, kl_estimate
+from rlhfkit.losses.kl import KLEstimator, kl_estimate, kl_loss
 from rlhfkit.losses.kto import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss
 from rlhfkit.losses.logprobs import LogprobsOutput, linear_logprobs, logits_logprobs
-from rlhfkit.losses.masked import Aggregation, LossOutput, aggregate, masked_mean, masked_sum, select, whiten
-from rlhfkit.losses.policy import grpo_loss, ppo_loss
+from rlhfkit.losses.masked import (
+    Aggregation,
+    LossOutput,
+    aggregate,
+    masked_mean,
+    masked_moments,
+    masked_sum,
+    select,
+    sum_losses,
+    whiten,
+)
+from rlhfkit.losses.policy import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, ppo_loss
+from rlhfkit.losses.policy_gradient import cispo_loss, gpg_loss, reinforce_loss, sapo_loss
+from rlhfkit.losses.policy_selection import (
+    entropy_bonus,
+    log_linear_proximal_logprobs,
+    off_policy_sequence_mask,
+    top_entropy_mask,
+)
+from rlhfkit.losses.policy_sequence import gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, rloo_loss, vespo_loss
+from rlhfkit.losses.policy_trust import clip_cov_loss, decoupled_ppo_loss, dppo_loss, kl_cov_loss
 from rlhfkit.losses.preference import dpo_loss
 from rlhfkit.losses.preference_divergences import divergence_score
 from rlhfkit.losses.preference_pairs import PAIR_LOSSES, PreferencePairs
 from rlhfkit.losses.preference_reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
+from rlhfkit.losses.returns import (
+    discounted_returns,
+    gae,
+    length_adaptive_lambda,
+    reinforce_advantages,
+    reinforce_baseline_advantages,
+)
 from rlhfkit.losses.reward import bradley_terry_loss, pairwise_accuracy, process_reward_loss
+from rlhfkit.losses.reward_shaping import (
+    RewardMoments,
+    clip_rewards,
+    last_action_mask,
+    normalize_rewards,
+    overlong_penalty,
+    stop_properly_penalty,
+    token_rewards,
+)
 from rlhfkit.losses.sequences import length_desensitized_logprobs, sequence_logprobs, wpo_weights
 from rlhfkit.losses.single_pass import SinglePassOutput, linear_cross_entropy, linear_policy_gradient
 from rlhfkit.losses.supervised import cross_entropy_loss, dft_loss
+from rlhfkit.losses.surrogate import PolicyTokens, RatioLevel, clipped_surrogate, policy_loss_output, policy_tokens
+from rlhfkit.losses.value import value_loss
 
 __all__ = [
+    "CORRECTION_PRESETS",
     "PAIR_LOSSES",
     "AdvantageScale",
     "Aggregation",
+    "CorrectionLevel",
+    "CorrectionMode",
+    "CorrectionOutput",
     "KLEstimator",
     "LogprobsOutput",
     "LossOutput",
+    "PolicyTokens",
     "PreferencePairs",
+    "RatioLevel",
+    "RewardMoments",
     "SinglePassOutput",
     "aggregate",
     "alphapo_loss",
+    "best_of_group_advantages",
+    "bnpo_loss",
     "bradley_terry_loss",
+    "cispo_loss",
+    "clip_cov_loss",
+    "clip_rewards",
+    "clipped_surrogate",
     "cpo_loss",
     "cross_entropy_loss",
+    "dapo_loss",
+    "decoupled_ppo_loss",
     "dft_loss",
+    "discounted_returns",
     "distillation_loss",
     "divergence_score",
     "dpo_loss",
+    "dppo_loss",
+    "dr_grpo_loss",
+    "entropy_bonus",
+    "gae",
+    "gdpo_advantages",
+    "gmpo_loss",
+    "gpg_loss",
     "group_advantages",
     "grpo_loss",
+    "gspo_loss",
+    "gspo_token_loss",
+    "importance_weights",
+    "kl_cov_loss",
     "kl_estimate",
+    "kl_loss",
     "kto_kl_estimate",
     "kto_kl_sums",
     "kto_loss",
     "kto_paired_loss",
+    "last_action_mask",
+    "length_adaptive_lambda",
     "length_desensitized_logprobs",
     "linear_cross_entropy",
     "linear_logprobs",
     "linear_policy_gradient",
+    "log_linear_proximal_logprobs",
     "logits_logprobs",
+    "luspo_loss",
     "masked_mean",
+    "masked_moments",
     "masked_sum",
+    "mismatch_metrics",
+    "normalize_advantages",
+    "normalize_rewards",
+    "off_policy_sequence_mask",
     "on_policy_distillation_advantages",
     "on_policy_distillation_loss",
+    "opo_advantages",
     "orpo_loss",
+    "overlong_penalty",
     "pairwise_accuracy",
+    "pass_at_k_advantages",
+    "policy_loss_output",
+    "policy_tokens",
     "ppo_loss",
     "process_reward_loss",
+    "reinforce_advantages",
+    "reinforce_baseline_advantages",
+    "reinforce_loss",
+    "rejection_mask",
+    "rloo_advantages",
+    "rloo_loss",
+    "sapo_loss",
     "select",
     "sequence_logprobs",
     "simpo_loss",
     "slic_loss",
+    "stop_properly_penalty",
+    "sum_losses",
+    "token_rewards",
+    "top_entropy_mask",
+    "value_loss",
+    "vespo_loss",
     "whiten",
     "wpo_weights",
 ]

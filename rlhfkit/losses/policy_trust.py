@@ -1,12 +1,16 @@
-"""Policy losses with another trust region than the ratio clip: DPPO, Clip-Cov and KL-Cov.
+"""Policy losses with another trust region than the clip around the sampling policy: decoupled PPO, DPPO, the Cov pair.
 
 Shapes and conventions are those of :mod:`rlhfkit.losses.policy`.
 """
 
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
 
+from rlhfkit.losses.correction import CorrectionLevel, CorrectionMode, importance_weights
 from rlhfkit.losses.masked import Aggregation, LossOutput, masked_mean, select
+from rlhfkit.losses.policy import ppo_loss
 from rlhfkit.losses.surrogate import (
     PolicyTokens,
     check_clip,
@@ -15,6 +19,65 @@ from rlhfkit.losses.surrogate import (
     policy_loss_output,
     policy_tokens,
 )
+
+
+class PPOKnobs(TypedDict, total=False):
+    """Keyword arguments that :func:`decoupled_ppo_loss` passes on to :func:`ppo_loss`."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    log_ratio_clamp: float | None
+    delta: float | None
+    aggregation: Aggregation
+    denominator: Tensor | float | None
+    max_length: int | None
+
+
+def decoupled_ppo_loss(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    level: CorrectionLevel = "token",
+    mode: CorrectionMode = "mask",
+    low: float | None = None,
+    high: float | None = 5.0,
+    **knobs: Unpack[PPOKnobs],
+) -> LossOutput:
+    """Decoupled PPO: the clip is around a recent *proximal* policy, not around the older one that sampled.
+
+    ``w_t = π_prox(y_t) / μ(y_t)`` bounded by :func:`importance_weights`, detached; ``ℓ_t = w_t ppo_t(π, π_prox)``.
+
+    Hilton et al. (2021, arXiv:2110.00641, equation 9), for asynchronous runs AReaL (Fu et al., 2025, arXiv:2505.24298),
+    which leaves tokens of weight above 5 out, as the default here does. The proximal log-probs are recomputed before
+    the iteration, or guessed with :func:`log_linear_proximal_logprobs`.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        proximal_logprobs: (B, T) under the proximal policy: the policy before this iteration.
+        rollout_logprobs: (B, T) under the policies that sampled, as the engine gave them.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        level: As in :func:`importance_weights`.
+        mode: As in :func:`importance_weights`.
+        low: As in :func:`importance_weights`.
+        high: As in :func:`importance_weights`; AReaL's 5.
+        **knobs: As in :func:`ppo_loss`.
+
+    Returns:
+        The loss with the metrics of :func:`ppo_loss` and of :func:`importance_weights`.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    correction = importance_weights(
+        proximal_logprobs, rollout_logprobs, mask, level=level, mode=mode, low=low, high=high
+    )
+    surrogate = ppo_loss(logprobs, proximal_logprobs, advantages, mask, weights=correction.weights, **knobs)
+    return LossOutput(surrogate.loss, {**surrogate.metrics, **correction.metrics})
 
 
 def dppo_loss(
