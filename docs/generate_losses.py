@@ -25,6 +25,7 @@ ORDER = (
     "policy_sequence",
     "policy_gradient",
     "policy_trust",
+    "policy_selection",
     "advantages",
     "reward_shaping",
     "kl",

@@ -179,6 +179,7 @@ def test_masked_answers_reach_neither_loss_nor_gradient_nor_metrics():
     sums = kto_kl_sums(poisoned, reference, mask)
     torch.testing.assert_close(sums, kto_kl_sums(logprobs[mask], reference[mask]))
     assert not sums.requires_grad
+    assert not kto_kl_sums(logprobs, reference.clone().requires_grad_()).requires_grad
 
 
 def test_masked_pairs_reach_neither_loss_nor_gradient_nor_metrics():

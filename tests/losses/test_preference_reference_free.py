@@ -178,6 +178,7 @@ def test_slic_ignores_masked_pairs():
     assert output.loss.item() == pytest.approx(0.5 + 0.2)
     assert chosen.grad.tolist() == [-1.0, 0.0]
     assert target.grad.tolist() == pytest.approx([-0.1, 0.0])
+    assert not any(metric.requires_grad for metric in output.metrics.values())
 
 
 @pytest.mark.parametrize("name", LOSSES)
