@@ -280,14 +280,23 @@ class RolloutCallback(Callback):
                     "PromptDataModule(rollout_batch_size=...) instead"
                 )
 
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move on to the next prompts with the iteration's last batch.
+
+        Not in ``on_train_epoch_end``: a checkpoint saved between the two resumes behind that hook.
+        """
+        if trainer.is_last_batch:
+            trainer.datamodule.advance(self._shape(trainer).sequences // self.group_size)
+            self.iteration += 1
+
     def on_train_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        """Log the iteration, move on to the next prompts, and publish the new policy."""
-        data = trainer.datamodule
-        data.advance(len({sample.prompt.index for sample in self.samples}))
-        self.iteration += 1
+        """Log the iteration and publish the new policy."""
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
         pl_module.log_dict(self._metrics, sync_dist=True)
-        pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
+        if "rollout/reward" in self._metrics:
+            pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
         self.publish()
 
     def on_validation_batch_start(
@@ -316,12 +325,13 @@ class RolloutCallback(Callback):
             self.engine.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration counter; prompts are the DataModule's to remember, weights the module's."""
-        return {"iteration": self.iteration}
+        """The iteration and its metrics; prompts are the DataModule's to remember, weights the module's."""
+        return {"iteration": self.iteration, "metrics": self._metrics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue counting where the checkpoint stopped."""
         self.iteration = state_dict["iteration"]
+        self._metrics = dict(state_dict["metrics"])
 
     # ------------------------------------------------------------------ inside
 

@@ -71,12 +71,38 @@ class PackedLayout:
         return cls(tuple(buckets), order.to(device), positions[None].to(device))
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(L, L) causal band for sliding-window attention; ``None`` when plain causal attention says the same."""
-    if window is None or length <= window:
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(queries, keys) causal band whose last row sees the last key; ``None`` where no entry of it is false."""
+    if queries == 1 and (window is None or keys <= window):
         return None
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < window)
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < (window or keys))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """PyTorch's fused attention of (B, heads, queries, D) to (B, key heads, keys, D), causal when there is no mask."""
+    queries, keys = query.shape[2], key.shape[2]
+    plain = mask is None and queries == keys and (window is None or keys <= window)
+    if mask is None and not plain:
+        mask = _causal_mask(queries, keys, window, query.device)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=plain,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 def packed_attention(
@@ -92,53 +118,49 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: causal self-attention over packed or right-padded rows, without a mask.
+    """Transformers' attention interface: causal attention, over packed rows when there is a layout.
 
     Args:
         module: The attention layer.
-        query: (1, heads, N, D) packed, or (B, heads, T, D) padded on the right.
-        key: Same with key heads.
-        value: Same with key heads.
-        attention_mask: Never used: causal attention of right-padded rows needs none.
+        query: (1, heads, N, D) packed, or (B, heads, T, D).
+        key: Same with key heads; longer than ``query`` when there is a cache.
+        value: Same as ``key``.
+        attention_mask: Only when the caller gave one, e.g. for generation with padding; causal without it.
         scaling: Factor of the scores; 1/sqrt(D) when ``None``.
         dropout: Probability.
         sliding_window: Tokens a position can look back, itself included; all when ``None``.
-        packed_layout: Where sequences begin and end; ``None``: the batch is padded.
+        packed_layout: Where sequences begin and end; ``None``: the rows of the batch are the sequences.
         **unused: Whatever else Transformers hands to every attention.
 
     Returns:
         (1, N, heads, D) or (B, T, heads, D), and no weights.
     """
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = _window_mask(query.shape[2], sliding_window, query.device)
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-
     if packed_layout is None:
-        return attend(query, key, value).transpose(1, 2).contiguous(), None
+        out = _attend(query, key, value, attention_mask, scaling, dropout, sliding_window)
+        return out.transpose(1, 2).contiguous(), None
     pieces = []
     for bucket in packed_layout.buckets:
         apart = [x[0][:, bucket.gather].transpose(0, 1) for x in (query, key, value)]  # (S, heads, L, D)
-        together = attend(*apart).transpose(1, 2).flatten(0, 1)  # (S * L, heads, D)
-        pieces.append(together[bucket.real])
+        together = _attend(*apart, None, scaling, dropout, sliding_window).transpose(1, 2)
+        pieces.append(together.flatten(0, 1)[bucket.real])  # (tokens, heads, D)
     return torch.cat(pieces)[packed_layout.order][None], None
+
+
+def _mask_if_given(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Transformers' mask interface: nothing, unless the caller gave a padding mask."""
+    if attention_mask is None:
+        return None
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
 def register_packed_attention() -> None:
     """Make :data:`PACKED_ATTENTION` known to Transformers; idempotent."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    # No mask function is registered on purpose: Transformers then builds no mask at all.
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, _mask_if_given)
 
 
 def supports_packing(config: Any) -> bool:

@@ -1,0 +1,187 @@
+"""LocalEngine against Transformers, and the properties every engine promises."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.models import load_causal_lm
+from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingSpec
+
+TEXTS = ["1+2=", "hello world", "a", "12345 67"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> torch.nn.Module:
+    return load_causal_lm(str(folder)).eval()
+
+
+def prompts(texts: list[str] = TEXTS) -> list[Prompt]:
+    tokenizer = tiny_tokenizer()
+    return [Prompt(TEXTS.index(text), tokenizer(text)["input_ids"], text) for text in texts]
+
+
+def started(folder: Path, model: torch.nn.Module, **arguments: int) -> LocalEngine:
+    engine = LocalEngine(**arguments)
+    engine.start(str(folder), dtype=torch.float32)
+    engine.load(ModuleWeights(model), version=7)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, model: torch.nn.Module) -> Iterator[LocalEngine]:
+    engine = started(folder, model)
+    yield engine
+    engine.close()
+
+
+def dense(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """The trainer's log-probs of a sample's tokens."""
+    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    logprobs = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[len(sample.prompt.token_ids) - 1 :, 0]
+
+
+def test_it_is_an_engine() -> None:
+    assert isinstance(LocalEngine(), RolloutEngine)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logprobs_of_sampled_tokens_are_the_trainers(
+    engine: LocalEngine, model: torch.nn.Module, temperature: float
+) -> None:
+    spec = SamplingSpec(group_size=3, max_new_tokens=30, temperature=temperature)
+    for sample in engine.generate(prompts(), spec, iteration=0):
+        torch.testing.assert_close(torch.tensor(sample.logprobs), dense(model, sample, temperature), rtol=0, atol=2e-5)
+        assert set(sample.versions) == {7}
+
+
+def test_greedy_is_transformers_greedy(engine: LocalEngine, model: torch.nn.Module) -> None:
+    spec = SamplingSpec(group_size=1, max_new_tokens=12, temperature=0.0)
+    for sample in engine.generate(prompts(), spec, iteration=0):
+        ids = torch.tensor([sample.prompt.token_ids])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert sample.token_ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(engine: LocalEngine, folder: Path, model: torch.nn.Module) -> None:
+    spec = SamplingSpec(group_size=4, max_new_tokens=40)
+    together = engine.generate(prompts(), spec, iteration=3)
+    by_three = started(folder, model, max_sequences=3).generate(prompts(), spec, iteration=3)
+    backwards = engine.generate(prompts(TEXTS[::-1]), spec, iteration=3)
+    assert [sample.token_ids for sample in together] == [sample.token_ids for sample in by_three]
+    groups = [backwards[first : first + 4] for first in range(0, 16, 4)][::-1]
+    assert [s.token_ids for s in together] == [s.token_ids for group in groups for s in group]
+
+
+def test_order_and_identity_of_samples(engine: LocalEngine) -> None:
+    made = engine.generate(prompts(), SamplingSpec(group_size=3, max_new_tokens=4), iteration=0)
+    assert [(s.prompt.index, s.sample_index) for s in made] == [(p, s) for p in range(4) for s in range(3)]
+
+
+def test_samples_of_a_group_and_of_iterations_differ(engine: LocalEngine) -> None:
+    spec = SamplingSpec(group_size=4, max_new_tokens=20)
+    first, second = (engine.generate(prompts(["a"]), spec, iteration=i) for i in (0, 1))
+    assert len({tuple(sample.token_ids) for sample in [*first, *second]}) == 8
+
+
+def test_tokens_come_with_their_probability(folder: Path, model: torch.nn.Module) -> None:
+    """First tokens of 4,000 samples against the model's own distribution (chi-square, 99.9 %)."""
+    engine = started(folder, model, max_sequences=4000)
+    made = engine.generate(prompts(["a"]), SamplingSpec(group_size=4000, max_new_tokens=1), iteration=0)
+    counts = torch.bincount(torch.tensor([sample.token_ids[0] for sample in made]), minlength=128)
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([prompts(["a"])[0].token_ids])).logits[0, -1].softmax(-1) * 4000
+    often = expected >= 5
+    merged = torch.cat([counts[often].float(), counts[~often].sum()[None]])
+    wanted = torch.cat([expected[often], expected[~often].sum()[None]])
+    degrees = len(wanted) - 1
+    limit = degrees + 3.1 * (2 * degrees) ** 0.5 + 5  # about the 99.9 % quantile of chi-square
+    assert float(((merged - wanted).square() / wanted).sum()) < limit
+
+
+def test_stop_token_ends_a_sample_and_belongs_to_it(engine: LocalEngine) -> None:
+    made = engine.generate(prompts(), SamplingSpec(group_size=16, max_new_tokens=60), iteration=0)
+    stopped = [sample for sample in made if sample.finish_reason == "stop"]
+    assert stopped
+    eos = tiny_tokenizer().eos_token_id
+    assert all(sample.token_ids[-1] == eos and eos not in sample.token_ids[:-1] for sample in stopped)
+    others = [sample for sample in made if sample.finish_reason == "length"]
+    assert all(len(sample.token_ids) == 60 and eos not in sample.token_ids for sample in others)
+
+
+def test_min_new_tokens_forbids_early_stops(engine: LocalEngine) -> None:
+    spec = SamplingSpec(group_size=32, max_new_tokens=30, min_new_tokens=20)
+    assert all(len(sample.token_ids) >= 20 for sample in engine.generate(prompts(), spec, iteration=0))
+
+
+def test_stop_text_ends_a_sample(engine: LocalEngine) -> None:
+    spec = SamplingSpec(group_size=16, max_new_tokens=40, stop=("a", "e"))
+    tokenizer = tiny_tokenizer()
+    for sample in engine.generate(prompts(["1+2="]), spec, iteration=0):
+        text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        assert not set(text[:-1]) & {"a", "e"}
+        assert (sample.finish_reason == "stop") == (text[-1:] in ("a", "e") or sample.token_ids[-1] == 1)
+
+
+def test_score_is_the_trainers(engine: LocalEngine, model: torch.nn.Module) -> None:
+    ids = [5, 9, 20, 33, 7]
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(engine.score([ids])[0]), expected, rtol=0, atol=1e-5)
+
+
+def test_new_weights_are_served_after_load(folder: Path) -> None:
+    model = load_causal_lm(str(folder)).eval()
+    engine = started(folder, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    engine.load(ModuleWeights(model), version=8)
+    assert engine.version == 8
+    for sample in engine.generate(prompts(), SamplingSpec(group_size=1, max_new_tokens=8), iteration=0):
+        with torch.no_grad():
+            torch.testing.assert_close(torch.tensor(sample.logprobs), dense(model, sample), rtol=0, atol=2e-5)
+
+
+def test_a_source_that_leaves_weights_out_is_refused_and_nothing_is_served(
+    folder: Path, model: torch.nn.Module
+) -> None:
+    engine = started(folder, model)
+
+    class Half:
+        def metadata(self) -> list:
+            return []
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(list(ModuleWeights(model))[:3])
+
+    with pytest.raises(RuntimeError, match="did not publish"):
+        engine.load(Half(), version=9)
+    assert engine.version is None
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        engine.generate(prompts(), SamplingSpec(group_size=1, max_new_tokens=2), iteration=0)
+
+
+def test_a_prompt_that_does_not_fit_is_named(engine: LocalEngine) -> None:
+    with pytest.raises(ValueError, match=r"prompt 3 has 600 tokens .* context is 512"):
+        engine.generate([Prompt(3, [5] * 600)], SamplingSpec(group_size=1, max_new_tokens=4), iteration=0)
+    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
+        engine.generate([Prompt(0, [])], SamplingSpec(group_size=1, max_new_tokens=4), iteration=0)
+
+
+def test_generating_before_load_is_an_error(folder: Path) -> None:
+    engine = LocalEngine()
+    engine.start(str(folder), dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        engine.generate(prompts(), SamplingSpec(group_size=1), iteration=0)
