@@ -20,20 +20,20 @@ from typing import Any
 import rlhfkit.losses
 
 PAGE = Path(__file__).with_name("losses.md")
+# Modules in the order of the page; others follow by name.
 ORDER = (
     "policy",
     "policy_sequence",
     "policy_gradient",
     "policy_trust",
     "policy_selection",
-    "advantages",
-    "reward_shaping",
-    "kl",
     "correction",
+    "kl",
     "value",
 )
-ORDER += ("supervised", "distillation", "preference", "preference_reference_free", "sequences")
-ORDER += ("preference_divergences", "kto", "reward", "logprobs", "single_pass", "masked")
+ORDER += ("advantages", "returns", "reward_shaping", "supervised", "distillation")
+ORDER += ("preference", "preference_reference_free", "sequences", "preference_divergences", "kto", "reward")
+ORDER += ("logprobs", "single_pass", "masked")
 OMITTED_KNOBS = {"denominator", "mask", "max_length"}
 
 HEADER = """\
@@ -89,16 +89,17 @@ def render() -> str:
 
 
 def formula(function: Callable[..., Any]) -> str:
-    """The formula of a function as Markdown; empty when its docstring has none."""
-    paragraphs = _paragraphs(function)
-    if len(paragraphs) == 1:
-        return ""
-    text = paragraphs[1]
-    if len(paragraphs) > 2 and paragraphs[2].startswith("==="):
-        text += " " + "; ".join(" ".join(row[:2]) for row in _simple_table(paragraphs[2]))
-    elif text.startswith("==="):
-        text = "; ".join(" ".join(row[:2]) for row in _simple_table(text))
-    return _markdown(text) if "``" in text else ""
+    """The formula of a function as Markdown; the function it is a preset of when it has none; else empty."""
+    summary, text, *rest = [*_paragraphs(function), "", ""][:3]
+    table = next((part for part in (text, *rest) if part.startswith("===")), "")
+    if table:
+        intro = "" if text == table else text + " "
+        return _markdown(intro + "; ".join(" ".join(row[:2]) for row in _simple_table(table)))
+    has_equation = re.search(r"``[^`]*=[^`]*``", text) and not re.search(r"\b(19|20)\d\d\b", text)
+    if text.startswith("``") or has_equation:
+        return _markdown(text)
+    preset_of = re.search(r":func:`(\w+_loss)`", summary)
+    return f"as `{preset_of.group(1)}`" if preset_of else ""
 
 
 def pair_loss_formula(loss: Callable[..., Any]) -> str:
@@ -111,13 +112,21 @@ def papers(function: Callable[..., Any]) -> list[str]:
     return list(dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{4,5})", inspect.getdoc(function) or "")))
 
 
+def citations(function: Callable[..., Any]) -> list[str]:
+    """Sources that have no arXiv number, as ``Williams (1992)``."""
+    names = r"[A-Z]\w+(?: and [A-Z]\w+| et al\.)? \(\d{4}\)"
+    return list(dict.fromkeys(re.findall(names, inspect.getdoc(function) or "")))
+
+
 def defaults(function: Callable[..., Any]) -> list[str]:
-    """Keyword-only knobs with their defaults, as code."""
+    """Keyword-only knobs with their defaults, as code, and where the defaults of others stand."""
     knobs = inspect.signature(function).parameters.values()
-    shown = [knob for knob in knobs if knob.kind is knob.KEYWORD_ONLY and knob.name not in OMITTED_KNOBS]
+    base = re.search(r"\*\*knobs: As in :func:`(\w+)`", inspect.getdoc(function) or "")
+    shown = [knob for knob in knobs if knob.kind is knob.KEYWORD_ONLY]
     required = [f"`{knob.name}` (required)" for knob in shown if knob.default is knob.empty]
-    given = [f"`{knob.name}={knob.default!r}`" for knob in shown if knob.default not in (knob.empty, None)]
-    return required + given
+    optional = [knob for knob in shown if knob.name not in OMITTED_KNOBS and knob.default not in (knob.empty, None)]
+    given = [f"`{knob.name}={knob.default!r}`" for knob in optional]
+    return required + given + ([f"others as `{base.group(1)}`"] if base else [])
 
 
 def _modules(functions: dict[str, Any]) -> list[ModuleType]:
@@ -186,7 +195,8 @@ def _pair_loss_row(name: str, loss: Callable[..., Any]) -> list[str]:
 
 
 def _links(function: Callable[..., Any]) -> str:
-    return ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in papers(function))
+    links = [f"[{number}](https://arxiv.org/abs/{number})" for number in papers(function)]
+    return ", ".join(links + citations(function))
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
