@@ -1,0 +1,359 @@
+"""Every policy loss against the values and gradients of the projects people come from.
+
+Where a project does something that is left behind on purpose, the test says so with a comment that starts "Quirk".
+"""
+
+import json
+
+import pytest
+import torch
+
+from rlhfkit.losses import (
+    CORRECTION_PRESETS,
+    cispo_loss,
+    clip_cov_loss,
+    decoupled_ppo_loss,
+    dppo_loss,
+    dr_grpo_loss,
+    entropy_bonus,
+    gmpo_loss,
+    gpg_loss,
+    grpo_loss,
+    gspo_loss,
+    gspo_token_loss,
+    importance_weights,
+    kl_cov_loss,
+    kl_loss,
+    luspo_loss,
+    mismatch_metrics,
+    off_policy_sequence_mask,
+    on_policy_distillation_advantages,
+    policy_tokens,
+    ppo_loss,
+    reinforce_loss,
+    rloo_loss,
+    sapo_loss,
+    sum_losses,
+    top_entropy_mask,
+    vespo_loss,
+)
+
+from .policy_cases import FIELD, OPENRLHF, TRL, gradient, tensors
+
+TRL_INPUTS = tensors(TRL["grpo_loss"]["inputs"])
+TRL_CASES = {case["name"]: case for case in TRL["grpo_loss"]["cases"]}
+TRL_AGGREGATION = {
+    "grpo": {"aggregation": "sequence-mean-token-mean"},
+    "sapo": {"aggregation": "sequence-mean-token-mean"},
+    "luspo": {"aggregation": "sequence-mean-token-sum"},
+    "dr_grpo": {"aggregation": "constant-length", "max_length": 12},
+}
+FIELD_INPUTS = tensors(FIELD["inputs"])
+VERL = {name: case for name, case in FIELD["verl_policy_loss"].items() if name != "_config"}
+MOLT = FIELD["molt_policy_loss(clip .2/.28; cispo cap 1.28)"]
+
+
+def check(output, leaf, case, tolerance=1e-10):
+    assert output.loss.item() == pytest.approx(case["loss"], rel=tolerance, abs=tolerance)
+    expected = torch.tensor(case["grad"], dtype=torch.float64)
+    torch.testing.assert_close(gradient(output.loss, leaf), expected, rtol=tolerance, atol=tolerance)
+
+
+def trl_surrogate(case, leaf, mask, knobs):
+    """The loss of a TRL case without its KL penalty and entropy bonus."""
+    args = case["args"]
+    kind = args.get("loss_type", "gmpo")
+    level = args.get("importance_sampling_level", "token")
+    inputs = leaf, TRL_INPUTS[case["old"]], TRL_INPUTS["advantages"], mask
+    if case["per_token_advantages"]:
+        inputs = leaf, inputs[1], TRL_INPUTS["advantages_per_token"], mask
+    if kind == "cispo":
+        return cispo_loss(*inputs, ratio_max=args["epsilon_high"], ratio_level=level, **knobs)
+    if kind == "sapo":
+        return sapo_loss(*inputs, ratio_level=level, **knobs)
+    if kind == "vespo":
+        names = {"k_pos": "k_positive", "lambda_pos": "lambda_positive"}
+        names |= {"k_neg": "k_negative", "lambda_neg": "lambda_negative"}
+        given = {ours: args[f"vespo_{theirs}"] for theirs, ours in names.items() if f"vespo_{theirs}" in args}
+        return vespo_loss(*inputs, **given, **knobs)
+    if kind == "gmpo":
+        return gmpo_loss(*inputs)
+    clip = {"clip_low": args.get("epsilon", 0.2), "clip_high": args.get("epsilon_high", 0.2)}
+    return ppo_loss(*inputs, **clip, delta=args.get("delta"), ratio_level=level, **knobs)
+
+
+@pytest.mark.parametrize("name", TRL_CASES)
+def test_trl_grpo_trainer(name):
+    case, args = TRL_CASES[name], TRL_CASES[name]["args"]
+    kind = args.get("loss_type", "gmpo")
+    mask = TRL_INPUTS["completion_mask"] * (TRL_INPUTS["tool_mask"] if case["tool_mask"] else 1)
+    leaf = TRL_INPUTS["per_token_logps"].clone().requires_grad_()
+    entropy = TRL_INPUTS["entropies"].clone().requires_grad_()
+    reduction = TRL_AGGREGATION.get(kind, {"aggregation": "token-mean"})
+    weights = TRL_INPUTS[f"importance_sampling_ratio_{case['vllm_is']}"] if case["vllm_is"] else None
+    if "off_policy_mask_threshold" in args:
+        sampled = TRL_INPUTS["sampling_per_token_logps" if case["uses_sampling_logps"] else case["old"]]
+        keep = off_policy_sequence_mask(
+            TRL_INPUTS["advantages"], leaf, sampled, mask, threshold=args["off_policy_mask_threshold"]
+        )
+        weights = keep.double()
+    if kind == "vespo" and "off_policy_mask_threshold" in args:
+        # Quirk: TRL multiplies the loss of VESPO by this mask, while importance weights enter its kernel.
+        mask = mask * weights
+        reduction = {"aggregation": "token-mean", "denominator": TRL_INPUTS["completion_mask"].sum()}
+        weights = None
+    if "top_entropy_quantile" in args:
+        sure = top_entropy_mask(entropy, mask, fraction=args["top_entropy_quantile"])
+        weights = sure.double()
+    output = trl_surrogate(case, leaf, mask, {"weights": weights, **reduction})
+    if "policy_loss" in case["metrics"]:
+        assert output.loss.item() == pytest.approx(case["metrics"]["policy_loss"], rel=1e-6)
+    if "beta" in args:
+        level = args.get("importance_sampling_level", "token")
+        ratio = policy_tokens(leaf, TRL_INPUTS[case["old"]], TRL_INPUTS["advantages"], mask).ratio_of(level)
+        weight = ratio if args.get("use_bias_correction_kl", True) else None
+        penalty = kl_loss(
+            leaf, TRL_INPUTS["ref_per_token_logps"], mask, coef=args["beta"], importance_weight=weight, **reduction
+        )
+        assert penalty.metrics["policy/kl"].item() == pytest.approx(case["metrics"]["kl"], rel=1e-6)
+        output = sum_losses(output, penalty)
+    if args.get("entropy_coef"):
+        # Quirk: TRL's bonus is a mean over the tokens that pass the quantile, whatever the loss averages over.
+        bonus = entropy_bonus(entropy, sure, coef=args["entropy_coef"])
+        torch.testing.assert_close(
+            gradient(bonus.loss, entropy), torch.tensor(case["grad_entropies"], dtype=torch.float64)
+        )
+        output = sum_losses(output, bonus)
+    # TRL holds SAPO's temperatures in float32, in which 1.05 is off by 5e-8.
+    check(output, leaf, case, 1e-6 if kind == "sapo" else 1e-10)
+    if "clip_ratio/low_mean" in case["metrics"] and kind != "gmpo":
+        low, high = case["metrics"]["clip_ratio/low_mean"], case["metrics"]["clip_ratio/high_mean"]
+        assert output.metrics["policy/clip_fraction_low"].item() == pytest.approx(low)
+        assert output.metrics["policy/clip_fraction_high"].item() == pytest.approx(high)
+    if "vespo/phi_seq_mean" in case["metrics"] and "off_policy_mask_threshold" not in args:
+        expected = case["metrics"]["vespo/phi_seq_mean"]
+        assert output.metrics["policy/vespo_weight"].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+def test_trl_cases_are_calls_of_the_published_names(kind, beta):
+    case = TRL_CASES[kind + ("/beta" if beta else "")]
+    leaf = TRL_INPUTS["per_token_logps"].clone().requires_grad_()
+    inputs = leaf, TRL_INPUTS[case["old"]], TRL_INPUTS["advantages"], TRL_INPUTS["completion_mask"]
+    knobs = {"ref_logprobs": TRL_INPUTS["ref_per_token_logps"], "kl_coef": beta, "kl_importance_weight": True}
+    check(grpo_loss(*inputs, **knobs) if kind == "grpo" else dr_grpo_loss(*inputs, max_length=12, **knobs), leaf, case)
+
+
+def test_trl_luspo_at_sequence_level_is_luspo():
+    case = TRL_CASES["luspo/seq_beta"]
+    leaf = TRL_INPUTS["per_token_logps"].clone().requires_grad_()
+    mask = TRL_INPUTS["completion_mask"]
+    inputs = leaf, TRL_INPUTS[case["old"]], TRL_INPUTS["advantages"], mask
+    penalty = kl_loss(
+        leaf,
+        TRL_INPUTS["ref_per_token_logps"],
+        mask,
+        coef=case["args"]["beta"],
+        importance_weight=policy_tokens(*inputs).ratio_of("sequence"),
+        aggregation="sequence-mean-token-sum",
+    )
+    # Quirk: TRL clips a sequence's ratio with the 0.2 of a token's unless told otherwise.
+    check(sum_losses(luspo_loss(*inputs, clip_low=0.2, clip_high=0.2), penalty), leaf, case)
+
+
+@pytest.mark.parametrize("case", TRL["rloo_loss"]["cases"], ids=lambda case: case["name"])
+def test_trl_rloo_trainer(case):
+    leaf, mask = TRL_INPUTS["per_token_logps"].clone().requires_grad_(), TRL_INPUTS["completion_mask"]
+    output = rloo_loss(
+        leaf, TRL_INPUTS[case["old"]], TRL_INPUTS["advantages"], mask, clip_high=case["args"].get("epsilon_high", 0.2)
+    )
+    check(output, leaf, case)
+    # Quirk: TRL's clip ratio counts sequences; here, as everywhere, tokens count.
+    tokens = policy_tokens(leaf, TRL_INPUTS[case["old"]], TRL_INPUTS["advantages"], mask)
+    clipped = (tokens.ratio_of("sequence-sum") < 0.8)[:, 0] & (TRL_INPUTS["advantages"] < 0)
+    assert clipped.float().mean().item() == pytest.approx(case["metrics"]["clip_ratio/low_mean"])
+    assert output.metrics["policy/clip_fraction_low"].item() == pytest.approx(
+        ((clipped * mask.sum(-1)).sum() / mask.sum()).item()
+    )
+
+
+def verl_clip_cov_priority(leaf, advantages, mask):
+    """The candidates' indices are shuffled in verl; this is the same choice as numbers per token."""
+    keep, logprobs, ratio = mask.bool(), leaf.detach(), torch.exp(leaf.detach() - FIELD_INPUTS["old"])
+    clipped = ((ratio > 1.28) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
+    covariance = (advantages - advantages[keep].mean()) * (logprobs - logprobs[keep].mean())
+    candidates = ((covariance > 0.05) & (covariance < 5) & keep & ~clipped).nonzero()
+    torch.manual_seed(1)
+    priority = torch.zeros_like(logprobs)
+    for rank, index in enumerate(torch.randperm(len(candidates))):
+        priority[tuple(candidates[index])] = 1.0 / (1 + rank)
+    return priority
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_verl_policy_losses(name):
+    case, (kind, mode) = VERL[name], name.split("|")
+    leaf, mask = FIELD_INPUTS["new"].clone().requires_grad_(), FIELD_INPUTS["mask"]
+    inputs = leaf, FIELD_INPUTS["old"], FIELD_INPUTS[case["adv"]], mask
+    reduction = {
+        "token-mean": {"aggregation": "token-mean"},
+        "seq-mean-token-mean": {"aggregation": "sequence-mean-token-mean"},
+        "seq-mean-token-sum": {"aggregation": "sequence-mean-token-sum"},
+        # Quirk: "seq-mean-token-sum-norm" sums over the sequences, and divides by the padded length only.
+        "seq-mean-token-sum-norm": {"aggregation": "constant-length", "max_length": 7, "denominator": 1.0},
+    }[mode]
+    if kind == "vanilla":
+        output = ppo_loss(*inputs, clip_high=0.28, dual_clip=3.0, **reduction)
+    elif kind == "cispo":
+        output = cispo_loss(*inputs, ratio_min=0.8, ratio_max=1.28, **reduction)
+    elif kind == "gpg" and mode == "token-mean":
+        output = gpg_loss(leaf, inputs[2], mask)
+    elif kind == "gpg":
+        output = reinforce_loss(leaf, inputs[2], mask, **reduction)
+    elif kind == "gspo":
+        # Quirk: verl's GSPO averages over tokens first, whatever aggregation is asked for.
+        output = gspo_loss(*inputs, clip_low=0.2, clip_high=0.28)
+    elif kind == "geo_mean":
+        output = gmpo_loss(*inputs, clip_low=0.2, clip_high=0.28)
+    elif kind == "kl_cov":
+        output = kl_cov_loss(*inputs, fraction=0.15, **reduction)
+    else:
+        output = clip_cov_loss(
+            *inputs,
+            fraction=0.1,
+            covariance_low=0.05,
+            covariance_high=5.0,
+            clip_high=0.28,
+            priority=verl_clip_cov_priority(leaf, inputs[2], mask),
+            **reduction,
+        )
+    check(output, leaf, case, 1e-8)  # verl adds 1e-8 to its counts
+    metrics = case["metrics"]
+    if kind == "kl_cov":
+        # Quirk: here verl logs the mean of |log ratio| under the name of the KL.
+        moved = (leaf.detach() - inputs[1]).abs()
+        assert metrics["actor/ppo_kl"] == pytest.approx((moved * mask).sum().item() / mask.sum().item())
+    elif metrics:
+        assert output.metrics["policy/ppo_kl"].item() == pytest.approx(metrics["actor/ppo_kl"], rel=1e-6)
+    if kind in ("vanilla", "cispo", "gspo"):
+        assert output.metrics["policy/clip_fraction"].item() == pytest.approx(metrics["actor/pg_clipfrac"])
+    if kind == "clip_cov":
+        assert output.metrics["policy/covariance_fraction"].item() == pytest.approx(metrics["actor/pg_clipfrac"])
+
+
+@pytest.mark.parametrize("name", MOLT)
+def test_molt_policy_losses(name):
+    case, (kind, mode, level, correction, bounds) = MOLT[name], name.split("|")
+    leaf, mask = FIELD_INPUTS["new"].clone().requires_grad_(), FIELD_INPUTS["mask"]
+    weights = None
+    if level != "off":
+        low, high = json.loads(bounds)
+        knobs = {"level": "token", "mode": correction, "low": low, "high": high}
+        if level == "seq":
+            # Molt rejects by the sequence and weighs by the token.
+            knobs = {"mode": "none", "high": None, "reject_level": "sequence", "reject_low": low, "reject_high": high}
+        correction = importance_weights(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask, **knobs)
+        weights = correction.weights
+        measured = mismatch_metrics(FIELD_INPUTS["old"], FIELD_INPUTS["rollout"], mask)
+        assert measured["rollout_corr/kl"].item() == pytest.approx(case["vllm_kl"], rel=1e-6)
+        if level == "token":
+            fraction = correction.metrics["rollout_corr/is_bounded_fraction"].item()
+        else:
+            fraction = (~correction.keep).any(-1).double().mean().item()  # of the sequences
+        assert fraction == pytest.approx(case["is_filter_ratio"])
+    inputs = leaf, FIELD_INPUTS["old"], FIELD_INPUTS["adv_seq"], mask
+    aggregation = "token-mean" if mode == "token-mean" else "sequence-mean-token-mean"
+    knobs = {"weights": weights, "aggregation": aggregation}
+    if kind == "ppo":
+        output = ppo_loss(*inputs, clip_high=0.28, **knobs)
+    elif kind == "gspo":
+        # Molt's GSPO has the gradient of GSPO-token, which differs where tokens have weights of their own.
+        output = gspo_token_loss(*inputs, clip_low=0.2, clip_high=0.28, **knobs)
+    else:
+        output = cispo_loss(*inputs, ratio_max=1.28, **knobs)
+    check(output, leaf, case, 1e-6)  # float32 inside Molt
+    assert output.metrics["policy/ppo_kl"].item() == pytest.approx(case["policy_kl"], rel=1e-6)
+    assert output.metrics["policy/clip_fraction"].item() == pytest.approx(case["clip_ratio"])
+
+
+def test_prime_rl_dppo():
+    leaf = FIELD_INPUTS["new"].clone().requires_grad_()
+    output = dppo_loss(leaf, FIELD_INPUTS["rollout"], FIELD_INPUTS["adv_seq"], FIELD_INPUTS["mask"], denominator=1.0)
+    check(output, leaf, FIELD["prime_rl"]["dppo_default(mask .2/.2, kl_tau 1e-3, adv_tau 1)"])
+
+
+def test_prime_rl_on_policy_distillation():
+    leaf, mask = FIELD_INPUTS["new"].clone().requires_grad_(), FIELD_INPUTS["mask"]
+    advantages = on_policy_distillation_advantages(leaf, FIELD_INPUTS["old"], mask)
+    # Quirk: prime-rl drops tokens of this stream by their reward advantage, which it has none of, so that the side is
+    # always the lower one; here the side is that of the advantage which is trained on.
+    dropped = leaf.detach().exp() - FIELD_INPUTS["rollout"].exp() < -0.2
+    output = dppo_loss(
+        leaf,
+        FIELD_INPUTS["rollout"],
+        torch.where(dropped, 0.0, advantages),
+        mask,
+        mask_low=1.0,
+        mask_high=1.0,
+        denominator=1.0,
+    )
+    check(output, leaf, FIELD["prime_rl"]["ref_kl_opd(ref=old)"], 1e-6)  # float32 inside prime-rl
+
+
+def test_areal_losses():
+    leaf, mask = FIELD_INPUTS["new"].clone().requires_grad_(), FIELD_INPUTS["mask"]
+    inputs = leaf, FIELD_INPUTS["old"], FIELD_INPUTS["adv_seq"], mask
+    areal = FIELD["areal"]
+    check(sapo_loss(*inputs, aggregation="token-mean"), leaf, areal["sapo(tau 1/1.05, token-mean)"])
+    gspo = gspo_loss(*inputs, clip_low=0.2, clip_high=0.2, aggregation="token-mean")
+    check(gspo, leaf, areal["gspo(seq) eps .2"])
+    # The case leaves the proximal policy equal to the one that sampled, so the weights are 1.
+    decoupled = decoupled_ppo_loss(leaf, inputs[1], inputs[1], *inputs[2:], dual_clip=3.0)
+    check(decoupled, leaf, areal["decoupled_ppo(no rs) eps .2 c 3"])
+
+
+def test_slime_cispo():
+    mask = FIELD_INPUTS["mask"]
+    expected = torch.tensor(FIELD["slime"]["cispo_per_token(eps_low 1.0, high .28)"], dtype=torch.float64)
+    for row in range(len(mask)):
+        inputs = [FIELD_INPUTS[name][row : row + 1] for name in ("new", "old", "adv_seq", "mask")]
+        got = cispo_loss(*inputs, ratio_max=1.28, denominator=1.0).loss
+        torch.testing.assert_close(got, (expected * mask)[row].sum(), rtol=1e-6, atol=1e-6)  # float32 inside slime
+
+
+OPENRLHF_CASES = {
+    "ppo": (ppo_loss, {}),
+    "ppo_low.2_high.28": (ppo_loss, {"clip_high": 0.28}),
+    "ppo_dual1.5": (ppo_loss, {"dual_clip": 1.5}),
+    "ppo_seqmean": (ppo_loss, {"aggregation": "sequence-mean-token-mean"}),
+    "ppo_global_N20_dp2": (ppo_loss, {"denominator": 20 / 2}),
+    # Quirk: OpenRLHF clips a sequence's ratio with the 0.2 of a token's.
+    "gspo": (gspo_loss, {"clip_low": 0.2, "clip_high": 0.2}),
+    "tis": (ppo_loss, {}),
+    "seq-mask-tis": (ppo_loss, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPENRLHF_CASES)
+def test_openrlhf_policy_losses(name):
+    inputs, (function, knobs) = tensors(OPENRLHF["inputs"]), OPENRLHF_CASES[name]
+    loss, clip_fraction, ppo_kl, vllm_kl = OPENRLHF["policy(loss,clip_ratio,ppo_kl,vllm_kl)"][name]
+    if vllm_kl is not None:
+        preset = {"mode": "clip", "low": 0.5, "high": 5.0} if name == "tis" else CORRECTION_PRESETS[name]
+        correction = importance_weights(inputs["old"], inputs["rollout"], inputs["mask"], **preset)
+        knobs = {**knobs, "weights": correction.weights}
+        measured = mismatch_metrics(inputs["old"], inputs["rollout"], inputs["mask"])
+        assert measured["rollout_corr/kl"].item() == pytest.approx(vllm_kl, abs=1e-6)
+    output = function(inputs["logp"], inputs["old"], inputs["adv"], inputs["mask"], **knobs)
+    assert output.loss.item() == pytest.approx(loss, abs=1e-6)  # six digits are recorded
+    assert output.metrics["policy/clip_fraction"].item() == pytest.approx(clip_fraction, abs=1e-6)
+    assert output.metrics["policy/ppo_kl"].item() == pytest.approx(ppo_kl, abs=1e-6)
+
+
+def test_every_recorded_policy_loss_is_checked_above():
+    assert set(OPENRLHF_CASES) == set(OPENRLHF["policy(loss,clip_ratio,ppo_kl,vllm_kl)"])
+    assert len(TRL_CASES) == len(TRL["grpo_loss"]["cases"]) == 63
+    kinds = {name.split("|")[0] for name in VERL}
+    assert kinds == {"vanilla", "cispo", "gpg", "gspo", "geo_mean", "kl_cov", "clip_cov"}
+    assert {name.split("|")[0] for name in MOLT} == {"ppo", "gspo", "cispo"}
