@@ -140,8 +140,8 @@ def importance_weights(
     metrics = {
         "rollout_corr/is_mean": mean,
         "rollout_corr/is_std": masked_mean((ratio - mean).square(), known).sqrt(),
-        "rollout_corr/is_max": select(ratio, known, fill=-torch.inf).amax(),
-        "rollout_corr/is_min": select(ratio, known, fill=torch.inf).amin(),
+        "rollout_corr/is_max": _extreme(ratio, known, largest=True),
+        "rollout_corr/is_min": _extreme(ratio, known, largest=False),
         "rollout_corr/eff_sample_size": masked_sum(weights, known).square()
         / (count * squares).clamp(min=torch.finfo(squares.dtype).tiny),
         "rollout_corr/is_bounded_fraction": masked_mean(outside.float(), mask),
@@ -246,8 +246,8 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
         "rollout_log_ppl": masked_mean(engine, rows),
         "log_ppl_diff": masked_mean(difference, rows),
         "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
-        "log_ppl_diff_max": select(difference, rows, fill=-torch.inf).amax(),
-        "log_ppl_diff_min": select(difference, rows, fill=torch.inf).amin(),
+        "log_ppl_diff_max": _extreme(difference, rows, largest=True),
+        "log_ppl_diff_min": _extreme(difference, rows, largest=False),
         "ppl_ratio": masked_mean(difference.exp(), rows),
         "chi2_token": masked_mean((2.0 * clamped).exp(), known) - 1.0,
         "chi2_seq": masked_mean((2.0 * product).exp(), rows) - 1.0,
@@ -261,6 +261,12 @@ def _log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tupl
     """(B, T) log-ratio, 0 where there is none, and the mask of where there is one."""
     known = mask & ~rollout_logprobs.isnan()
     return select(full_precision(logprobs.detach()) - full_precision(rollout_logprobs.detach()), known), known
+
+
+def _extreme(values: Tensor, keep: Tensor, *, largest: bool) -> Tensor:
+    """Largest or smallest of the kept values, 0 if there is none."""
+    found = select(values, keep, -torch.inf).amax() if largest else select(values, keep, torch.inf).amin()
+    return select(found, keep.any())
 
 
 def _ratio_at(level: CorrectionLevel, log_ratio: Tensor, known: Tensor, limit: float) -> Tensor:
