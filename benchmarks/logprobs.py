@@ -28,7 +28,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -189,6 +189,7 @@ def main() -> None:
     variants = own | peers
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--tokens", type=int, default=None, help="instead of the size's own number of tokens")
     parser.add_argument("--variants", nargs="+", choices=variants, default=list(variants))
     parser.add_argument(
         "--repeats", type=int, default=1, help="of the large size; the small one gets four times as many"
@@ -204,7 +205,13 @@ def main() -> None:
     warmup = Size(64, 64, 1024)
     measure(warmup, chosen, 1, device, dtype)
     sizes = {
-        name: measure(SIZES[name], chosen, arguments.repeats * (4 if name == "small" else 1), device, dtype)
+        name: measure(
+            replace(SIZES[name], tokens=arguments.tokens or SIZES[name].tokens),
+            chosen,
+            arguments.repeats * (4 if name == "small" else 1),
+            device,
+            dtype,
+        )
         for name in arguments.sizes
     }
     setting = {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": str(device)}

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhfkit.losses.compiled_tiles import make_tiles
 from rlhfkit.losses.output_head import (
-    TileBuffers,
     add_product,
     block_rows,
     check_head_arguments,
@@ -157,7 +157,7 @@ class _LinearLogprobs(torch.autograd.Function):
         device = hidden.device
         rows, columns = shape = tile_shape(hidden.shape[0], weight.shape[0], chunk, dtype, device.type)
         with torch.autocast(device.type, enabled=False):
-            tiles = TileBuffers(shape, dtype, device, entropy=entropy, softcap=transform.softcap is not None)
+            tiles = make_tiles(shape, dtype, device, transform, entropy=entropy)
             state = RunningSoftmax.empty(hidden.shape[0], tiles.reduction, device, entropy=entropy)
             source = hidden.to(dtype)
             for column in slices(weight.shape[0], columns):
@@ -165,9 +165,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 part_bias = None if bias is None else bias[column].to(dtype)
                 for row in slices(hidden.shape[0], rows):
                     raw = tiles.product(source[row], part, part_bias)
-                    inner, work, spare = tiles.parts(raw, transform)
-                    local = targets[row] - column.start
-                    accumulate(state.rows(row), inner, transform.factor, local, work, spare)
+                    tiles.accumulate(state.rows(row), raw, targets[row] - column.start)
             normalizer, entropies = state.log_normalizer(), state.entropy()
             logprobs = state.chosen - normalizer
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropies)
@@ -200,8 +198,7 @@ def _head_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Recompute every tile of logits and carry its gradient to hidden, weight and bias."""
     rows, columns = shape
-    softcap = transform.softcap is not None
-    tiles = TileBuffers(shape, dtype, hidden.device, entropy=gradient.entropy is not None, softcap=softcap)
+    tiles = make_tiles(shape, dtype, hidden.device, transform, entropy=gradient.entropy is not None)
     source = hidden.to(dtype)
     to_hidden = torch.zeros_like(hidden, dtype=tiles.reduction) if needed[0] else None
     # Written tile by tile; with no tokens at all there are no tiles.
@@ -217,13 +214,9 @@ def _head_gradients(
         total = torch.zeros_like(part, dtype=tiles.reduction) if several and to_weight is not None else None
         for row in slices(hidden.shape[0], rows):
             raw = tiles.product(source[row], part, part_bias)
-            inner, work, spare = tiles.parts(raw, transform)
-            local = targets[row] - column.start
-            tile = tile_gradient(inner, transform.factor, local, gradient.rows(row), work, spare)
-            tile = transform.inner_gradient(tile, inner)
+            tile = tiles.gradient(raw, targets[row] - column.start, gradient.rows(row))
             if to_bias is not None:
-                to_bias[column] += tile.sum(0)
-            tile = tiles.narrow(tile, raw)
+                to_bias[column] += tile.sum(0, dtype=tiles.reduction)
             if to_hidden is not None:
                 add_product(to_hidden[row], tile, part)
             if total is not None:

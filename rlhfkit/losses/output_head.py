@@ -6,7 +6,13 @@ N stands for tokens, H for the width of the hidden state, V for the vocabulary.
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.vocabulary_tiles import LogitTransform
+from rlhfkit.losses.vocabulary_tiles import (
+    LogitTransform,
+    OutputGradient,
+    RunningSoftmax,
+    accumulate,
+    tile_gradient,
+)
 
 # A tile of 4096 tokens by 2048 vocabulary entries: large enough for matrix products at full speed on two to a few dozen
 # cores, small enough (32 MiB in float32) to be cheap next to anything else. GPUs need more work per kernel.
@@ -87,15 +93,17 @@ def retained_rows(tokens: int, vocabulary: int, chunk: int | None, dtype: torch.
     return max(1, -(-tokens // blocks))
 
 
-class TileBuffers:
-    """Buffers for tiles of logits, and their matrix product; allocated once per call and used for every tile.
+class Tiles:
+    """The work on tiles of logits: matrix product, running statistics, gradient.
+
+    Buffers are allocated once per call and used for every tile; everything happens in place in them.
 
     Args:
         shape: Largest tile, rows and columns.
         dtype: Of the matrix products.
         device: Where.
-        entropy: Whether tiles need the spare buffer for the entropy.
-        softcap: Whether the transform needs a buffer of its own.
+        transform: From raw logits to those of the softmax.
+        entropy: Whether the entropy or its gradient is needed.
         keep_raw: The raw logits live in memory of the caller and are kept, instead of being overwritten at once.
     """
 
@@ -104,24 +112,30 @@ class TileBuffers:
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        transform: LogitTransform,
         *,
         entropy: bool,
-        softcap: bool,
         keep_raw: bool = False,
     ) -> None:
         self.dtype = dtype
         self.reduction = torch.promote_types(dtype, torch.float32)
+        self.transform = transform
+        self._size = shape[0] * shape[1]
+        self._device = device
+        self._raw = self._buffer(dtype) if not keep_raw else None
+        self._allocate(entropy=entropy, keep_raw=keep_raw)
 
-        def buffer(wanted: bool, dtype: torch.dtype) -> Tensor | None:
-            return torch.empty(shape[0] * shape[1], dtype=dtype, device=device) if wanted else None
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self._size, dtype=dtype, device=self._device)
 
-        self._raw = buffer(not keep_raw, dtype)
-        self._work = buffer(keep_raw or dtype != self.reduction, self.reduction)
-        self._spare = buffer(entropy, self.reduction)
-        self._inner = buffer(softcap, self.reduction)
+    def _allocate(self, *, entropy: bool, keep_raw: bool) -> None:
+        """Buffers beyond the raw logits."""
+        self._work = self._buffer(self.reduction) if keep_raw or self.dtype != self.reduction else None
+        self._spare = self._buffer(self.reduction) if entropy else None
+        self._inner = self._buffer(self.reduction) if self.transform.softcap is not None else None
 
     def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Raw logits ``hidden @ weight.T + bias`` in ``out``, or in the buffer for them."""
+        """Raw logits ``hidden @ weight.T + bias``, shape (n, W), in ``out`` or in the buffer for them."""
         if out is None:
             assert self._raw is not None
             out = _view(self._raw, (hidden.shape[0], weight.shape[0]))
@@ -129,15 +143,24 @@ class TileBuffers:
             return torch.mm(hidden, weight.t(), out=out)
         return torch.addmm(bias, hidden, weight.t(), out=out)
 
-    def parts(self, raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The transform's ``inner`` of a tile, and the two buffers for ``accumulate`` and ``tile_gradient``."""
-        inner = transform.inner(raw, None if self._inner is None else _view(self._inner, raw.shape))
-        work = raw if self._work is None else _view(self._work, raw.shape)
-        return inner, work, None if self._spare is None else _view(self._spare, raw.shape)
+    def accumulate(self, state: RunningSoftmax, raw: Tensor, targets: Tensor) -> None:
+        """Take a tile into the running statistics of its n tokens; ``targets`` as in :func:`accumulate`."""
+        accumulate(state, self._inner_of(raw), self.transform.factor, targets, *self._buffers(raw))
 
-    def narrow(self, gradient: Tensor, raw: Tensor) -> Tensor:
-        """A finished gradient in the dtype of the matrix products; takes the place of the raw logits if it must."""
-        return gradient if self.dtype == self.reduction else raw.copy_(gradient)
+    def gradient(self, raw: Tensor, targets: Tensor, outer: OutputGradient) -> Tensor:
+        """Gradient of the loss with respect to the raw logits, (n, W) in the dtype of the matrix products."""
+        inner = self._inner_of(raw)
+        tile = tile_gradient(inner, self.transform.factor, targets, outer, *self._buffers(raw))
+        tile = self.transform.inner_gradient(tile, inner)
+        # The raw logits are no longer needed: what is too wide for the matrix products takes their place.
+        return tile if self.dtype == self.reduction else raw.copy_(tile)
+
+    def _inner_of(self, raw: Tensor) -> Tensor:
+        return self.transform.inner(raw, None if self._inner is None else _view(self._inner, raw.shape))
+
+    def _buffers(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
+        work = raw if self._work is None else _view(self._work, raw.shape)
+        return work, None if self._spare is None else _view(self._spare, raw.shape)
 
 
 def _view(buffer: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor:

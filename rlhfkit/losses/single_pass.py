@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhfkit.losses.compiled_tiles import make_tiles
 from rlhfkit.losses.logprobs import linear_logprobs
 from rlhfkit.losses.masked import check_same_shape
 from rlhfkit.losses.output_head import (
-    TileBuffers,
     add_product,
     check_head_arguments,
     matmul_dtype,
@@ -36,7 +36,6 @@ from rlhfkit.losses.vocabulary_tiles import (
     accumulate,
     exponential_gradient,
     slices,
-    tile_gradient,
 )
 
 
@@ -257,16 +256,15 @@ class _Block:
         entropy: bool,
     ) -> None:
         self._weight, self._bias, self._transform = weight, bias, transform
-        self._columns = tile_columns(tokens, len(weight), dtype, weight.device.type)
-        softcap = transform.softcap is not None
-        self._logits = torch.empty(tokens * len(weight), dtype=dtype, device=weight.device)
+        device = weight.device
+        self._columns = tile_columns(tokens, len(weight), dtype, device.type)
+        self._logits = torch.empty(tokens * len(weight), dtype=dtype, device=device)
         # The exponentials of the first sweep can take the place of the logits, unless the second sweep needs the logits
         # or the dtype is too narrow: 1 - p of a sure token is lost when p is rounded to bfloat16.
-        self._exponentials = not entropy and not softcap and dtype == torch.promote_types(dtype, torch.float32)
+        wide = dtype == torch.promote_types(dtype, torch.float32)
+        self._exponentials = not entropy and transform.softcap is None and wide
         self._peaks: list[Tensor] = []
-        self._buffers = TileBuffers(
-            (tokens, self._columns), dtype, weight.device, entropy=entropy, softcap=softcap, keep_raw=True
-        )
+        self._work = make_tiles((tokens, self._columns), dtype, device, transform, entropy=entropy, keep_raw=True)
 
     def _tiles(self, tokens: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slice of the vocabulary, its weight in the dtype of the matrix products, and the place of its logits."""
@@ -279,14 +277,13 @@ class _Block:
         self._peaks = []
         for column, part, place in self._tiles(len(source)):
             bias = None if self._bias is None else self._bias[column].to(place.dtype)
-            raw = self._buffers.product(source, part, bias, place)
+            raw = self._work.product(source, part, bias, place)
             local = targets - column.start
             if self._exponentials:
                 accumulate(state, raw, self._transform.factor, local, raw, None)
                 self._peaks.append(state.peak.clone())
             else:
-                inner, work, spare = self._buffers.parts(raw, self._transform)
-                accumulate(state, inner, self._transform.factor, local, work, spare)
+                self._work.accumulate(state, raw, local)
 
     def gradients(
         self, source: Tensor, targets: Tensor, outer: OutputGradient, sums: _GradientSums, row: slice
@@ -297,12 +294,9 @@ class _Block:
             if self._exponentials:
                 tile = exponential_gradient(raw, self._peaks[number], self._transform.factor, local, outer)
             else:
-                inner, work, spare = self._buffers.parts(raw, self._transform)
-                tile = tile_gradient(inner, self._transform.factor, local, outer, work, spare)
-                tile = self._transform.inner_gradient(tile, inner)
+                tile = self._work.gradient(raw, local, outer)
             if sums.bias is not None:
-                sums.bias[column] += tile.sum(0)
-            tile = self._buffers.narrow(tile, raw)
+                sums.bias[column] += tile.sum(0, dtype=sums.reduction)
             if sums.hidden is not None:
                 add_product(sums.hidden[row], tile, part)
             if sums.weight is not None and row.start == 0:

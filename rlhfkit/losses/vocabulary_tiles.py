@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 # exp() of this is 0 even in float64; a logit of -inf (a masked vocabulary entry) must give p log p = 0, not 0 * -inf.
-_NEGLIGIBLE = -1e4
+NEGLIGIBLE = -1e4
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def accumulate(
         exponential = shifted.exp_()
         state.total.mul_(decay).add_(exponential.sum(1))
     else:
-        exponential = torch.exp(shifted.clamp_(min=_NEGLIGIBLE), out=spare)
+        exponential = torch.exp(shifted.clamp_(min=NEGLIGIBLE), out=spare)
         state.weighted.sub_((peak - state.peak) * state.total).mul_(decay)
         state.total.mul_(decay).add_(exponential.sum(1))
         state.weighted.add_(shifted.mul_(exponential).sum(1))
@@ -180,7 +180,7 @@ def tile_gradient(
         assert gradient.logprobs is not None
         result = logp.exp_().mul_((-factor * gradient.logprobs)[:, None])
     else:
-        probability = torch.exp(logp.clamp_(min=_NEGLIGIBLE), out=spare)
+        probability = torch.exp(logp.clamp_(min=NEGLIGIBLE), out=spare)
         slope = -factor * gradient.entropy
         offset = slope * gradient.entropy_value
         if gradient.logprobs is not None:
