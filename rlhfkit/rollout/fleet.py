@@ -14,8 +14,8 @@ from typing import Any
 from rlhfkit.rollout.vllm_actor import VLLMActor
 
 CURE = (
-    "Free what is left with close(), then start() again, or resume the run from its last checkpoint. A machine out of "
-    "memory is the usual cause; the engines' output is in Ray's session folder (/tmp/ray/session_latest/logs)."
+    "Free what is left with close(), then start() again, or resume the run from its last checkpoint. The engines' "
+    "output is in Ray's session folder (/tmp/ray/session_latest/logs)."
 )
 
 
@@ -292,7 +292,8 @@ class Fleet:
             if isinstance(error, ray.exceptions.RayTaskError):
                 message = f"{name} failed while {doing}: {error.cause}."
             else:
-                message = f"{name} died while {doing}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                message = f"{name} died while {doing} (is the machine out of memory?): {reason}"
         raise EngineError(f"{message} {CURE}")
 
     def connect(self, rendezvous: dict[str, Any]) -> RemoteCall:

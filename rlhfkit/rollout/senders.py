@@ -92,6 +92,31 @@ def checked(infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) 
         raise ValueError(f"the weight source announced {len(infos)} tensors and yields {count}")
 
 
+class Broadcast:
+    """A broadcast under way."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work: dist.Work | None = work
+
+    def is_completed(self) -> bool:
+        """Whether it has succeeded or failed."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: If a member failed, the time is up, or the group was closed.
+        """
+        if self._work is None:
+            raise RuntimeError("the group was closed during a broadcast")
+        self._work.wait()
+
+    def drop(self) -> None:
+        """Let go of the group's connections."""
+        self._work = None
+
+
 class GlooGroup:
     """A gloo group over its own store.
 
@@ -111,9 +136,10 @@ class GlooGroup:
         options._timeout = self._timeout
         options._threads = 2
         options._devices = [gloo.create_device(hostname=address)]
-        self._group = gloo(dist.PrefixStore(prefix, store), rank, size, options)
+        self._group: Any = gloo(dist.PrefixStore(prefix, store), rank, size, options)
+        self._under_way: list[Broadcast] = []
 
-    def broadcast(self, block: Tensor) -> dist.Work:
+    def broadcast(self, block: Tensor) -> Broadcast:
         """Start sending from (or receiving into) the block; rank 0 sends.
 
         Args:
@@ -122,11 +148,19 @@ class GlooGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
-        return self._group.broadcast([block], options)
+        broadcast = Broadcast(self._group.broadcast([block], options))
+        self._under_way = [*(other for other in self._under_way if not other.is_completed()), broadcast]
+        return broadcast
 
     def close(self) -> None:
-        """Drop all connections."""
-        self._group.abort()
+        """Drop all connections, so that members that wait for this one fail now.
+
+        In torch 2.13 ``abort`` and ``shutdown`` leave the sockets of a gloo group open; they are closed when nothing
+        refers to the group any more, and a piece of its work does.
+        """
+        for broadcast in self._under_way:
+            broadcast.drop()
+        self._under_way, self._group = [], None
 
 
 class GlooSender:
@@ -179,7 +213,7 @@ class GlooSender:
                 "shapes": [list(info.shape) for info in infos],
             }
         )
-        works: list[dist.Work | None] = [None, None]
+        works: list[Broadcast | None] = [None, None]
         stream = checked(infos, weights)
         for number, bucket in enumerate(plan_buckets(infos, self.bucket_bytes)):
             slot = number % 2
@@ -202,7 +236,7 @@ class GlooSender:
             self._group = None
 
 
-def _wait(work: dist.Work | None, pending: Pending) -> None:
+def _wait(work: Broadcast | None, pending: Pending) -> None:
     """Wait for a broadcast, but not for a receiver that has failed and will never read it."""
     if work is None:
         return

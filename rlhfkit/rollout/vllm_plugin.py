@@ -27,7 +27,7 @@ from rlhfkit.rollout.transfer import plan_buckets
 
 @dataclass
 class GlooRendezvous(WeightTransferInitInfo):
-    """How a worker finds the trainer; what :class:`~rlhfkit.rollout.senders.GlooSender` announces."""
+    """How a worker finds the trainer: what :class:`~rlhfkit.rollout.senders.GlooSender` announces."""
 
     address: str
     port: int

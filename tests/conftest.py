@@ -1,0 +1,49 @@
+"""Fixtures for the whole suite. Real vLLM engines are started once and shared by all tests."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from shared_pool import SharedPool
+from tiny_models import tiny_model
+
+# Engines, tests and ranks share a few cores: one thread each is faster than many that wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the model that the shared engines serve (tied embeddings, 512 tokens of context)."""
+    return tiny_model(tmp_path_factory.mktemp("vllm_model"))
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A small Ray of the suite's own, whatever else runs on the machine."""
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def vllm_pool(vllm_model: Path, ray_session: None) -> Iterator[SharedPool]:
+    """Two vLLM engines on the CPU, started with ``vllm_model``; tests bring weights with ``load``."""
+    pool = SharedPool(
+        num_engines=2,
+        device="cpu",
+        kv_cache_gib=1 / 16,
+        # Blocks of 32 tokens, not 128, so that prompts of tests are long enough to be cached across weight updates.
+        engine_arguments={"block_size": 32},
+        start_timeout=240,
+        generate_timeout=120,
+        sync_timeout=60,
+        # A tiny model fits into one bucket of the usual size; these make it several, which split fused layers.
+        bucket_bytes=2**15,
+    )
+    pool.start(str(vllm_model), dtype=torch.float32)
+    yield pool
+    pool.really_close()
