@@ -49,7 +49,8 @@ def top_entropy_mask(
         # Sorting, since torch.quantile refuses more than 16 million elements and cannot leave masked ones out. The
         # small number keeps a product such as 0.2 * 30, rounded down to 5.9999995, from losing a token.
         last = (mask.bool().sum() - 1).clamp(min=0)
-        threshold = kept.flatten().sort(descending=True).values[(fraction * last + 1e-4).floor().long()]
+        position = (fraction * last + 1e-4).floor().long()
+        threshold = kept.flatten().sort(descending=True).values.gather(0, position.view(1))
     return mask.bool() & (kept >= threshold)
 
 
