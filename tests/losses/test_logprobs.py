@@ -210,6 +210,15 @@ def test_the_weight_may_be_away_between_forward_and_backward():
     torch.testing.assert_close(weight.grad, torch.autograd.grad(expected.sum(), head.weight)[0])
 
 
+def test_backward_saves_the_weight_itself_and_nothing_else_of_its_size():
+    head = random_head(4, vocabulary=50)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, entropy=True, chunk=20)
+    large = [tensor for tensor in saved if tensor.numel() >= head.weight.numel()]
+    assert [tensor.data_ptr() for tensor in large] == [head.weight.data_ptr()]
+
+
 def test_only_what_is_trained_gets_a_gradient():
     head = random_head(4)
     frozen = head.weight.detach()
