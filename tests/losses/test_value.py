@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from rlhfkit.losses import value_loss
+
+from .policy_cases import OPENRLHF, gradient, policy_batch, tensors
+
+
+@pytest.mark.parametrize(("name", "clip"), [("clip05", 0.5), ("clip02", 0.2), ("noclip", None)])
+def test_openrlhf_golden_values(name, clip):
+    golden = tensors(OPENRLHF["value"])
+    mask = torch.tensor(OPENRLHF["inputs"]["mask"])
+    got = value_loss(golden["v"], golden["old"], golden["ret"], mask, clip=clip)
+    assert got.loss.item() == pytest.approx(OPENRLHF["value"][name], abs=1e-6)  # six digits are recorded
+
+
+def arguments(seed=0):
+    batch = policy_batch(seed)
+    return batch.logprobs.clone().requires_grad_(), batch.old_logprobs, batch.advantages, batch.mask
+
+
+def test_value_loss_by_hand():
+    values = torch.tensor([[1.0, 1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[2.0, 0.6, 0.0]], dtype=torch.float64)
+    output = value_loss(values, old, returns, torch.ones(1, 3), clip=0.5)
+    # Errors 1, .16, 1; of the clipped values .5, .5, -.5 they are 2.25, .01, .25: the larger of each counts.
+    assert output.loss.item() == pytest.approx(0.5 * (2.25 + 0.16 + 1.0) / 3)
+    assert gradient(output.loss, values)[0].tolist() == pytest.approx([0.0, 0.4 / 3, -1.0 / 3])
+    assert output.metrics["value/clip_fraction"].item() == pytest.approx(1 / 3)
+    assert output.metrics["value/mean"].item() == pytest.approx(1 / 3)
+    assert output.metrics["value/error"].item() == pytest.approx(2.16 / 3)
+
+
+def test_explained_variance():
+    returns, mask = torch.tensor([[1.0, 2.0, 3.0, torch.nan]]), torch.tensor([[1, 1, 1, 0]])
+    for values, expected in ((returns, 1.0), (torch.full((1, 4), 2.0), 0.0), (-returns, -3.0)):
+        metrics = value_loss(values, None, returns, mask).metrics
+        assert metrics["value/explained_variance"].item() == pytest.approx(expected)
+    flat = value_loss(returns, None, torch.ones(1, 4), mask).metrics["value/explained_variance"]
+    assert flat.item() == 0.0
+
+
+def test_without_old_values_the_clip_cannot_bind():
+    values, _, returns, mask = arguments()
+    got = value_loss(values, None, returns, mask, clip=0.01)
+    same = value_loss(values, values.detach(), returns, mask, clip=0.01)
+    assert got.loss.item() == same.loss.item() == value_loss(values, None, returns, mask, clip=None).loss.item()
+    torch.testing.assert_close(gradient(got.loss, values), gradient(same.loss, values))
+
+
+def test_masked_nan_reaches_neither_loss_nor_gradient():
+    values, old, returns, mask = arguments()
+    holes = [torch.where(mask, tensor.detach(), torch.nan) for tensor in (values, old, returns)]
+    leaf = holes[0].requires_grad_()
+    got, expected = value_loss(leaf, *holes[1:], mask), value_loss(values, old, returns, mask)
+    torch.testing.assert_close(got.loss, expected.loss)
+    torch.testing.assert_close(gradient(got.loss, leaf), gradient(expected.loss, values))
+    assert all(value.isfinite() for value in got.metrics.values())
+
+
+def test_gradcheck_split_dtype_and_compile():
+    values, old, returns, mask = arguments(1)
+    assert torch.autograd.gradcheck(lambda leaf: value_loss(leaf, old, returns, mask).loss, values)
+    whole = value_loss(values, old, returns, mask).loss
+    parts = [
+        value_loss(values[rows], old[rows], returns[rows], mask[rows], denominator=mask.sum() / 2).loss
+        for rows in (slice(2), slice(2, None))
+    ]
+    torch.testing.assert_close(sum(parts) / 2, whole)
+    assert value_loss(values.bfloat16(), old.bfloat16(), returns, mask).loss.isfinite()
+    compiled = torch.compile(value_loss, fullgraph=True, backend="eager")(values, old, returns, mask)
+    torch.testing.assert_close(compiled.loss, whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"clip": 0.0}, "clip must be positive"), ({"aggregation": "sum"}, "token-mean")]
+)
+def test_bad_arguments_raise(change, message):
+    with pytest.raises(ValueError, match=message):
+        value_loss(*arguments(), **change)
+
+
+def test_shapes_that_do_not_fit_raise():
+    values, old, returns, mask = arguments()
+    with pytest.raises(ValueError, match="same shape"):
+        value_loss(values, old[:, 1:], returns, mask)
