@@ -249,7 +249,9 @@ def _wait(work: Broadcast | None, pending: Pending) -> None:
     try:
         work.wait()
     except RuntimeError:
-        pending.result()  # the receiver's own error says more than "connection closed by peer"
+        for _ in range(50):  # the error of a receiver says more than "connection closed by peer", if one comes
+            pending.poll()
+            time.sleep(0.1)
         raise
 
 

@@ -59,6 +59,9 @@ class VLLMActor:
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._paused = False
+        # Steps of a transfer run one after another, in the order of the calls, also when an engine that was stopped for
+        # a while finds several waiting.
+        self._transfer = asyncio.Lock()
 
     @plain_errors
     async def start(self) -> dict[str, Any]:
@@ -77,8 +80,11 @@ class VLLMActor:
 
     @plain_errors
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one completion per request, side by side."""
-        return [_completion(output) for output in await self._run(requests)]
+        """Sample one completion per request, side by side; nothing after :meth:`abort`, which nobody waits for."""
+        try:
+            return [_completion(output) for output in await self._run(requests)]
+        except asyncio.CancelledError:
+            return []
 
     @plain_errors
     async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -113,47 +119,53 @@ class VLLMActor:
 
     @plain_errors
     async def abort(self) -> None:
-        """Drop every request; whoever waits for one gets an error."""
+        """Drop every request."""
         for task in tuple(self._tasks):
             task.cancel()
 
     @plain_errors
     async def connect(self, rendezvous: dict[str, Any]) -> None:
         """Join the trainer's group."""
-        await self._backend.rpc("init_weight_transfer_engine", init_info=rendezvous)
+        async with self._transfer:
+            await self._backend.rpc("init_weight_transfer_engine", init_info=rendezvous)
 
     @plain_errors
     async def begin_update(self) -> None:
         """Stop computing and get ready to receive. An update while requests run would crash vLLM."""
-        self._paused = True
-        await self._backend.pause()
-        await self._backend.rpc("start_weight_update")
+        async with self._transfer:
+            self._paused = True
+            await self._backend.pause()
+            await self._backend.rpc("start_weight_update")
 
     @plain_errors
     async def update(self, update: dict[str, Any]) -> None:
         """Receive; returns when all has been loaded."""
-        await self._backend.rpc("update_weights", update_info=update)
+        async with self._transfer:
+            await self._backend.rpc("update_weights", update_info=update)
 
     @plain_errors
     async def finish_update(self, version: int) -> None:
         """Serve the new weights under their version. The engine stays paused until :meth:`resume`."""
-        await self._backend.rpc("finish_weight_update")
-        await self._backend.set_version(str(version))
+        async with self._transfer:
+            await self._backend.rpc("finish_weight_update")
+            await self._backend.set_version(str(version))
 
     @plain_errors
     async def resume(self) -> None:
         """Compute again."""
-        await self._backend.resume()
-        self._paused = False
+        async with self._transfer:
+            await self._backend.resume()
+            self._paused = False
 
     @plain_errors
     async def abandon_update(self) -> None:
         """Close an update that broke off, if there is one. The weights are garbage until the next update."""
-        try:
-            await self._backend.rpc("finish_weight_update")
-        except Exception as error:
-            if "without a matching start" not in str(error):
-                raise
+        async with self._transfer:
+            try:
+                await self._backend.rpc("finish_weight_update")
+            except Exception as error:
+                if "without a matching start" not in str(error):
+                    raise
 
     @plain_errors
     async def sleep(self, level: int) -> None:
