@@ -13,6 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlhfkit.strategies.gradients import clip_next_step, undo_initial_step
+
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
@@ -60,6 +62,7 @@ def engine_config(base: Mapping[str, Any], overrides: Mapping[str, Any], *, trai
     if not isinstance(config.get("train_micro_batch_size_per_gpu"), int):
         config["train_micro_batch_size_per_gpu"] = 1  # only DeepSpeed's throughput log reads it
     config["gradient_accumulation_steps"] = 1
+    config["gradient_clipping"] = 0.0  # deepspeed 0.19.8 clips to 1.0 when the key is missing
     config.setdefault("steps_per_print", 2**31 - 1)
     config.setdefault("zero_allow_untested_optimizer", True)
     # Otherwise offloading refuses every optimizer but DeepSpeedCPUAdam, which is compiled at start-up.
@@ -112,6 +115,9 @@ def create_engine(
     engine, *_ = deepspeed.initialize(model=child, config=config, dist_init_required=False, **arguments)
     if optimizer is not None and engine.managed_gradient_accumulation():
         raise RuntimeError("DeepSpeed ignored 'managed_gradient_accumulation': false; update it to 0.19.8 or later.")
+    if optimizer is not None:
+        undo_initial_step(engine)
+        clip_next_step(engine, 0.0)
     engine.train(training)
     return engine
 

@@ -9,6 +9,25 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
+def undo_initial_step(engine: "DeepSpeedEngine") -> None:
+    """Undo the optimizer step with zero gradients that DeepSpeed takes when a 16-bit engine is made at stage 0.
+
+    deepspeed 0.19.8 does it to allocate optimizer state (fp16/fused_optimizer.py and unfused_optimizer.py,
+    initialize_optimizer_states); it shifts Adam's bias correction by one step and decays the fp32 weights once.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp16_groups_flat"):  # fused
+        pairs = list(zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True))
+    elif hasattr(optimizer, "fp32_groups"):  # unfused
+        groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+        pairs = [pair for fp32, fp16 in groups for pair in zip(fp32, fp16, strict=True)]
+    else:
+        return
+    engine.basic_optimizer.state.clear()
+    for fp32, fp16 in pairs:
+        fp32.data.copy_(fp16.data)
+
+
 def clip_next_step(engine: "DeepSpeedEngine", norm: float) -> None:
     """Clip the engine's gradient to ``norm`` (0: not at all) when it steps."""
     if hasattr(engine.optimizer, "clip_grad"):  # ZeRO 1 to 3 and the 16-bit optimizers keep a value of their own

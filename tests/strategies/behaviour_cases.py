@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import toys
-from torch.utils.data import DataLoader
 from parity_cases import RANK, RANKS, Spy, difference, fit, full_weights, weight_difference
+from torch.utils.data import DataLoader
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
@@ -15,9 +15,13 @@ from rlhfkit.strategies import RLHFDeepSpeedStrategy
 def everything(folder: Path, model: str, stages: list[int]) -> dict[str, Any]:
     """All behaviours in one launch."""
     return {
-        "precision": {f"{stage}, {kind}": precision(model, stage, kind) for stage in stages for kind in BF16},
+        "precision": {
+            f"{stage}, {kind}": precision(model, stage, kind) for stage in stages for kind in BF16[: 1 + (stage == 3)]
+        },
         "evaluation": {str(stage): evaluation(model, stage) for stage in stages},
-        "guard": {f"{stage}, {kind}": guard(model, stage, kind) for stage in stages for kind in ("32-true", "bf16-true")},
+        "guard": {
+            f"{stage}, {kind}": guard(model, stage, kind) for stage in stages for kind in ("32-true", "bf16-true")
+        },
         "discard": {f"{s}, {kind}": discard(model, s, kind) for s in stages for kind in ("32-true", "bf16-true")},
         "manual": {str(stage): manual(model, stage) for stage in stages},
         "inputs": batch_dtypes(model),
@@ -47,7 +51,11 @@ class Seen(toys.Toy):
 def batch_dtypes(model: str) -> dict[str, str]:
     """Dtypes that a bf16 run sees."""
     module = Seen(model)
-    batch = {"tokens": toys.global_batches(1)[0], "advantages": torch.ones(8), "old": torch.ones(8, dtype=torch.float64)}
+    batch = {
+        "tokens": toys.global_batches(1)[0],
+        "advantages": torch.ones(8),
+        "old": torch.ones(8, dtype=torch.float64),
+    }
     toys.trainer("rlhf_zero2", RANKS, precision="bf16-true").fit(module, DataLoader([batch], batch_size=None))
     return module.seen | {"rotary": module.buffers_seen}
 
@@ -75,7 +83,12 @@ def evaluation(model: str, stage: int) -> dict[str, Any]:
     toys.trainer(name, RANKS).fit(module, shares)
     found.append(validate(module, name, RANKS, shares))
     predictions = toys.trainer(name, RANKS).predict(Predicting(model), shares)
-    return {"expected": expected, "found": found, "predictions": len(predictions or []), "moved": expected[0] - expected[-1]}
+    return {
+        "expected": expected,
+        "found": found,
+        "predictions": len(predictions or []),
+        "moved": expected[0] - expected[-1],
+    }
 
 
 class Predicting(toys.Toy):
@@ -189,7 +202,9 @@ def manual(model: str, stage: int) -> dict[str, Any]:
     results = []
     for strategy, rank, world in ((f"rlhf_zero{stage}", RANK, RANKS), ("auto", 0, 1)):
         module, spy = TwoOptimizers(model), Spy()
-        toys.trainer(strategy, world, callbacks=[spy]).fit(module, toys.ShareLoader(toys.global_batches(6), rank, world))
+        toys.trainer(strategy, world, callbacks=[spy]).fit(
+            module, toys.ShareLoader(toys.global_batches(6), rank, world)
+        )
         results.append((module.losses, spy.weights))
     (losses, weights), (expected_losses, expected) = results
     return {

@@ -18,7 +18,12 @@ def report(request: Any, tmp_path_factory: Any, model_folder: str, tied_model_fo
     """All stages and cases in one launch per number of ranks."""
     folder = tmp_path_factory.mktemp("parity")
     results = ranks.run(
-        "parity_cases:parity", request.param, folder, models=[model_folder, tied_model_folder], stages=STAGES, cases=CASES
+        "parity_cases:parity",
+        request.param,
+        folder,
+        models=[model_folder, tied_model_folder],
+        stages=STAGES,
+        cases=CASES,
     )
     for other in results[1:]:
         for case, values in other.items():  # losses are averaged over ranks: everybody saw the same

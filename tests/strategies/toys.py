@@ -138,8 +138,9 @@ class ShareLoader:
 
     def __iter__(self) -> Iterator[Tensor]:
         first, self.resumed = (self.next if self.resumed else 0), False
-        for self.next in range(first + 1, len(self) + 1):
-            yield self.shares[self.next - 1]
+        for index in range(first, len(self)):
+            self.next = index + 1
+            yield self.shares[index]
 
     def state_dict(self) -> dict[str, int]:
         return {"next": self.next}

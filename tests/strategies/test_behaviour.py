@@ -1,0 +1,68 @@
+"""Precision, evaluation without fit, skipped updates, discarded gradients, manual optimization: at every ZeRO stage."""
+
+from typing import Any
+
+import pytest
+import ranks
+
+pytestmark = pytest.mark.distributed
+STAGES = [0, 1, 2, 3]
+KINDS = ["32-true", "bf16-true"]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: Any, model_folder: str) -> dict[str, Any]:
+    """Everything on two ranks in one launch."""
+    folder = tmp_path_factory.mktemp("behaviour")
+    return ranks.run("behaviour_cases:everything", 2, folder, model=model_folder, stages=STAGES)[0]
+
+
+@pytest.mark.parametrize("case", [f"{stage}, bf16-true" for stage in STAGES] + ["3, bf16-mixed"])
+def test_bf16_stays_near_fp32(report: dict[str, Any], case: str) -> None:
+    values = report["precision"][case]
+    # bf16 has 8 bits: weights of 0.1 round by up to 4e-4, and losses of about 4 moved by 2.3e-3 at most in 8 steps.
+    assert 0 < values["loss"] < 5e-3
+    assert values["dtypes"] == ["torch.bfloat16"]
+
+
+def test_batches_and_buffers_keep_their_dtypes_under_bf16(report: dict[str, Any]) -> None:
+    assert report["inputs"] == {
+        "tokens": "torch.int64",
+        "advantages": "torch.float32",
+        "old": "torch.float64",
+        "rotary": "torch.float32",
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_validation_before_between_and_after_fits_of_one_module(report: dict[str, Any], stage: int) -> None:
+    values = report["evaluation"][str(stage)]
+    assert values["moved"] > 0.1
+    assert values["found"] == pytest.approx(values["expected"], abs=1e-6)
+    assert values["predictions"] == 3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_on_one_rank_skips_the_update_on_all_and_training_goes_on(
+    report: dict[str, Any], stage: int, kind: str
+) -> None:
+    values = report["guard"][f"{stage}, {kind}"]
+    assert values["changed"] == [True, False, True, True]  # between batches: bitwise equal around the third
+    assert values["norms"][2] == "inf"
+    assert values["finite"]
+    assert values["skipped"] == 2  # policy and critic
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_grad_drops_gradients_that_were_reduced_already(report: dict[str, Any], stage: int, kind: str) -> None:
+    values = report["discard"][f"{stage}, {kind}"]
+    assert values == {"loss": 0.0, "weight": 0.0}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_optimizers_with_manual_optimization_equal_plain_lightning(report: dict[str, Any], stage: int) -> None:
+    values = report["manual"][str(stage)]
+    assert values["loss"] <= 1e-6
+    assert values["weight"] <= 1e-6

@@ -1,0 +1,103 @@
+"""Parameter groups go to the one child that owns them; anything ambiguous is refused with the cure."""
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from rlhfkit.strategies.engines import engine_config, split_optimizer
+from rlhfkit.strategies.ownership import groups_by_child
+
+
+def pair() -> nn.ModuleDict:
+    """A policy and a critic."""
+    return nn.ModuleDict({"policy": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "critic": nn.Linear(2, 1)})
+
+
+def test_groups_are_the_optimizers_own_dictionaries_in_its_order() -> None:
+    module = pair()
+    weights = [p for p in module.policy.parameters() if p.ndim == 2]
+    biases = [p for p in module.policy.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": weights, "weight_decay": 0.1},
+            {"params": module.critic.parameters(), "lr": 1.0},
+            {"params": biases, "weight_decay": 0.0},
+        ]
+    )
+    owned = groups_by_child(module, optimizer)
+    first, second, third = optimizer.param_groups
+    assert list(owned) == ["policy", "critic"]
+    assert owned["policy"][0] is first
+    assert owned["policy"][1] is third
+    assert owned["critic"][0] is second
+
+
+def test_a_split_optimizer_steps_its_part_only_and_follows_the_schedule_of_the_whole() -> None:
+    module = pair()
+    optimizer = torch.optim.AdamW(
+        [{"params": module.policy.parameters()}, {"params": module.critic.parameters()}], lr=1.0, betas=(0.5, 0.6)
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
+    part = split_optimizer(optimizer, groups_by_child(module, optimizer)["critic"])
+    assert type(part) is torch.optim.AdamW
+    assert part.param_groups[0]["betas"] == (0.5, 0.6)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    part.step()
+    moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"critic.weight", "critic.bias"}
+    assert not optimizer.state
+    schedule.step()
+    assert part.param_groups[0]["lr"] == 0.0
+
+
+def test_group_over_two_children_is_refused() -> None:
+    module = pair()
+    with pytest.raises(MisconfigurationException, match=r"group 0 .*spans the children \['critic', 'policy'\]"):
+        groups_by_child(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+
+def test_parameter_shared_by_two_children_is_refused() -> None:
+    module = pair()
+    module["other"] = nn.Sequential(module.policy[0])
+    with pytest.raises(MisconfigurationException, match=r"'policy\.0\.weight', which is shared by .*'other'"):
+        groups_by_child(module, torch.optim.SGD(module.policy.parameters(), lr=1.0))
+
+
+def test_parameter_outside_every_child_is_refused() -> None:
+    module = nn.Module()
+    module.temperature = nn.Parameter(torch.ones(1))
+    with pytest.raises(MisconfigurationException, match="'temperature', which is outside every child"):
+        groups_by_child(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+
+def test_partly_covered_child_is_refused_and_frozen_parameters_are_not_missed() -> None:
+    module = pair()
+    optimizer = torch.optim.SGD(module.policy[0].parameters(), lr=1.0)
+    with pytest.raises(MisconfigurationException, match=r"2 parameter\(s\) of 'policy' .*1\.weight, 1\.bias"):
+        groups_by_child(module, optimizer)
+    module.policy[1].requires_grad_(False)
+    assert list(groups_by_child(module, optimizer)) == ["policy"]
+
+
+def test_engine_config_merges_overrides_without_touching_the_base() -> None:
+    base = {
+        "zero_optimization": {"stage": 3, "overlap_comm": True},
+        "gradient_clipping": 5.0,
+        "bf16": {"enabled": True},
+    }
+    config = engine_config(base, {"zero_optimization": {"stage": 1}}, trainable=True)
+    assert config["zero_optimization"] == {"stage": 1, "overlap_comm": False}
+    assert config["gradient_clipping"] == 0.0
+    assert config["managed_gradient_accumulation"] is False
+    assert base["zero_optimization"] == {"stage": 3, "overlap_comm": True}
+
+
+def test_frozen_children_are_sharded_at_stage_3_only() -> None:
+    base = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    assert engine_config(base, {}, trainable=False)["zero_optimization"] == {"stage": 3}
+    assert "zero_optimization" not in engine_config(base, {"zero_optimization": {"stage": 0}}, trainable=False)
+    plain = engine_config({"zero_optimization": {"stage": 2}}, {}, trainable=False)
+    assert "zero_optimization" not in plain
