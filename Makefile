@@ -2,7 +2,7 @@
 # make test    lint, types and all tests
 # Both install what they need into .venv first, with Python 3.11 and nothing else.
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV ?= .venv
 ENGINE ?= local
 SEED ?= 0

@@ -140,8 +140,8 @@ def packed_attention(
         return out.transpose(1, 2).contiguous(), None
     pieces = []
     for bucket in packed_layout.buckets:
-        apart = [x[0][:, bucket.gather].transpose(0, 1) for x in (query, key, value)]  # (S, heads, L, D)
-        together = _attend(*apart, None, scaling, dropout, sliding_window).transpose(1, 2)
+        q, k, v = (x[0][:, bucket.gather].transpose(0, 1) for x in (query, key, value))  # (S, heads, L, D)
+        together = _attend(q, k, v, None, scaling, dropout, sliding_window).transpose(1, 2)
         pieces.append(together.flatten(0, 1)[bucket.real])  # (tokens, heads, D)
     return torch.cat(pieces)[packed_layout.order][None], None
 
