@@ -137,7 +137,9 @@ class VLLMPool:
                 self._start(model, dtype, trust_remote_code)
             except Exception as caught:
                 error = caught
-        _agree(error, None)
+        _, error = _agree(error)
+        if error is not None:
+            raise error
         self._started = True
 
     def _start(self, model: str, dtype: torch.dtype, trust_remote_code: bool) -> None:
@@ -243,9 +245,11 @@ class VLLMPool:
         if not self._started:
             raise RuntimeError("VLLMPool.load was called before VLLMPool.start")
         error: Exception | None = None
+        touched = False
         stream = iter(weights)
         try:
             first = list(itertools.islice(stream, 1))  # the source's own checks run now, before any engine is touched
+            touched = True
             if _rank() == 0:
                 self._publish(weights.metadata(), itertools.chain(first, stream), version)
         except Exception as caught:
@@ -255,7 +259,11 @@ class VLLMPool:
                 pass
         except Exception as caught:
             error = error or caught
-        self.version = _agree(error, self.version)
+        touched, error = _agree(error, touched)
+        if touched:
+            self.version = None if error is not None else version
+        if error is not None:
+            raise error
 
     def _publish(self, infos: list[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Rank 0's part of :meth:`load`: pause, begin, send, finish, resume."""
@@ -278,7 +286,6 @@ class VLLMPool:
             sender.close()  # workers that wait for data fail now, not when their time is up
             raise
         self._sender_state = "connected"
-        self.version = version
 
     def _recover(self, fleet: Fleet, sender: WeightSender) -> None:
         """Make engines whose last transfer broke off ready for another."""
@@ -362,19 +369,17 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _agree(error: Exception | None, version: int | None) -> int | None:
-    """Exchange the outcome of all ranks: raises on all if it failed on one. A collective.
+def _agree(error: Exception | None, flag: bool = False) -> tuple[bool, Exception | None]:
+    """Exchange the outcome of all ranks. A collective.
 
     Returns:
-        Rank 0's version.
+        Rank 0's flag, and an error if any rank has one: its own, or else one that quotes the first that has.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (None if error is None else f"{type(error).__name__}: {error}", version))
-        failed = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text is not None]
-        version = outcomes[0][1]
-        if failed and error is None:
-            error = EngineError(f"rank {failed[0][0]} failed: {failed[0][1]}")
-    if error is not None:
-        raise error
-    return version
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return flag, error
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (flag, None if error is None else f"{type(error).__name__}: {error}"))
+    for rank, (_, text) in enumerate(outcomes):
+        if text is not None and error is None:
+            error = EngineError(f"rank {rank} failed: {text}")
+    return outcomes[0][0], error

@@ -186,7 +186,7 @@ class GlooSender:
         """Form the group; see :class:`WeightSender`."""
         self.close()
         if self._store is None:
-            self._store = _open_store(receivers.address, self.timeout)
+            self._store = open_store(receivers.address, self.timeout)
         self._generation += 1
         prefix, size = f"weights{self._generation}", 1 + receivers.num_workers
         pending = receivers.connect(
@@ -255,8 +255,13 @@ def _wait(work: Broadcast | None, pending: Pending) -> None:
         raise
 
 
-def _open_store(address: str, timeout: float) -> dist.TCPStore:
-    """A store that listens on one address only, on a port that is free."""
+def open_store(address: str, timeout: float) -> dist.TCPStore:
+    """A store that listens on one address only, on a port that is free.
+
+    Args:
+        address: Of this machine.
+        timeout: Seconds any operation may take.
+    """
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -270,7 +275,12 @@ def _open_store(address: str, timeout: float) -> dist.TCPStore:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to a host (nothing is sent)."""
+    """This machine's address on the route to a host; nothing is sent.
+
+    Args:
+        host: Name or address.
+        port: Any.
+    """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

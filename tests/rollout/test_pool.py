@@ -15,6 +15,7 @@ import torch
 from shared_pool import SharedPool
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
+from zero3_ranks import run_ranks
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
@@ -384,6 +385,26 @@ def test_an_engine_that_hangs_and_then_dies_gives_clear_errors_within_their_limi
     pool.close()  # a second call does nothing
     with pytest.raises(RuntimeError, match="not running"):
         pool.generate(prompts, SPEC, iteration=0)
+
+
+@vllm
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_zero3_ranks_publish_and_notice_every_failure_alike(tmp_path: Path) -> None:
+    first, second = run_ranks("serve", tiny_model(tmp_path / "model"), tmp_path)
+    assert len(first["differences"]) == 2
+    assert max(first["differences"]) <= EXACT
+    # After a failure between the ranks nobody knows a version; the next load heals it; a dead engine is final.
+    assert first["versions"] == second["versions"] == [1, 2, None, None]
+    assert "9 engine(s) need 9 CPU(s), but Ray's cluster has 2" in first["too_small"]
+    assert second["too_small"].startswith("EngineError: rank 0 failed: EngineError: 9 engine(s) need")
+    assert "the engines have no complete weights" in first["only_rank_0"]
+    assert "only rank 0 may ask the engines, as they are shared; this is rank 1" in second["only_rank_0"]
+    assert second["last_rank_fails"] == "OSError: the last rank's disk is gone"
+    assert first["last_rank_fails"] == "EngineError: rank 1 failed: OSError: the last rank's disk is gone"
+    assert "vLLM engine 0 of 1" in first["dead_engine"]
+    assert "died while" in first["dead_engine"]
+    assert second["dead_engine"].startswith("EngineError: rank 0 failed: EngineError: vLLM engine 0 of 1")
 
 
 class TestWithoutEngines:

@@ -1,11 +1,5 @@
 """Weights out of a module, in buckets, over real gloo groups."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from zero3_ranks import run_ranks
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.senders import GlooGroup, GlooSender, checked
 from rlhfkit.rollout.transfer import ModuleWeights, plan_buckets
-
-TESTS = Path(__file__).parent.parent
 
 infos = st.lists(
     st.builds(
@@ -275,36 +268,14 @@ class TestGlooSender:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_zero3_shards_come_out_whole_and_a_nan_in_one_shard_stops_all_ranks(tmp_path: Path, ranks: int) -> None:
+def test_zero3_shards_come_out_whole_and_a_nan_in_one_shard_stops_all_ranks(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", tied=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": str(TESTS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
-    }  # fmt: skip
-    script = [sys.executable, str(TESTS / "rollout" / "transfer_ranks.py"), str(folder), str(tmp_path)]
-    processes = [
-        subprocess.Popen(
-            script, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    watchdog = threading.Timer(150, lambda: [process.kill() for process in processes])
-    watchdog.start()
-    outputs = [process.communicate()[0] for process in processes]
-    watchdog.cancel()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
-
+    reports = run_ranks("publish", folder, tmp_path)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     announced = [[name, list(p.shape), "torch.float32"] for name, p in model.named_parameters()]
-    for rank in range(ranks):
-        report = json.loads((tmp_path / f"{rank}.json").read_text())
+    for report in reports:
         for turn in ("first", "second"):
             assert report[turn]["announced"] == announced
             assert report[turn]["sharded"]

@@ -1,0 +1,176 @@
+"""Weight sync: seconds and GB/s, next to a plain gloo broadcast of the same bytes and to a memory copy, in one run.
+
+The model is a random Llama of the asked size; nothing is downloaded. All three move the same tensors:
+
+- ``sync``: ``VLLMPool.load``, from the trainer's module until the engines serve the new weights;
+- ``broadcast``: a gloo broadcast from this process to as many receivers as there are engines, in the same buckets;
+- ``memcpy``: a copy inside this process.
+
+Prints one line of JSON. Run it on a quiet machine::
+
+    python benchmarks/weight_sync.py --millions 50 200 --engines 1
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.pool import VLLMPool
+from rlhfkit.rollout.senders import GlooGroup, open_store
+from rlhfkit.rollout.transfer import DEFAULT_BUCKET_BYTES, ModuleWeights
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# (hidden, intermediate, layers, key-value heads) of Llamas with a vocabulary of 32,000, untied.
+_SIZES = {1: (64, 128, 2, 1), 50: (512, 1408, 6, 4), 200: (1024, 2816, 11, 8), 500: (1280, 3456, 22, 10)}
+
+
+def save_model(millions: int, dtype: torch.dtype, folder: Path) -> Any:
+    """Write the model and a tokenizer for the engines; returns the trainer's copy."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    hidden, intermediate, layers, heads = _SIZES[millions]
+    config = LlamaConfig(
+        vocab_size=32_000 if millions > 1 else 128,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64 * (2 if millions == 1 else 1),
+        num_key_value_heads=heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+    )
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    model.config.save_pretrained(folder)
+    vocabulary = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    return model
+
+
+def receive(port: int, rank: int, size: int, sizes: list[int], repeats: int) -> None:
+    """One receiver of the plain broadcast."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+    group = GlooGroup(store, "benchmark", rank, size, 120, "127.0.0.1")
+    for _ in range(repeats):
+        for num_bytes in sizes:
+            group.broadcast(torch.empty(num_bytes, dtype=torch.uint8)).wait()
+    group.broadcast(torch.empty(1)).wait()
+
+
+def time_broadcast(num_bytes: int, receivers: int, repeats: int) -> list[float]:
+    """Seconds of each broadcast of that many bytes."""
+    full, rest = divmod(num_bytes, DEFAULT_BUCKET_BYTES)
+    sizes = [DEFAULT_BUCKET_BYTES] * full + ([rest] if rest else [])
+    store = open_store("127.0.0.1", 120)
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=receive, args=(store.port, 1 + n, 1 + receivers, sizes, repeats))
+        for n in range(receivers)
+    ]
+    for process in processes:
+        process.start()
+    group = GlooGroup(store, "benchmark", 0, 1 + receivers, 120, "127.0.0.1")
+    block = torch.zeros(DEFAULT_BUCKET_BYTES, dtype=torch.uint8)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for size in sizes:
+            group.broadcast(block[:size]).wait()
+        seconds.append(time.perf_counter() - start)
+    group.broadcast(torch.zeros(1)).wait()
+    group.close()
+    for process in processes:
+        process.join(timeout=60)
+    return seconds
+
+
+def time_memcpy(num_bytes: int, repeats: int) -> list[float]:
+    """Seconds of each copy into memory that has been touched before."""
+    source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def measure(millions: int, engines: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """All three, for one size."""
+    from rlhfkit.data.experience import Prompt
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(millions, dtype, Path(folder))
+        weights = ModuleWeights(model)
+        num_bytes = sum(info.num_bytes for info in weights.metadata())
+        pool = VLLMPool(num_engines=engines, kv_cache_gib=1 / 8)
+        start = time.perf_counter()
+        pool.start(folder, dtype=dtype)
+        start_seconds = time.perf_counter() - start
+        try:
+            seconds = []
+            for version in range(1 + repeats):  # the first one connects
+                start = time.perf_counter()
+                pool.load(weights, version)
+                seconds.append(time.perf_counter() - start)
+            sampling = SamplingSpec(group_size=1, max_new_tokens=8)
+            (sample,) = pool.generate([Prompt(index=0, token_ids=[5, 6, 7])], sampling, iteration=0)
+            ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+            with torch.no_grad():
+                logprobs = model(ids).logits[0, 2:-1].float().log_softmax(-1)
+            expected = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            difference = float((expected - torch.tensor(sample.logprobs)).abs().max())
+        finally:
+            pool.close()
+        del model, weights
+    times = {
+        "sync": seconds[1:],
+        "broadcast": time_broadcast(num_bytes, engines, repeats),
+        "memcpy": time_memcpy(num_bytes, repeats),
+    }
+    result: dict[str, Any] = {
+        "millions_of_parameters": millions,
+        "engines": engines,
+        "dtype": str(dtype).removeprefix("torch."),
+        "gigabytes": round(num_bytes / 1e9, 3),
+        "start_seconds": round(start_seconds, 1),
+        "first_sync_seconds": round(seconds[0], 3),
+        "max_logprob_difference": difference,
+    }
+    for name, values in times.items():
+        median = statistics.median(values)
+        result[f"{name}_seconds"] = round(median, 4)
+        result[f"{name}_gigabytes_per_second"] = round(num_bytes / 1e9 / median, 3)
+    result["sync_over_broadcast"] = round(result["broadcast_seconds"] / result["sync_seconds"], 3)
+    return result
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=int, nargs="+", default=[50], choices=sorted(_SIZES), help="model sizes")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32")
+    parser.add_argument("--repeats", type=int, default=5, help="medians are over that many")
+    arguments = parser.parse_args()
+    results = [
+        measure(millions, arguments.engines, _DTYPES[arguments.dtype], arguments.repeats)
+        for millions in arguments.millions
+    ]
+    print(json.dumps({"benchmark": "weight_sync", "torch_threads": torch.get_num_threads(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

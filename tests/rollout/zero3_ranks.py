@@ -1,0 +1,164 @@
+"""Two ranks of a ZeRO-3 training that publish their policy; each rank is a process that runs this file."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhfkit.rollout.transfer import ModuleWeights
+
+RANKS = 2
+BUCKET_BYTES = 2**15  # several buckets, and tensors larger than one
+
+
+def run_ranks(scenario: str, model: Path, folder: Path, timeout: float = 150) -> list[dict[str, Any]]:
+    """Run a scenario of this file on all ranks and return what they report.
+
+    Args:
+        scenario: Name of a function below.
+        model: Model folder.
+        folder: For reports.
+        timeout: Seconds until the ranks are killed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+    }
+    script = [sys.executable, __file__, scenario, str(model), str(folder)]
+    processes = []
+    for rank in range(RANKS):
+        with open(folder / f"{rank}.log", "w") as log:
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(script, env=own, stdout=log, stderr=subprocess.STDOUT))
+    watchdog = threading.Timer(timeout, lambda: [process.kill() for process in processes])
+    watchdog.start()
+    codes = [process.wait() for process in processes]
+    watchdog.cancel()
+    logs = "\n".join((folder / f"{rank}.log").read_text()[-4000:] for rank in range(RANKS))
+    assert codes == [0] * RANKS, f"{scenario} failed or took longer than {timeout} s\n{logs}"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def zero3_engine(folder: str) -> Any:
+    """The model in folder as a ZeRO-3 engine."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
+def message_of(function: Callable[[], Any]) -> str:
+    """Type and text of the exception that a call raises; empty if none."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def diverge_on_the_last_rank(engine: Any) -> None:
+    """A NaN in the last rank's shard of one weight."""
+    parameter: Any = engine.module.get_parameter("model.layers.1.mlp.down_proj.weight")
+    if dist.get_rank() == dist.get_world_size() - 1:
+        parameter.ds_tensor.data[-1] = float("nan")
+
+
+def publish(folder: str) -> dict[str, Any]:
+    """What the source yields, twice, and after one shard diverged."""
+    engine = zero3_engine(folder)
+    from transformers import AutoModelForCausalLM
+
+    expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    report: dict[str, Any] = {}
+    for turn in ("first", "second"):
+        weights = ModuleWeights(engine, bucket_bytes=BUCKET_BYTES)
+        large = [parameter for parameter in engine.module.parameters() if parameter.ds_numel > 100]
+        report[turn] = {
+            "announced": [[info.name, list(info.shape), str(info.dtype)] for info in weights.metadata()],
+            "sharded": all(parameter.numel() == 0 for parameter in large),
+            "equal": {name: bool(torch.equal(tensor, expected[name])) for name, tensor in weights},
+        }
+    diverge_on_the_last_rank(engine)
+    report["diverged"] = message_of(lambda: list(ModuleWeights(engine)))
+    return report
+
+
+def serve(folder: str) -> dict[str, Any]:
+    """Train and publish to a real vLLM engine, then break things: every rank must notice alike."""
+    from rlhfkit.rollout.pool import VLLMPool
+
+    policy = zero3_engine(folder)
+    if dist.get_rank() == 0:
+        import ray
+
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
+        )
+    ids = torch.tensor([[7 + 3 * position % 80 for position in range(48)]])
+    report: dict[str, Any] = {"differences": [], "versions": []}
+    report["too_small"] = message_of(lambda: VLLMPool(num_engines=9, device="cpu").start(folder, dtype=torch.float32))
+    pool = VLLMPool(device="cpu", kv_cache_gib=1 / 16, sync_timeout=20, bucket_bytes=BUCKET_BYTES)
+    pool.start(folder, dtype=torch.float32)
+    report["only_rank_0"] = message_of(lambda: pool.score(ids.tolist()))
+    for version in (1, 2):
+        policy.backward(policy(ids, labels=ids).loss)
+        policy.step()
+        pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), version)
+        report["versions"].append(pool.version)
+        with torch.no_grad():
+            logprobs = policy(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        if dist.get_rank() == 0:
+            report["differences"].append(float((torch.tensor(pool.score(ids.tolist())[0]) - logprobs).abs().max()))
+
+    class LastRankFails(ModuleWeights):
+        def __iter__(self) -> Any:
+            for number, (name, tensor) in enumerate(super().__iter__()):
+                yield name, tensor
+                if number == 3 and dist.get_rank() == RANKS - 1:
+                    raise OSError("the last rank's disk is gone")
+
+    # One bucket: all collectives of the source have run before its first tensor, as the failure must not be of one.
+    report["last_rank_fails"] = message_of(lambda: pool.load(LastRankFails(policy, bucket_bytes=2**40), 3))
+    report["versions"].append(pool.version)
+    pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 4)
+    if dist.get_rank() == 0:
+        os.kill(pool._fleet._pids[0], signal.SIGKILL)  # type: ignore[union-attr]
+    report["dead_engine"] = message_of(lambda: pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 5))
+    report["versions"].append(pool.version)
+    pool.close()
+    return report
+
+
+def main() -> None:
+    """One rank: write its report as JSON."""
+    scenario, model, folder = sys.argv[1:]
+    report = {"publish": publish, "serve": serve}[scenario](model)
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
