@@ -180,6 +180,11 @@ class _LinearLogprobs(torch.autograd.Function):
         gradient = OutputGradient(to_logprobs, to_entropy, normalizer, entropies)
         if gradient.logprobs is None and gradient.entropy is None:
             return (None,) * 8
+        if weight.ndim != 2:
+            raise RuntimeError(
+                f"the head's weight has shape {tuple(weight.shape)} in backward: DeepSpeed ZeRO-3 did not gather it "
+                "again; call linear_logprobs inside the forward of the module that owns the weight"
+            )
         with torch.autocast(hidden.device.type, enabled=False):
             found = _head_gradients(hidden, weight, bias, targets, gradient, ctx.needs_input_grad[:3], *ctx.settings)
         return (*found, None, None, None, None, None)

@@ -210,6 +210,15 @@ def test_the_weight_may_be_away_between_forward_and_backward():
     torch.testing.assert_close(weight.grad, torch.autograd.grad(expected.sum(), head.weight)[0])
 
 
+def test_a_weight_that_does_not_come_back_is_named():
+    head = random_head(4)
+    weight = torch.nn.Parameter(head.weight.detach().clone())
+    logprobs = linear_logprobs(head.hidden, weight, head.targets).logprobs
+    weight.data = torch.empty(0, dtype=weight.dtype)
+    with pytest.raises(RuntimeError, match="did not gather it again"):
+        logprobs.sum().backward()
+
+
 def test_backward_saves_the_weight_itself_and_nothing_else_of_its_size():
     head = random_head(4, vocabulary=50)
     saved = []
