@@ -111,7 +111,7 @@ def logits_logprobs(
     """Log-probs (and entropy) of target tokens from logits that exist anyway.
 
     ``logprob = (logits / temperature)[target] - log Z``. Beyond the logits and their gradient nothing of shape (..., V)
-    is held.
+    is held (a view that is not contiguous, such as ``logits[:, :-1]``, is copied first).
 
     Args:
         logits: (..., V) before the temperature.
