@@ -54,10 +54,8 @@ def gae(
     if isinstance(lam, Tensor):
         if lam.shape != rewards.shape[:1]:
             raise ValueError(f"lam must be a number or ({rewards.shape[0]},), got {tuple(lam.shape)}")
-        decay = gamma * full_precision(lam.detach()).unsqueeze(-1)
     else:
         _check_unit("lam", lam)
-        decay = torch.full((1, 1), gamma * lam, device=rewards.device)
     order, chosen = _actions_first(mask)
     reward = select(full_precision(rewards.detach()).gather(-1, order), chosen)
     value = select(full_precision(values.detach()).gather(-1, order), chosen)
@@ -68,7 +66,11 @@ def gae(
         final = chosen & ~torch.cat([chosen[:, 1:], torch.zeros_like(chosen[:, :1])], -1)
         following = torch.where(final, full_precision(last_values.detach()).unsqueeze(-1), following)
     delta = select(reward + gamma * following - value, chosen)
-    advantages = _decayed_sum(delta, decay.to(delta.dtype))
+    if isinstance(lam, Tensor):
+        decay = gamma * lam.detach().to(delta).unsqueeze(-1)
+    else:
+        decay = delta.new_full((1, 1), gamma * lam)
+    advantages = _decayed_sum(delta, decay)
     return _back_in_place(advantages, order, mask), _back_in_place(advantages + value, order, mask)
 
 
@@ -115,8 +117,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
     _check_unit("gamma", gamma)
     order, chosen = _actions_first(mask)
     reward = select(full_precision(rewards.detach()).gather(-1, order), chosen)
-    decay = torch.full((1, 1), gamma, dtype=reward.dtype, device=reward.device)
-    return _back_in_place(_decayed_sum(reward, decay), order, mask)
+    return _back_in_place(_decayed_sum(reward, reward.new_full((1, 1), gamma)), order, mask)
 
 
 def reinforce_advantages(
