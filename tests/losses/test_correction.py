@@ -1,0 +1,281 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfkit.losses import CORRECTION_PRESETS, importance_weights, mismatch_metrics, rejection_mask
+
+from .policy_cases import FIELD, TRL, policy_batch, tensors
+
+INPUTS = tensors(FIELD["inputs"])
+PAIR = INPUTS["old"], INPUTS["rollout"], INPUTS["mask"]
+VERL = FIELD["verl_rollout_correction(log_ratio=old-rollout)"]
+TRL_CASES = {case["name"]: case for case in TRL["advantages"]["cases"] if "importance_sampling_ratio" in case}
+
+
+@pytest.mark.parametrize("name", TRL_CASES)
+def test_trl_golden_importance_sampling_ratio(name):
+    case = TRL_CASES[name]
+    rows = TRL["advantages"]["inputs"]
+    old, sampled = (
+        torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows[key]], True)
+        for key in ("old_logps", "sampling_logps")
+    )
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows["old_logps"]], True)
+    if case["nan_at"] is not None:
+        sampled[tuple(case["nan_at"])] = torch.nan
+    kind, mode = case["args"]["vllm_importance_sampling_mode"].split("_")
+    got = importance_weights(old, sampled, mask, level=kind, mode=mode, high=3.0)
+    expected = torch.tensor(case["importance_sampling_ratio"])
+    torch.testing.assert_close(got.weights * mask, expected.expand_as(mask) * mask, rtol=2e-5, atol=2e-6)
+    metrics, measured = case["metrics"], mismatch_metrics(old, sampled, mask)
+    prefix = "sampling/sampling_logp_difference/"
+    assert measured["rollout_corr/logprob_abs_diff_max"].item() == pytest.approx(metrics[prefix + "max"], rel=1e-5)
+    difference = measured["rollout_corr/logprob_abs_diff_mean"].item()
+    assert difference == pytest.approx(metrics[prefix + "mean"], rel=1e-2 if case["nan_at"] else 1e-5)
+    for ours, theirs in (("is_max", "max"), ("is_min", "min")):
+        expected_metric = metrics[f"sampling/importance_sampling_ratio/{theirs}"]
+        assert got.metrics[f"rollout_corr/{ours}"].item() == pytest.approx(expected_metric, rel=1e-5)
+    # Quirk: TRL counts a token without a log-prob as a difference of 0, and averages sequence ratios over sequences.
+    ratios = got.weights[:, 0] if kind == "sequence" else got.weights[mask.bool()]
+    if case["nan_at"] is None:
+        assert ratios.mean().item() == pytest.approx(metrics["sampling/importance_sampling_ratio/mean"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "level"), [("is|token|thr2|bn0", "token"), ("is|sequence|thr2|bn0", "sequence")])
+def test_verl_golden_weights(name, level):
+    golden = VERL[name]["metrics"]
+    got = importance_weights(*PAIR, level=level, mode="truncate", high=2.0)
+    expected = torch.tensor(VERL[name]["w"], dtype=torch.float64)
+    torch.testing.assert_close(got.weights * INPUTS["mask"], expected, rtol=1e-7, atol=1e-7)
+    for ours in ("is_mean", "is_max", "is_min"):
+        assert got.metrics[f"rollout_corr/{ours}"].item() == pytest.approx(golden[f"rollout_{ours}"], rel=1e-6)
+    # Quirk: for deviation and effective sample size verl also holds the weights *up*, at one over the cap.
+    mask = INPUTS["mask"].bool()
+    held = got.weights[mask].clamp(0.5, 2.0)
+    assert (1 / (held / held.mean()).square().mean()).item() == pytest.approx(
+        golden["rollout_is_eff_sample_size"], rel=1e-6
+    )
+    assert held.std(unbiased=False).item() == pytest.approx(golden["rollout_is_std"], rel=1e-5)
+    if level == "token":  # here nothing lies below one half
+        size = got.metrics["rollout_corr/eff_sample_size"].item()
+        assert size == pytest.approx(golden["rollout_is_eff_sample_size"], rel=1e-6)
+        assert got.metrics["rollout_corr/is_std"].item() == pytest.approx(golden["rollout_is_std"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("rs|token_k1|0.8_1.25", {"level": "token", "divergence": "k1", "low": 0.8, "high": 1.25}),
+        ("rs|token_k3|0.02", {"level": "token", "high": 0.02}),
+        ("rs|seq_mean_k1|0.95_1.05", {"level": "sequence-mean", "divergence": "k1", "low": 0.95, "high": 1.05}),
+        ("rs|seq_max_k3|0.1", {"level": "sequence-max", "high": 0.1}),
+    ],
+)
+def test_verl_golden_rejection(name, knobs):
+    got = rejection_mask(*PAIR, **knobs)
+    mask = INPUTS["mask"].bool()
+    assert torch.equal(got & mask, torch.tensor(VERL[name]["mask"], dtype=torch.bool))
+    assert got[~mask].all()
+    rejected = (~got).sum().item() / mask.sum().item()
+    assert rejected == pytest.approx(VERL[name]["metrics"]["rollout_rs_masked_fraction"], rel=1e-6)
+
+
+def test_verl_golden_off_policy_metrics():
+    measured = mismatch_metrics(*PAIR)
+    for name, expected in VERL["offpolicy_metrics"].items():
+        assert measured[f"rollout_corr/{name}"].item() == pytest.approx(expected, rel=1e-7)
+    assert set(VERL) == {
+        "is|token|thr2|bn0",
+        "is|sequence|thr2|bn0",
+        "rs|token_k1|0.8_1.25",
+        "rs|token_k3|0.02",
+        "rs|seq_mean_k1|0.95_1.05",
+        "rs|seq_max_k3|0.1",
+        "offpolicy_metrics",
+    }
+
+
+RATIOS = torch.tensor([[0.25, 1.0, 4.0, 1.0]])  # product 1, geometric mean 1
+SKEWED = torch.tensor([[2.0, 4.0, 8.0, 1.0]])  # product 64, geometric mean 64^(1/4)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "knobs", "expected"),
+    [
+        (RATIOS, {"mode": "truncate", "high": 2.0}, [0.25, 1, 2, 1]),
+        (RATIOS, {"mode": "clip", "low": 0.5, "high": 2.0}, [0.5, 1, 2, 1]),
+        (RATIOS, {"mode": "mask", "low": 0.5, "high": 2.0}, [0, 1, 0, 1]),
+        (RATIOS, {"mode": "mask", "low": 0.25, "high": 4.0}, [0.25, 1, 4, 1]),
+        (RATIOS, {"mode": "none", "high": None}, [0.25, 1, 4, 1]),
+        (SKEWED, {"level": "sequence", "mode": "truncate", "high": 10.0}, [10, 10, 10, 10]),
+        (SKEWED, {"level": "sequence", "mode": "mask", "high": 10.0}, [0, 0, 0, 0]),
+        (SKEWED, {"level": "sequence", "mode": "none", "high": None}, [64, 64, 64, 64]),
+        (SKEWED, {"level": "geometric", "mode": "truncate", "high": 10.0}, [64**0.25] * 4),
+        (SKEWED, {"level": "geometric", "mode": "clip", "low": 3.0, "high": 10.0}, [3, 3, 3, 3]),
+        (SKEWED, {"mode": "none", "high": None, "reject_level": "geometric", "reject_high": 2.0}, [0, 0, 0, 0]),
+        (SKEWED, {"mode": "none", "high": None, "reject_level": "geometric", "reject_high": 3.0}, [2, 4, 8, 1]),
+        (SKEWED, {"high": 4.0, "reject_level": "token", "reject_low": 2.0}, [2, 4, 4, 0]),
+    ],
+)
+def test_level_and_mode_by_hand(ratios, knobs, expected):
+    got = importance_weights(ratios.log(), torch.zeros(1, 4), torch.ones(1, 4), **knobs)
+    assert got.weights[0].tolist() == pytest.approx(expected)
+    assert got.keep[0].tolist() == [weight != 0 for weight in expected]
+    assert got.metrics["rollout_corr/masked_fraction"].item() == sum(weight == 0 for weight in expected) / 4
+
+
+@pytest.mark.parametrize("name", CORRECTION_PRESETS)
+def test_presets_leave_an_engine_that_agrees_alone(name):
+    batch = policy_batch()
+    got = importance_weights(batch.logprobs, batch.logprobs, batch.mask, **CORRECTION_PRESETS[name])
+    assert (got.weights == 1.0).all()
+    assert got.keep.all()
+    assert got.metrics["rollout_corr/eff_sample_size"].item() == pytest.approx(1.0)
+    assert got.metrics["rollout_corr/masked_fraction"].item() == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_unbounded_weights_are_unbiased_by_enumeration(level):
+    generator = torch.Generator().manual_seed(0)
+    # All answers of two tokens over a vocabulary of three: expectation of any reward under the trainer's policy.
+    trainer, engine = torch.randn(2, 2, 3, generator=generator, dtype=torch.float64).log_softmax(-1)
+    answers = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+    chosen = [policy[torch.arange(2), answers] for policy in (trainer, engine)]
+    reward = torch.randn(9, generator=generator, dtype=torch.float64)
+    correction = importance_weights(*chosen, torch.ones(9, 2), level=level, mode="none", high=None)
+    weight = correction.weights.prod(-1) if level == "token" else correction.weights[:, 0]
+    got = (chosen[1].sum(-1).exp() * weight * reward).sum()
+    torch.testing.assert_close(got, (chosen[0].sum(-1).exp() * reward).sum())
+
+
+def test_effective_sample_size_by_hand():
+    got = importance_weights(torch.tensor([[1.0, 3.0]]).log(), torch.zeros(1, 2), torch.ones(1, 2), high=10.0)
+    assert got.metrics["rollout_corr/eff_sample_size"].item() == pytest.approx(16 / (2 * 10))
+
+
+def test_metrics_by_hand():
+    trainer, engine = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    measured = {
+        name.split("/")[1]: value.item() for name, value in mismatch_metrics(trainer, engine, torch.ones(1, 2)).items()
+    }
+    assert measured["kl"] == pytest.approx(-(0.5 - 1.0) / 2)
+    assert measured["k3_kl"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 2)
+    assert measured["ppl_ratio"] == pytest.approx(math.exp(0.25))
+    assert measured["chi2_token"] == pytest.approx((math.exp(1.0) + math.exp(-2.0)) / 2 - 1)
+    assert measured["chi2_seq"] == pytest.approx(math.exp(-1.0) - 1)
+    assert measured["logprob_abs_diff_mean"] == pytest.approx(0.75)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), name=st.sampled_from(sorted(CORRECTION_PRESETS)))
+def test_masked_entries_padding_and_order_do_not_matter(seed, name):
+    batch, generator = policy_batch(seed), torch.Generator().manual_seed(seed)
+    pair = batch.logprobs, batch.old_logprobs
+    expected = importance_weights(*pair, batch.mask, **CORRECTION_PRESETS[name])
+    order = torch.randperm(5, generator=generator)
+    holed = [torch.where(batch.mask, tensor, torch.nan)[order] for tensor in pair]
+    padded = [torch.nn.functional.pad(tensor, (0, 3), value=torch.inf) for tensor in holed]
+    mask = torch.nn.functional.pad(batch.mask[order], (0, 3))
+    got = importance_weights(*padded, mask, **CORRECTION_PRESETS[name])
+    torch.testing.assert_close(got.weights[:, :7], expected.weights[order])
+    assert (got.weights[~mask] == 1.0).all()
+    for metric, value in expected.metrics.items():
+        torch.testing.assert_close(got.metrics[metric], value)
+    clean, poisoned = mismatch_metrics(*pair, batch.mask), mismatch_metrics(*padded, mask)
+    for metric, value in clean.items():
+        torch.testing.assert_close(poisoned[metric], value)
+
+
+def test_weights_are_detached_and_extremes_stay_finite():
+    logprobs = torch.tensor([[0.0, -1e4]], requires_grad=True)
+    got = importance_weights(logprobs, torch.tensor([[-1e4, 0.0]]), torch.ones(1, 2), mode="none", high=None)
+    assert not got.weights.requires_grad
+    assert got.weights[0].tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+    assert all(
+        value.isfinite() for value in mismatch_metrics(logprobs, logprobs.detach() - 1e4, torch.ones(1, 2)).values()
+    )
+
+
+def test_nothing_selected_gives_finite_metrics():
+    zeros = torch.zeros(2, 3)
+    correction = importance_weights(zeros, zeros, zeros)
+    for metrics in (correction.metrics, mismatch_metrics(zeros, zeros, zeros)):
+        assert all(value.isfinite() for value in metrics.values())
+
+
+def test_half_precision_is_computed_in_float32():
+    batch = policy_batch(dtype=torch.bfloat16)
+    got = importance_weights(batch.logprobs, batch.old_logprobs, batch.mask, high=5.0).weights
+    exact = importance_weights(batch.logprobs.double(), batch.old_logprobs.double(), batch.mask, high=5.0).weights
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+def reject(logprobs, rollout_logprobs, mask):
+    return rejection_mask(logprobs, rollout_logprobs, mask, level="sequence-max", high=0.1)
+
+
+@pytest.mark.parametrize("function", [importance_weights, mismatch_metrics, reject])
+def test_compiles_without_graph_breaks(function):
+    batch = policy_batch()
+    inputs = batch.logprobs, batch.old_logprobs, batch.mask
+    got, expected = torch.compile(function, fullgraph=True, backend="eager")(*inputs), function(*inputs)
+    torch.testing.assert_close(getattr(got, "weights", got), getattr(expected, "weights", expected))
+
+
+def test_rejection_statistics_by_hand():
+    log_ratio = torch.tensor([[0.3, -0.1], [0.1, 0.1]])
+    zeros, ones = torch.zeros(2, 2), torch.ones(2, 2)
+    for level, divergence, high, expected in (
+        ("token", "k2", 0.006, [[False, True], [True, True]]),
+        ("sequence-mean", "k1", math.exp(0.15), [[True, True], [True, True]]),
+        ("sequence-sum", "k1", math.exp(0.15), [[False, False], [False, False]]),
+        ("sequence-max", "k1", math.exp(0.15), [[False, False], [True, True]]),
+        ("sequence-sum", "k2", 0.02, [[False, False], [True, True]]),
+    ):
+        got = rejection_mask(log_ratio, zeros, ones, level=level, divergence=divergence, high=high)
+        assert got.tolist() == expected, (level, divergence)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"level": "word"}, "level must be one of token, sequence, geometric"),
+        ({"mode": "drop"}, "mode must be one of truncate, mask, clip, none"),
+        ({"mode": "truncate", "low": 0.5}, "needs high and no low"),
+        ({"mode": "truncate", "high": None}, "needs high and no low"),
+        ({"mode": "mask", "high": None}, "needs low, high or both"),
+        ({"mode": "clip", "low": 3.0}, "0 <= low < high"),
+        ({"reject_level": "geometric"}, "go together"),
+        ({"reject_high": 2.0}, "go together"),
+        ({"reject_level": "all", "reject_high": 2.0}, "reject_level must be one of"),
+        ({"log_ratio_clamp": 0.0}, "log_ratio_clamp"),
+    ],
+)
+def test_bad_arguments_of_importance_weights_raise(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        importance_weights(*PAIR, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"level": "sequence", "high": 1.0}, "level must be one of token, sequence-mean"),
+        ({"level": "token", "divergence": "kl", "high": 1.0}, "k1, k2, k3"),
+        ({"level": "token", "low": 0.5, "high": 1.0}, "low belongs to divergence 'k1'"),
+        ({"level": "token", "divergence": "k1", "low": 2.0, "high": 1.0}, "low <= high"),
+        ({"level": "token", "high": 0.0}, "0 < low <= high"),
+    ],
+)
+def test_bad_arguments_of_rejection_mask_raise(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        rejection_mask(*PAIR, **knobs)
+
+
+@pytest.mark.parametrize("function", [importance_weights, mismatch_metrics, reject])
+def test_shapes_that_do_not_fit_raise(function):
+    with pytest.raises(ValueError, match="same shape"):
+        function(PAIR[0], PAIR[1][:, 1:], PAIR[2])
