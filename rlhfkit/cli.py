@@ -5,6 +5,7 @@ or as ``--model.init_args.lr 1e-6``. ``rlhfkit fit --print_config`` writes a com
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,8 @@ def run(arguments: Sequence[str]) -> Any:
 
     from rlhfkit.strategies import register
 
+    # Lightning 2.6.6 calls a pytree test that torch 2.13 deprecates, once per process.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     register()
     return LightningCLI(
         L.LightningModule,

@@ -12,8 +12,10 @@ import warnings
 from pathlib import Path
 
 import arithmetic
+import datasets
 import lightning as L
 import torch
+import transformers
 from lightning.pytorch.callbacks import EarlyStopping
 
 from rlhfkit import (
@@ -90,6 +92,8 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
 
     torch.set_num_threads(1)  # for a model this small a second core costs more than it brings
     began = time.perf_counter()

@@ -1,6 +1,7 @@
 """``GRPOModule``: group relative policy optimization (Shao et al., 2024, arXiv:2402.03300)."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import torch
@@ -97,6 +98,8 @@ class GRPOModule(PolicyModule):
         super().configure_model()
         if self.hparams["kl_coef"] and not hasattr(self, "reference"):
             self.reference = self.build_policy().requires_grad_(False).eval()
+            # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
+            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
     # ------------------------------------------------------------------ one iteration
 

@@ -1,0 +1,26 @@
+"""The demo at reduced size: the script that ``make demo`` runs, as a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_the_demo_learns_and_draws_its_curves(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "tutorials" / "grpo_arithmetic.py", "--folder", tmp_path, "--iterations", "60"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = (float(x) for x in re.findall(r"held-out accuracy \w+ GRPO: +([\d.]+)%", done.stdout))
+    assert after >= before + 10, done.stdout[-1500:]
+    curves = Path(re.findall(r"curves: (.+)", done.stdout)[0])
+    assert curves.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "grpo_model" / "model.safetensors").is_file()
+    assert (curves.parent / "metrics.csv").read_text().count("\n") > 60
+    assert "completion" in done.stdout  # the table of samples
