@@ -38,6 +38,7 @@ def run_ranks(scenario: str, model: Path, folder: Path, timeout: float = 150) ->
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(RANKS),
         "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
     }
     script = [sys.executable, __file__, scenario, str(model), str(folder)]
@@ -60,6 +61,8 @@ def zero3_engine(folder: str) -> Any:
     import deepspeed
     from transformers import AutoModelForCausalLM
 
+    # deepspeed 0.19.8 would compile a shared-memory all-reduce for a minute; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings = {
