@@ -86,7 +86,7 @@ def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
 
     ``A_i = r_i - Σ_j l_j r_j / Σ_j l_j``
 
-    On-policy optimal baseline, Hao et al. (2025, arXiv:2505.23585, equation 6), under the assumption that the squared
+    On-policy optimal baseline, Hao et al. (2025, arXiv:2505.23585), under the assumption that the squared
     gradient of a sequence grows with its length.
 
     Args:
@@ -116,7 +116,7 @@ def gdpo_advantages(
     ``z_ik = (r_ik - mean(r_group,k)) / (std(r_group,k) + ε)``, ``a_i = Σ_k w_k z_ik``,
     ``A_i = (a_i - mean(a)) / (std(a) + ε)`` over the batch.
 
-    GDPO, Liu et al. (2026, arXiv:2601.05242, section 3); TRL's ``normalize_then_sum``.
+    GDPO, Liu et al. (2026, arXiv:2601.05242); TRL's ``normalize_then_sum``.
 
     Args:
         rewards: (B, K), NaN where missing; it is left out of the sum.
@@ -181,7 +181,7 @@ def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
     With n samples of which ``w`` wrong, ``F = C(w, k) / C(n, k)`` (all of k fail) and ``σ = sqrt(F (1 - F))``:
     right ``A = F / σ``, wrong ``A = (F - C(w-1, k-1) / C(n-1, k-1)) / σ``.
 
-    Pass@k training, Chen et al. (2025, arXiv:2508.10751, section 2.4, analytical form): the mean advantage of a sample
+    Pass@k training, Chen et al. (2025, arXiv:2508.10751, the analytical form): the mean advantage of a sample
     over all groups of k that hold it. With ``k=1`` GRPO's with the biased deviation and ``ε = 0``.
 
     Args:

@@ -64,7 +64,7 @@ def gpg_loss(
 ) -> LossOutput:
     """Group policy gradient: :func:`reinforce_loss` with the mean over all tokens.
 
-    Chu et al. (2025, arXiv:2504.02546, equation 5), with advantages of ``group_advantages(..., scale="none")``.
+    Chu et al. (2025, arXiv:2504.02546), with advantages of ``group_advantages(..., scale="none")``.
 
     Args:
         logprobs: As in :func:`reinforce_loss`.
@@ -103,7 +103,7 @@ def cispo_loss(
 
     ``ℓ_t = -sg(clip(ρ_t, ρ_min, ρ_max)) A_t log π(y_t)``, then :func:`aggregate`.
 
-    MiniMax-M1 (2025, arXiv:2506.13585, equation 4), no lower bound as there; the cap 5 is of ScaleRL (Khatri et al.,
+    MiniMax-M1 (2025, arXiv:2506.13585), no lower bound as there; the cap 5 is of ScaleRL (Khatri et al.,
     2025, arXiv:2510.13786). The bounds are those of the ratio itself, as in TRL; a peer's ``1 + ε_high`` is
     ``ratio_max=1.28``. TRL's default cap 0.2 is left over from PPO and not meant.
 
@@ -169,7 +169,7 @@ def sapo_loss(
     ``ℓ_t = -A_t σ(τ (ρ_t - 1)) 4/τ``, ``τ = τ_pos`` where ``A_t > 0`` and ``τ_neg`` elsewhere; then :func:`aggregate`.
     At ``ρ = 1`` its gradient is that of PPO.
 
-    Gao et al. (Qwen, 2025, arXiv:2511.20347, equations 5 and 6), whose aggregation and temperatures are the defaults.
+    Gao et al. (Qwen, 2025, arXiv:2511.20347), whose aggregation and temperatures are the defaults.
 
     Args:
         logprobs: As in :func:`ppo_loss`.

@@ -61,7 +61,7 @@ def off_policy_sequence_mask(
 
     ``A_i ≥ 0 or mean_t (log μ(y_t) - log π(y_t)) ≤ threshold``
 
-    DeepSeek-V3.2 (2025, arXiv:2512.02556, equation 9); TRL's ``off_policy_mask_threshold``, slime's OPSM. A negative
+    DeepSeek-V3.2 (2025, arXiv:2512.02556); TRL's ``off_policy_mask_threshold``, slime's OPSM. A negative
     example from far off-policy teaches nothing about the present policy and may break it.
 
     Args:

@@ -245,7 +245,7 @@ def gmpo_loss(
     ``c_t = clip(log ρ_t, -ε_low, ε_high)``; ``m_t = min(log ρ_t, c_t)`` where ``A > 0``, ``max`` where ``A < 0``;
     ``mean_i -A_i exp(mean_t m_t)``.
 
-    Zhao et al. (2025, arXiv:2507.20673, equation 4). Clip widths are in log space, ``(e^-0.4, e^0.4)`` in the paper.
+    Zhao et al. (2025, arXiv:2507.20673). Clip widths are in log space, ``(e^-0.4, e^0.4)`` in the paper.
     One outlying token moves a geometric mean less than GRPO's arithmetic one.
 
     Args:

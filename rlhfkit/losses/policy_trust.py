@@ -51,7 +51,7 @@ def decoupled_ppo_loss(
 
     ``w_t = π_prox(y_t) / μ(y_t)`` bounded by :func:`importance_weights`, detached; ``ℓ_t = w_t ppo_t(π, π_prox)``.
 
-    Hilton et al. (2021, arXiv:2110.00641, equation 9), for asynchronous runs AReaL (Fu et al., 2025, arXiv:2505.24298),
+    Hilton et al. (2021, arXiv:2110.00641), for asynchronous runs AReaL (Fu et al., 2025, arXiv:2505.24298),
     which leaves tokens of weight above 5 out, as the default here does. The proximal log-probs are recomputed before
     the iteration, or guessed with :func:`log_linear_proximal_logprobs`.
 
@@ -178,7 +178,7 @@ def clip_cov_loss(
     between the bounds, ``max(1, ⌊fraction n⌋)`` of all n are drawn at random; their loss is 0 and they still count in
     the mean.
 
-    Cui et al. (2025, arXiv:2505.22617, equation 11), defaults of verl. Means and counts are those of this call, so this
+    Cui et al. (2025, arXiv:2505.22617), defaults of verl. Means and counts are those of this call, so this
     loss, by its definition, depends on how a step is split.
 
     Args:
@@ -248,7 +248,7 @@ def kl_cov_loss(
     ``ℓ_t = -ρ_t A_t``, plus ``β |log π(y_t) - log π_old(y_t)|`` for the ``max(1, ⌊fraction n⌋)`` tokens of largest
     ``cov_t = (A_t - mean A)(log π(y_t) - mean log π)``; then :func:`aggregate`.
 
-    Cui et al. (2025, arXiv:2505.22617, equation 13), defaults of verl. Means and counts are those of this call, so this
+    Cui et al. (2025, arXiv:2505.22617), defaults of verl. Means and counts are those of this call, so this
     loss, by its definition, depends on how a step is split.
 
     Args:

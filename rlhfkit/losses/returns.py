@@ -79,7 +79,7 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
 
     ``λ_i = 1 - 1 / (α l_i)``, at least 0, so that the sum of GAE's weights, ``1 / (1 - λ)``, is ``α l``.
 
-    VAPO, Yue et al. (2025, arXiv:2504.05118, equation 9).
+    VAPO, Yue et al. (2025, arXiv:2504.05118).
 
     Args:
         lengths: (B,) actions of each sequence.
@@ -167,7 +167,7 @@ def reinforce_baseline_advantages(
     ``r'_i = r_i - mean(r_group)``, then :func:`reinforce_advantages` of ``r'_i`` on the last action and
     ``-β kl_t`` on each.
 
-    Hu et al. (2025, arXiv:2501.03262, section 3.3), as OpenRLHF's ``reinforce_baseline``.
+    Hu et al. (2025, arXiv:2501.03262), as OpenRLHF's ``reinforce_baseline``.
 
     Args:
         rewards: (B,), NaN where missing: such a row has reward 0 after the baseline.
