@@ -290,7 +290,9 @@ class VLLMPool:
     def _recover(self, fleet: Fleet, sender: WeightSender) -> None:
         """Make engines whose last transfer broke off ready for another."""
         sender.close()
-        if sender.recoverable:
+        # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and takes
+        # them for those of later calls, so an engine of several processes cannot be trusted any more.
+        if sender.recoverable and self.tensor_parallel_size == 1:
             fleet.submit("abandon_update", doing="closing a broken update", timeout=self.sync_timeout).result()
         else:
             fleet.kill()
