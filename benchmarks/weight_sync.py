@@ -30,8 +30,8 @@ from rlhfkit.rollout.senders import GlooGroup, open_store
 from rlhfkit.rollout.transfer import DEFAULT_BUCKET_BYTES, ModuleWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# (hidden, intermediate, layers, key-value heads) of Llamas with a vocabulary of 32,000, untied.
-_SIZES = {1: (64, 128, 2, 1), 50: (512, 1408, 6, 4), 200: (1024, 2816, 11, 8), 500: (1280, 3456, 22, 10)}
+# Millions of parameters: hidden, intermediate, layers and key-value heads of Llamas, untied.
+_SIZES = {1: (128, 352, 4, 2), 50: (512, 1408, 6, 4), 200: (1024, 2816, 11, 8), 500: (1280, 3456, 22, 10)}
 
 
 def save_model(millions: int, dtype: torch.dtype, folder: Path) -> Any:
@@ -45,7 +45,7 @@ def save_model(millions: int, dtype: torch.dtype, folder: Path) -> Any:
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64 * (2 if millions == 1 else 1),
+        num_attention_heads=hidden // 64,
         num_key_value_heads=heads,
         max_position_embeddings=512,
         tie_word_embeddings=False,
@@ -82,7 +82,7 @@ def time_broadcast(num_bytes: int, receivers: int, repeats: int) -> list[float]:
     for process in processes:
         process.start()
     group = GlooGroup(store, "benchmark", 0, 1 + receivers, 120, "127.0.0.1")
-    block = torch.zeros(DEFAULT_BUCKET_BYTES, dtype=torch.uint8)
+    block = torch.ones(DEFAULT_BUCKET_BYTES, dtype=torch.uint8)
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -98,7 +98,7 @@ def time_broadcast(num_bytes: int, receivers: int, repeats: int) -> list[float]:
 
 def time_memcpy(num_bytes: int, repeats: int) -> list[float]:
     """Seconds of each copy into memory that has been touched before."""
-    source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -115,6 +115,7 @@ def measure(millions: int, engines: int, dtype: torch.dtype, repeats: int) -> di
         model = save_model(millions, dtype, Path(folder))
         weights = ModuleWeights(model)
         num_bytes = sum(info.num_bytes for info in weights.metadata())
+        parameters = num_bytes // dtype.itemsize
         pool = VLLMPool(num_engines=engines, kv_cache_gib=1 / 8)
         start = time.perf_counter()
         pool.start(folder, dtype=dtype)
@@ -141,7 +142,7 @@ def measure(millions: int, engines: int, dtype: torch.dtype, repeats: int) -> di
         "memcpy": time_memcpy(num_bytes, repeats),
     }
     result: dict[str, Any] = {
-        "millions_of_parameters": millions,
+        "parameters": parameters,
         "engines": engines,
         "dtype": str(dtype).removeprefix("torch."),
         "gigabytes": round(num_bytes / 1e9, 3),
