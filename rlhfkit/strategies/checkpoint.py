@@ -44,6 +44,7 @@ class EngineCheckpoints(DeepSpeedStrategy):
     engines: dict[str, "DeepSpeedEngine"]
     frozen_engines: dict[str, "DeepSpeedEngine"]
     _frozen: set[str]
+    _accumulating: set[str]
     _random_state: dict[str, Any] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -56,6 +57,11 @@ class EngineCheckpoints(DeepSpeedStrategy):
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes directories itself; storage_options are not supported.")
+        if self._accumulating:
+            rank_zero_warn(
+                "This checkpoint is saved inside an accumulation window; the gradients of the window so far are not in"
+                " it. Save after an optimizer step for an exact resume (every_n_train_steps and epoch ends are)."
+            )
         path = Path(self.broadcast(str(filepath)))
         if self.is_global_zero:
             directory.start(path)

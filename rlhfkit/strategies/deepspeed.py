@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers, _MockOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,21 +23,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhfkit.strategies import rendezvous
+from rlhfkit.strategies.building import place_others, require_known_children, training_engines
 from rlhfkit.strategies.checkpoint import EngineCheckpoints
 from rlhfkit.strategies.engines import (
     EngineOptimizer,
     backward_through,
-    create_engine,
     engine_config,
-    place_frozen,
     require_unmanaged_accumulation,
-    split_optimizer,
-    tag_outputs,
 )
 from rlhfkit.strategies.gradients import clip_next_step, discard_gradients, measured_norm
-from rlhfkit.strategies.ownership import groups_by_child
 from rlhfkit.strategies.precision import EnginePrecision
-from rlhfkit.strategies.sharding import full_parameters, hugging_face_sharding, state_of
+from rlhfkit.strategies.sharding import full_parameters, hugging_face_sharding, state_of, unshard
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -183,64 +179,24 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             tensor.data = tensor.data.to(self.root_device)
 
+        for name, child in module.named_children():
+            if self._stage_of(name) != 3:
+                unshard(child)  # built in shards, or left so by an earlier run; nothing to do otherwise
+
         self.optimizers, self.lr_scheduler_configs = [], []
         if trainer.state.fn == TrainerFn.FITTING:
-            self._setup_training(module)
-        self._setup_frozen(module)
+            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+            require_known_children(module, self.engine_configs)
+            self.engines, made = training_engines(module, optimizers, self.config_of, self.root_device)
+            self.optimizers = [EngineOptimizer(base, engines, self.discard_gradients) for base, engines in made]
+        rest = {name for name, _ in module.named_children() if name not in self.engines}
+        self._frozen, self.frozen_engines = place_others(
+            module, rest, self.config_of, self.root_device, self._training_dtype
+        )
         for name, engine in {**self.engines, **self.frozen_engines}.items():
             module._modules[name] = engine
         self._set_deepspeed_activation_checkpointing()
         self.barrier()
-
-    def _setup_training(self, module: pl.LightningModule) -> None:
-        optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        owned: list[dict[str, list[dict[str, Any]]]] = []
-        for optimizer in optimizers:
-            if isinstance(optimizer, _MockOptimizer):
-                raise MisconfigurationException(
-                    f"{type(module).__name__}.configure_optimizers returned no optimizer; there is nothing to train."
-                )
-            children = groups_by_child(module, optimizer)
-            taken = {name for earlier in owned for name in earlier} & set(children)
-            if taken:
-                raise MisconfigurationException(
-                    f"Two optimizers update the child '{min(taken)}'; one DeepSpeed engine has one optimizer."
-                )
-            owned.append(children)
-        unknown = set(self.engine_configs) - {name for name, _ in module.named_children()}
-        if unknown:
-            raise MisconfigurationException(
-                f"engine_configs names {sorted(unknown)}, but the children of {type(module).__name__} are"
-                f" {[name for name, _ in module.named_children()]}."
-            )
-        facades: list[Optimizer] = []
-        for optimizer, children in zip(optimizers, owned, strict=True):
-            made = {}
-            for name, groups in children.items():
-                part = split_optimizer(optimizer, groups)
-                made[name] = create_engine(
-                    module.get_submodule(name), self.config_of(name, trainable=True), part, self.root_device
-                )
-                tag_outputs(made[name], name)
-            self.engines.update(made)
-            facades.append(EngineOptimizer(optimizer, made, self.discard_gradients))
-        self.optimizers = facades
-
-    def _setup_frozen(self, module: pl.LightningModule) -> None:
-        """Sharded inference engines or plain placement for all children that are not trained in this run."""
-        self._frozen = set()
-        for name, child in module.named_children():
-            if name in self.engines:
-                continue
-            if next(child.parameters(), None) is None:  # metrics and the like
-                child.to(self.root_device)
-                continue
-            self._frozen.add(name)
-            config = self.config_of(name, trainable=False)
-            if "zero_optimization" in config:
-                self.frozen_engines[name] = create_engine(child, config, None, self.root_device)
-            else:
-                place_frozen(child, self.root_device, self._training_dtype)
 
     @property
     def _training_dtype(self) -> torch.dtype | None:
@@ -251,6 +207,9 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
         """The complete DeepSpeed configuration of one child, after the Trainer has set the precision."""
         assert isinstance(self.config, dict)
         return engine_config(self.config, self.engine_configs.get(child, {}), trainable=trainable)
+
+    def _stage_of(self, child: str) -> int:
+        return int(self.config_of(child, trainable=True)["zero_optimization"].get("stage", 0))
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
         """Lightning's version puts the Trainer's window into DeepSpeed's configuration; here the Trainer keeps it."""
@@ -377,12 +336,14 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
         return next(iter(self.engines.values()))
 
     def teardown(self) -> None:
-        """Put the raw children back. At stage 3 their parameters stay sharded."""
+        """Put the raw children back. At stage 3 on several ranks their parameters stay sharded: they may not fit."""
         module = self.lightning_module
         for name, engine in {**self.engines, **self.frozen_engines}.items():
             if module is not None and module._modules.get(name) is engine:
                 module._modules[name] = engine.__dict__["module"]  # the raw child
             engine.destroy()
+            if self.world_size == 1:
+                unshard(engine.module)
         self.engines, self.frozen_engines = {}, {}
         self._accumulating = set()
         self.optimizers = []  # their state belongs to the engines; Lightning would move it

@@ -1,19 +1,14 @@
 """DeepSpeed engines for the children of a LightningModule: configuration, creation, backward, optimizer facade."""
 
-import argparse
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from rlhfkit.strategies.gradients import clip_next_step, undo_initial_step
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -80,46 +75,6 @@ def engine_config(base: Mapping[str, Any], overrides: Mapping[str, Any], *, trai
         if zero.get("stage") != 3:
             config.pop("zero_optimization")
     return config
-
-
-def split_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and settings over some of ``optimizer``'s groups, sharing the group dictionaries.
-
-    The class is not called again: its constructor may take other arguments than ``optimizer.defaults`` holds.
-    """
-    if len(groups) == len(optimizer.param_groups):
-        return optimizer
-    part = object.__new__(type(optimizer))
-    # `step` is left out: a learning-rate scheduler binds a counting wrapper of it to the original instance.
-    part.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    part.param_groups = groups
-    part.state = defaultdict(dict)
-    return part
-
-
-def create_engine(
-    child: nn.Module, config: dict[str, Any], optimizer: Optimizer | None, device: torch.device
-) -> "DeepSpeedEngine":
-    """Wrap a child module into a DeepSpeed engine: a training engine with an optimizer, an inference engine without."""
-    import deepspeed
-
-    arguments: dict[str, Any] = {}
-    if optimizer is not None:
-        arguments = {
-            "optimizer": optimizer,
-            "model_parameters": [p for group in optimizer.param_groups for p in group["params"]],
-        }
-    if device.type != "cpu":
-        arguments["args"] = argparse.Namespace(device_rank=device.index)
-    training = child.training
-    engine, *_ = deepspeed.initialize(model=child, config=config, dist_init_required=False, **arguments)
-    if optimizer is not None and engine.managed_gradient_accumulation():
-        raise RuntimeError("DeepSpeed ignored 'managed_gradient_accumulation': false; update it to 0.19.8 or later.")
-    if optimizer is not None:
-        undo_initial_step(engine)
-        clip_next_step(engine, 0.0)
-    engine.train(training)
-    return engine
 
 
 def tag_outputs(engine: nn.Module, name: str) -> None:
@@ -262,24 +217,3 @@ class EngineOptimizer(Optimizer):
     def mark_stepped(self) -> None:
         """Tell a scheduler on the original optimizer that a step happened; else it warns about a wrong call order."""
         self.base._opt_called = True  # type: ignore[attr-defined]
-
-
-def place_frozen(child: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move a frozen child that has no engine to the device, cast as DeepSpeed would, equal on all ranks.
-
-    Only parameters are cast: buffers (for example rotary frequencies) stay in their precision. Reference and policy
-    then compute in the same precision, so they agree exactly before the first update.
-
-    Args:
-        child: Module without an engine.
-        device: Of this rank.
-        dtype: The training precision, None to leave parameters as they are.
-    """
-    if dtype is not None:
-        for parameter in child.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-    child.to(device)
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        for tensor in (*child.parameters(), *child.buffers()):
-            torch.distributed.broadcast(tensor.data, src=0)

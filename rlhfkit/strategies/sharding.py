@@ -51,6 +51,28 @@ def full_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
 
 
+def unshard(module: nn.Module) -> None:
+    """Turn sharded parameters back into ordinary ones with their full values on every rank. Collective.
+
+    For a child that was built sharded (or comes from an earlier run at stage 3) and is to be used without ZeRO 3.
+    Parameters are new objects afterwards, on the CPU; tied ones stay tied.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for submodule in module.modules():
+        own = [p for p in submodule._parameters.values() if p is not None and is_sharded(p)]
+        if not own:
+            continue
+        with full_parameters(own):
+            for parameter in own:
+                if id(parameter) not in replaced:
+                    full = parameter.detach().to("cpu", copy=True)
+                    replaced[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+        # An engine has put a dictionary here that gathers parameters on access.
+        submodule.__dict__["_parameters"] = {
+            name: replaced.get(id(parameter), parameter) for name, parameter in submodule._parameters.items()
+        }
+
+
 def state_of(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """The full state dictionary of a module on the CPU, gathered one submodule at a time. Collective.
 

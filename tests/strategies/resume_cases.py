@@ -1,5 +1,7 @@
 """What one rank runs for the checkpoint tests."""
 
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from parity_cases import RANK, RANKS, Spy, difference, weight_difference
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
+from rlhfkit.strategies import directory
+from rlhfkit.strategies.directory import CheckpointError
 
 
 class SaveAt(toys.pl.Callback):
@@ -34,22 +38,91 @@ def run(
     return module, spy
 
 
-def resume(folder: Path, model: str, stages: list[int], precision: str = "32-true") -> dict[str, Any]:
+def resume(folder: Path, model: str, stages: list[int], precisions: list[str]) -> dict[str, Any]:
     """Straight runs against stopped and resumed ones, at the end and in the middle of an epoch."""
     report = {}
-    options = {"trainer": {"precision": precision}}
-    for stage in stages:
-        name, place = f"rlhf_zero{stage}", folder / f"stage{stage}"
+    for stage, precision in ((s, p) for s in stages for p in precisions if p == "32-true" or s < 2):
+        options = {"trainer": {"precision": precision}}
+        name, place = f"rlhf_zero{stage}", folder / f"stage{stage}-{precision}"
         straight, kept = run(name, model, 2, [SaveAt(4, place / "middle.ckpt")], **options)
         saver = ModelCheckpoint(dirpath=place, filename="end", save_on_train_epoch_end=True)
         run(name, model, 1, [saver], **options | {"trainer": options["trainer"] | {"enable_checkpointing": True}})
         for moment, done in (("end", 6), ("middle", 4)):
             resumed, spy = run(name, model, 2, [], place / f"{moment}.ckpt", **options)
-            report[f"stage {stage}, {moment}"] = {
+            report[f"stage {stage}, {precision}, {moment}"] = {
                 "loss": difference(resumed.losses, straight.losses[done:]),
                 "rates_equal": resumed.learning_rates == straight.learning_rates[done:],
                 "weight": weight_difference(spy.weights, kept.weights) if RANK == 0 else 0.0,
                 "files": sorted(p.name for p in (place / f"{moment}.ckpt").iterdir()),
                 "best": saver.best_model_path,
             }
+        report[f"stage {stage}, {precision}, evaluation"] = {
+            "validation": validate(name, model, precision, place / "end.ckpt"),
+            "next_loss": straight.losses[6],
+        }
     return report
+
+
+def validate(strategy: str, model: str, precision: str, path: Path) -> float:
+    """Validation loss of a checkpoint on the batch that training would see next, without dropout."""
+    module = toys.Toy(model, critic=True, reference=True)
+    data = toys.ShareLoader(toys.global_batches(1), RANK, RANKS)
+    trainer = toys.trainer(strategy, RANKS, precision=precision)
+    return trainer.validate(module, data, ckpt_path=path, verbose=False)[0]["validation_loss"]
+
+
+def damage(folder: Path, model: str, place: str) -> dict[str, Any]:
+    """What happens to bad input: a flipped byte, another number of ranks, another stage, no checkpoint at all."""
+    source = Path(place)
+    report = {"ranks": problem("rlhf_zero3", model, source / "stage3-32-true" / "end.ckpt")} if RANKS == 1 else {}
+    if RANKS == 1:
+        report["validation"] = validate("rlhf_zero3", model, "32-true", source / "stage3-32-true" / "end.ckpt")
+        return report
+    two = source / "stage2-32-true"
+    report["stage"] = problem("rlhf_zero3", model, two / "end.ckpt")
+    report["file"] = problem("rlhf_zero2", model, Path(model) / "config.json")
+    file = two / "end.ckpt" / "policy" / "checkpoint" / "mp_rank_00_model_states.pt"
+    if RANK == 0:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed, _ = run("rlhf_zero2", model, 2, [], two / "end.ckpt")
+    report["losses"] = len(resumed.losses)
+    report["warnings"] = [str(w.message) for w in caught if "damaged" in str(w.message)]
+    return report
+
+
+def problem(strategy: str, model: str, path: Path) -> str:
+    """The error of a resume that cannot work."""
+    try:
+        run(strategy, model, 2, [], path)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+class SaveAlways(toys.pl.Callback):
+    """Overwrites one checkpoint after every step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def save_for_ever(folder: Path, model: str, place: str) -> None:
+    """Train and save until killed."""
+    run("rlhf_zero2", model, 10_000, [SaveAlways(Path(place) / "last.ckpt")], trainer={"accumulate_grad_batches": 1})
+
+
+def continue_run(folder: Path, model: str, place: str) -> list[int]:
+    """Load what a killed run has left, train one more epoch, keep one checkpoint."""
+    path, kept = Path(place) / "last.ckpt", Path(place) / "kept"
+    step = json.loads((directory.usable(path)[0] / "manifest.json").read_text())["global_step"]
+    saver = ModelCheckpoint(dirpath=kept, every_n_train_steps=2, save_top_k=1, monitor=None)
+    settings = {"accumulate_grad_batches": 1, "enable_checkpointing": True}
+    run("rlhf_zero2", model, step // 6 + 2, [saver], path, trainer=settings)
+    return [step, len(list(kept.iterdir()))]

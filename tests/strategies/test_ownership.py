@@ -5,7 +5,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from rlhfkit.strategies.engines import engine_config, split_optimizer
+from rlhfkit.strategies.building import split_optimizer
+from rlhfkit.strategies.engines import engine_config
 from rlhfkit.strategies.ownership import groups_by_child
 
 

@@ -1,0 +1,22 @@
+"""Scripts that users start themselves: plainly, or with torchrun. Prints one JSON line on rank 0."""
+
+import json
+import sys
+
+import toys
+
+import rlhfkit.strategies  # noqa: F401  (registers the names)
+
+
+def main(model: str) -> None:
+    """Two ranks; the Trainer finds or starts them."""
+    module = toys.Toy(model)
+    trainer = toys.trainer("rlhf_zero2", 2, enable_model_summary=False)
+    rank = trainer.global_rank
+    trainer.fit(module, toys.ShareLoader(toys.global_batches(3), rank, 2))
+    if trainer.is_global_zero:
+        print(json.dumps({"losses": module.losses, "world_size": trainer.world_size}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,108 @@
+"""Stopped and resumed is bitwise the straight run; damage is found and named; a killed save loses nothing."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+from rlhfkit.strategies import RLHFDeepSpeedStrategy, directory
+
+pytestmark = pytest.mark.distributed
+STAGES, PRECISIONS = [0, 1, 2, 3], ["32-true", "bf16-true"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: Any) -> Path:
+    """Where the checkpoints of this module lie."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def report(place: Path, model_folder: str) -> dict[str, Any]:
+    """Straight and resumed runs with two engines, a frozen reference, dropout, accumulation and a schedule."""
+    arguments = {"model": model_folder, "stages": STAGES, "precisions": PRECISIONS}
+    results = ranks.run("resume_cases:resume", 2, place, **arguments)
+    for case, values in results[1].items():
+        if "loss" in values:
+            results[0][case]["loss"] = max(values["loss"], results[0][case]["loss"])
+    return results[0]
+
+
+@pytest.mark.parametrize("moment", ["end", "middle"])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [*((s, "32-true") for s in STAGES), (0, "bf16-true"), (1, "bf16-true")]
+)
+def test_resume_is_bitwise_the_straight_run(report: dict[str, Any], stage: int, precision: str, moment: str) -> None:
+    values = report[f"stage {stage}, {precision}, {moment}"]
+    assert values["loss"] == 0.0
+    assert values["weight"] == 0.0
+    assert values["rates_equal"]
+
+
+def test_frozen_children_are_not_saved_and_every_rank_has_its_file(report: dict[str, Any]) -> None:
+    for case, values in report.items():
+        if "files" in values:
+            assert values["files"] == ["critic", "manifest.json", "policy", "rank_00000.pt", "rank_00001.pt"], case
+            assert values["best"].endswith("end.ckpt")
+
+
+def test_evaluation_of_a_checkpoint_is_the_same_from_every_stage(report: dict[str, Any]) -> None:
+    losses = [report[f"stage {stage}, 32-true, evaluation"]["validation"] for stage in STAGES]
+    assert losses == pytest.approx([losses[0]] * 4, abs=2e-6)
+    # Training has moved the weights: the untrained loss of this batch is 4.02.
+    assert losses[0] < 3.95
+
+
+def test_damage_and_mismatch_are_named_and_the_previous_checkpoint_is_used(
+    report: dict[str, Any], place: Path, tmp_path: Path, model_folder: str
+) -> None:
+    one = ranks.run("resume_cases:damage", 1, tmp_path / "one", model=model_folder, place=str(place))[0]
+    assert "was saved by 2 rank(s) and this run has 1" in one["ranks"]
+    expected = report["stage 3, 32-true, evaluation"]["validation"]
+    assert one["validation"] == pytest.approx(expected, abs=1e-6), "weights load on any number of ranks"
+
+    results = ranks.run("resume_cases:damage", 2, tmp_path / "two", model=model_folder, place=str(place))
+    for values in results:  # the same error on every rank, and no hang
+        assert "saved at ZeRO stage 2 and this run uses 3" in values["stage"]
+        assert "is a file, not a checkpoint directory" in values["file"]
+        assert values["losses"] == 8, "resumed from the middle (4 of 12 batches done), not from the end (6)"
+    (warning,) = results[0]["warnings"]
+    assert "mp_rank_00_model_states.pt have changed" in warning
+    assert "middle.ckpt" in warning
+
+
+def test_a_real_run_killed_while_saving_resumes(tmp_path: Path, model_folder: str) -> None:
+    place = tmp_path / "run"
+    processes = ranks.start("resume_cases:save_for_ever", 2, tmp_path / "a", model=model_folder, place=str(place))
+    try:
+        deadline = time.monotonic() + 100
+        while not (place / "last.ckpt").exists():
+            assert time.monotonic() < deadline, (tmp_path / "a" / "rank_0.log").read_text()[-3000:]
+            time.sleep(0.02)
+        time.sleep(random.uniform(0.5, 1.5))
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+    finally:
+        ranks.stop(processes)
+    (step, kept), *_ = ranks.run("resume_cases:continue_run", 2, tmp_path / "b", model=model_folder, place=str(place))
+    assert step >= 1
+    assert kept == 1, "ModelCheckpoint(save_top_k=1) keeps one"
+
+
+def test_the_last_complete_checkpoint_is_never_deleted(tmp_path: Path) -> None:
+    strategy = RLHFDeepSpeedStrategy(stage=0)
+    for name in ("a.ckpt", "b.ckpt"):
+        folder = directory.start(tmp_path / name)
+        (folder / "rank_00000.pt").write_text(name)
+        directory.publish(tmp_path / name, directory.seal(folder, ["rank_00000.pt"]), {"saved_at": 0.0})
+    (tmp_path / "b.ckpt" / "rank_00000.pt").unlink()
+    with pytest.warns(UserWarning, match="only complete checkpoint"):
+        strategy.remove_checkpoint(tmp_path / "a.ckpt")
+    assert directory.verify(tmp_path / "a.ckpt")
+    strategy.remove_checkpoint(tmp_path / "b.ckpt")  # the broken one may go
+    assert os.listdir(tmp_path) == ["a.ckpt"]

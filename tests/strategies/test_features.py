@@ -1,0 +1,57 @@
+"""Stages per child, offloading, models built in shards, LoRA, export: on two ranks, against plain Lightning."""
+
+from typing import Any
+
+import pytest
+import ranks
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: Any, model_folder: str, tied_model_folder: str) -> dict[str, Any]:
+    """Everything in one launch."""
+    folder = tmp_path_factory.mktemp("features")
+    return ranks.run("feature_cases:everything", 2, folder, model=model_folder, tied=tied_model_folder)[0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "policy 3, critic 1, reference plain",
+        "policy 2, critic 3, reference 3",
+        "reference offloaded",
+        "partitions within nodes",
+        "rlhf_zero1_offload",
+        "rlhf_zero2_offload",
+        "rlhf_zero3_offload",
+    ],
+)
+def test_mixed_stages_and_offloading_train_like_plain_lightning(report: dict[str, Any], case: str) -> None:
+    loss, weight = report["equal"][case]
+    assert loss <= 1e-6
+    assert weight <= 1e-6
+
+
+def test_at_stage_3_no_rank_ever_holds_a_whole_model(report: dict[str, Any]) -> None:
+    assert report["sharded"] == {"built": [0, 0], "after_step": 0}
+
+
+def test_one_module_is_trained_at_several_stages_in_turn(report: dict[str, Any]) -> None:
+    difference, moved = report["stages"]
+    assert moved > 0.5
+    assert difference <= 2e-6  # four fits, each within 1e-6 at most of its start
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_lora_saves_adapters_only_and_resumes_bitwise(report: dict[str, Any], stage: int) -> None:
+    values = report["adapters"][str(stage)]
+    assert values["moved"]
+    assert values["saved_base"] == []
+    assert (values["loss"], values["weight"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+def test_exported_weights_load_in_transformers(report: dict[str, Any], kind: str, stage: int) -> None:
+    assert report["export"][f"{kind}, stage {stage}"] <= 1e-6

@@ -1,0 +1,110 @@
+"""Starting: names in the registry, plain scripts, torchrun, ranks that do not come, locks of interrupted builds."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from rlhfkit.strategies import RLHFDeepSpeedStrategy, rendezvous
+
+SCRIPT = Path(__file__).with_name("launch_cases.py")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("starter", ["python", "torchrun"])
+def test_two_ranks_from_a_script(starter: str, tmp_path: Path, model_folder: str) -> None:
+    port = str(ranks.free_port())
+    environment = ranks.rank_environment(0, 2, int(port), tmp_path)
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+        environment.pop(name)
+    command = [sys.executable, str(SCRIPT), model_folder]
+    if starter == "torchrun":
+        command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    process = subprocess.Popen(
+        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output = process.communicate(timeout=120)[0].decode()
+    finally:
+        ranks.stop([process])
+    (line,) = [line for line in output.splitlines() if line.startswith('{"losses"')] or [output[-3000:]]
+    result = json.loads(line)
+    assert result["world_size"] == 2
+    # The first loss is that of the untrained model on the whole batch, whoever starts the ranks.
+    assert result["losses"][0] == pytest.approx(4.0216, abs=1e-3)
+    assert result["losses"][2] != result["losses"][0]
+
+
+def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"rank 0 of 3 waited 1 s at 127\.0\.0\.1:\d+ for rank\(s\) 1, 2 to join"):
+        rendezvous.join_process_group(
+            "gloo", rank=0, world_size=3, address="127.0.0.1", port=ranks.free_port(), init_timeout=1.0, timeout=None
+        )
+    assert time.monotonic() - started < 10
+    assert not dist.is_initialized()
+
+
+def test_only_ranks_that_did_not_join_are_missing() -> None:
+    store = dist.HashStore()
+    for rank in (0, 2):
+        store.set(f"joined/{rank}", "")
+    assert rendezvous.wait_for_ranks(store, 4, 0.2) == [1, 3]
+    assert rendezvous.wait_for_ranks(store, 1, 0.2) == []
+
+
+def test_an_old_build_lock_is_found_and_a_running_build_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name, age in (("cpu_adam", 3600), ("shm_comm", 5)):
+        (tmp_path / name).mkdir()
+        lock = tmp_path / name / "lock"
+        lock.touch()
+        os.utime(lock, (time.time() - age,) * 2)
+    assert rendezvous.extension_locks() == [tmp_path / "cpu_adam" / "lock"]
+
+
+def test_importing_the_strategies_registers_names_without_deepspeed() -> None:
+    code = (
+        "import sys, rlhfkit.strategies; from lightning.pytorch.strategies import StrategyRegistry as r;"
+        "print('deepspeed' in sys.modules, sorted(n for n in r if n.startswith('rlhf_')))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    ).stdout
+    names = ["rlhf_zero0", "rlhf_zero1", "rlhf_zero1_offload", "rlhf_zero2", "rlhf_zero2_offload", "rlhf_zero3"]
+    assert output.strip() == f"False {[*names, 'rlhf_zero3_offload']}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stage": 4}, "stage must be 0, 1, 2 or 3, got 4"),
+        ({"init_timeout": 0}, "init_timeout must be a positive number"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RLHFDeepSpeedStrategy(**arguments)
+
+
+def test_missing_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"rlhfkit\[deepspeed\]"):
+        RLHFDeepSpeedStrategy()
+
+
+def test_the_precision_plugin_leaves_batches_alone() -> None:
+    import lightning as L
+
+    trainer = L.Trainer(strategy="rlhf_zero2", accelerator="cpu", devices=1, precision="bf16-true", logger=False)
+    batch = {"advantages": torch.ones(2)}
+    assert trainer.precision_plugin.convert_input(batch)["advantages"].dtype == torch.float32
