@@ -88,7 +88,7 @@ def main() -> None:
     """Entry point of one rank."""
     function, folder, arguments = sys.argv[1:]
     module, name = function.split(":")
-    sys.path.insert(0, str(FOLDER))
+    sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
     value = getattr(importlib.import_module(module), name)(folder=Path(folder), **json.loads(arguments))
     (Path(folder) / f"result_{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(value))
 

@@ -1,0 +1,137 @@
+"""Bad input: one clear error that names the value, the rule and the cure, before anything is half done."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rl_runs import digits, setup_run
+
+from rlhfkit import GRPOModule, LocalEngine, RolloutCallback, Sample, SamplingSpec, SFTModule
+
+
+def fails(tmp_path: Path, error: type[Exception], match: str, **arguments: Any) -> RolloutCallback:
+    trainer, module, data, rollouts = setup_run(tmp_path, **arguments)
+    with pytest.raises(error, match=match):
+        trainer.fit(module, data)
+    assert trainer.global_step == 0
+    return rollouts
+
+
+def callback(reward: Any = digits, **arguments: Any) -> RolloutCallback:
+    sampling = SamplingSpec(**({"group_size": 4, "max_new_tokens": 8} | arguments.pop("sampling", {})))
+    return RolloutCallback(reward, sampling=sampling, **arguments)
+
+
+def test_group_of_one(tmp_path: Path) -> None:
+    rollouts = callback(sampling={"group_size": 1})
+    fails(
+        tmp_path, ValueError, r"group_size=1 every advantage is 0: use SamplingSpec\(group_size=2\)", rollouts=rollouts
+    )
+
+
+def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
+    fails(
+        tmp_path,
+        ValueError,
+        r"8 \* group_size 4 = 32 .* micro_batch_size 5 \* accumulate_grad_batches 2 \* world_size 1 = 10",
+        data_arguments={"micro_batch_size": 5},
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "match"),
+    [
+        (lambda samples: [1.0] * (len(samples) - 1), "31"),
+        (lambda samples: [math.nan] * len(samples), "nan"),
+        (lambda samples: ["good"] * len(samples), "good"),
+        (lambda samples: 1.0, "float"),
+    ],
+    ids=["wrong count", "NaN", "text", "no list"],
+)
+def test_rewards_that_return_nonsense(tmp_path: Path, reward: Any, match: str) -> None:
+    fails(tmp_path, (ValueError, TypeError), match, rollouts=callback(reward))  # type: ignore[arg-type]
+
+
+def test_a_reward_that_raises_is_passed_on(tmp_path: Path) -> None:
+    def broken(samples: Sequence[Sample]) -> list[float]:
+        raise ZeroDivisionError("on purpose")
+
+    fails(tmp_path, ZeroDivisionError, "on purpose", rollouts=callback(broken))
+
+
+def test_a_tampered_transfer_is_caught_and_nothing_is_sampled(tmp_path: Path) -> None:
+    class Tampered(LocalEngine):
+        generated = 0
+
+        def load(self, weights: Any, version: int) -> None:
+            super().load(weights, version)
+            next(self._model.parameters()).data[5:40] += 0.3  # type: ignore[union-attr]
+
+        def generate(self, *arguments: Any, **keywords: Any) -> list[Sample]:
+            self.generated += 1
+            return super().generate(*arguments, **keywords)
+
+    engine = Tampered()
+    fails(tmp_path, RuntimeError, "log-probs differ from the trainer's by", rollouts=callback(engine=engine))
+    assert engine.generated == 0
+    assert engine.version is None
+
+
+def test_module_without_prepare(tmp_path: Path) -> None:
+    fails(
+        tmp_path,
+        TypeError,
+        r"SFTModule has no prepare\(\); an SFTModule needs no RolloutCallback",
+        module=SFTModule,  # type: ignore[arg-type]
+    )
+
+
+def test_no_rollout_callback(tmp_path: Path) -> None:
+    trainer, module, data, _ = setup_run(tmp_path)
+    trainer.callbacks = []  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"exactly one callback that collects experience, .* found none"):
+        trainer.fit(module, data)
+
+
+def test_no_datamodule(tmp_path: Path) -> None:
+    trainer, module, _, _ = setup_run(tmp_path)
+    with pytest.raises(TypeError, match="takes its prompts from a DataModule"):
+        trainer.fit(module, train_dataloaders=torch.utils.data.DataLoader([1, 2]))
+
+
+def test_limits_that_throw_samples_away(tmp_path: Path) -> None:
+    fails(tmp_path, ValueError, "limit_train_batches=2 would throw generated samples away", limit_train_batches=2)
+
+
+def test_prompts_that_do_not_fit_the_context(tmp_path: Path) -> None:
+    rollouts = callback(sampling={"max_new_tokens": 600})
+    fails(tmp_path, ValueError, r"max_new_tokens is 600, but the model's context is 512", rollouts=rollouts)
+
+
+def test_things_that_are_not_what_they_should_be() -> None:
+    with pytest.raises(TypeError, match="reward must be callable on a list of samples, got str"):
+        RolloutCallback("exact_match")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"engine must implement rlhfkit\.rollout\.RolloutEngine, got dict"):
+        RolloutCallback(digits, engine={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"lr": 0.0}, "lr must be positive, got 0.0"),
+        ({"lr_schedule": "cosinus"}, "lr_schedule must be one of constant, linear, cosine, got 'cosinus'"),
+        ({"kl_coef": -1.0}, "kl_coef must be 0"),
+        ({"clip_low": 1.5}, "clip_low"),
+        ({"aggregation": "mean"}, "got 'mean'"),
+        ({"advantage_scale": "std"}, "got 'std'"),
+        ({"kl_coef": 0.1, "kl_estimator": "k9"}, "got 'k9'"),
+        ({"aggregation": "constant-length"}, "max_length"),
+        ({"max_tokens_per_forward": 0}, "max_tokens_per_forward must be at least 1, got 0"),
+    ],
+)
+def test_knobs_are_checked_when_the_module_is_made(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        GRPOModule("anywhere", **arguments)

@@ -1,0 +1,133 @@
+"""Small complete runs of reinforcement learning, for tests: a random tiny model is rewarded for writing digits."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from tiny_models import tiny_model
+
+from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+
+
+def digits(samples: Sequence[Sample]) -> list[float]:
+    """Share of digits among eight characters."""
+    return [sum(character.isdigit() for character in sample.text) / 8 for sample in samples]
+
+
+class PlainSGD(GRPOModule):
+    """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+
+
+def prompts_file(folder: Path, rows: int = 40) -> str:
+    """Additions as JSON lines."""
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(rows)))
+    return str(path)
+
+
+def setup_run(
+    folder: Path,
+    *,
+    module: Callable[..., GRPOModule] = GRPOModule,
+    module_arguments: dict[str, Any] | None = None,
+    data_arguments: dict[str, Any] | None = None,
+    rollouts: RolloutCallback | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    **trainer_arguments: Any,
+) -> tuple[L.Trainer, GRPOModule, PromptDataModule, RolloutCallback]:
+    """Trainer, module, data and callback: 8 prompts x 4 samples in two updates of two micro-batches unless told."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = folder / "model"
+    if not model.exists():
+        tiny_model(model)
+    made = module(str(model), **({"lr": 1e-3} | (module_arguments or {})))
+    data = PromptDataModule(
+        prompts_file(folder),
+        answer="answer",
+        **({"rollout_batch_size": 8, "micro_batch_size": 8} | (data_arguments or {})),
+    )
+    rollouts = rollouts or RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+    trainer = L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 2,
+            "accumulate_grad_batches": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(folder),
+            "callbacks": [rollouts, *callbacks],
+        }
+        | trainer_arguments
+    )
+    return trainer, made, data, rollouts
+
+
+def weights(module: GRPOModule) -> dict[str, torch.Tensor]:
+    """The policy's weights."""
+    return {name: tensor.detach().clone() for name, tensor in module.policy.state_dict().items()}
+
+
+def train_on_ranks(folder: Path, strategies: list[str], ranks: int) -> dict[str, Any]:
+    """Entry point of a rank: the same run under each strategy; its metrics, samples and weights."""
+    results: dict[str, Any] = {}
+    for strategy in strategies:
+        trainer, module, data, rollouts = setup_run(
+            folder / f"{strategy}_{ranks}",
+            module=PlainSGD,
+            module_arguments={"lr": 0.05, "kl_coef": 0.01},
+            data_arguments={"micro_batch_size": 8 // ranks},
+            strategy=strategy,
+            devices=ranks,
+            use_distributed_sampler=False,
+        )
+        total: list[float] = []
+        tokens: list[list[int]] = []
+
+        class Keep(L.Callback):
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                tokens.extend(sample.token_ids for sample in rollouts.samples)  # noqa: B023
+
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                from rlhfkit.rollout import ModuleWeights
+
+                total.extend(float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(pl_module.policy))  # noqa: B023
+
+        trainer.callbacks.append(Keep())
+        trainer.fit(module, data)
+        results[strategy] = {
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "tokens": tokens,
+            "weights": total,
+            "steps": trainer.global_step,
+        }
+    return results
+
+
+def fail_on_one_rank(folder: Path) -> str:
+    """Entry point of a rank: the reward raises on rank 0 only; every rank must end with an error that says so."""
+
+    def broken(samples: Sequence[Sample]) -> list[float]:
+        import os
+
+        if os.environ["LOCAL_RANK"] == "0":
+            raise ArithmeticError("the reward is broken")
+        return digits(samples)
+
+    rollouts = RolloutCallback(broken, sampling=SamplingSpec(group_size=4, max_new_tokens=4))
+    trainer, module, data, _ = setup_run(
+        folder / "broken", rollouts=rollouts, strategy="ddp", devices=2, data_arguments={"micro_batch_size": 4}
+    )
+    try:
+        trainer.fit(module, data)
+    except Exception as error:  # the test reads what each rank says
+        return f"{type(error).__name__}: {error}"
+    return "no error"
