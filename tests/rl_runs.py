@@ -1,6 +1,7 @@
 """Small complete runs of reinforcement learning, for tests: a random tiny model is rewarded for writing digits."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,17 +77,17 @@ def weights(module: GRPOModule) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.policy.state_dict().items()}
 
 
-def train_on_ranks(folder: Path, strategies: list[str], ranks: int) -> dict[str, Any]:
+def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str, Any]:
     """Entry point of a rank: the same run under each strategy; its metrics, samples and weights."""
     results: dict[str, Any] = {}
     for strategy in strategies:
         trainer, module, data, rollouts = setup_run(
-            folder / f"{strategy}_{ranks}",
+            folder / f"rank{os.environ['LOCAL_RANK']}",  # ranks must not write the same model
             module=PlainSGD,
             module_arguments={"lr": 0.05, "kl_coef": 0.01},
-            data_arguments={"micro_batch_size": 8 // ranks},
+            data_arguments={"micro_batch_size": 8 // world},
             strategy=strategy,
-            devices=ranks,
+            devices=world,
             use_distributed_sampler=False,
         )
         total: list[float] = []
@@ -116,15 +117,17 @@ def fail_on_one_rank(folder: Path) -> str:
     """Entry point of a rank: the reward raises on rank 0 only; every rank must end with an error that says so."""
 
     def broken(samples: Sequence[Sample]) -> list[float]:
-        import os
-
         if os.environ["LOCAL_RANK"] == "0":
             raise ArithmeticError("the reward is broken")
         return digits(samples)
 
     rollouts = RolloutCallback(broken, sampling=SamplingSpec(group_size=4, max_new_tokens=4))
     trainer, module, data, _ = setup_run(
-        folder / "broken", rollouts=rollouts, strategy="ddp", devices=2, data_arguments={"micro_batch_size": 4}
+        folder / f"rank{os.environ['LOCAL_RANK']}",
+        rollouts=rollouts,
+        strategy="ddp",
+        devices=2,
+        data_arguments={"micro_batch_size": 4},
     )
     try:
         trainer.fit(module, data)
