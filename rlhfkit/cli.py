@@ -70,6 +70,7 @@ def run(arguments: Sequence[str]) -> Any:
 
     from rlhfkit.strategies import register
 
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # this function is that use
     # Lightning 2.6.6 calls a pytree test that torch 2.13 deprecates, once per process.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     register()

@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 
 
 def imitate(folder: Path) -> Path:
-    """Supervised fine-tuning to a mediocre start: it ends as soon as the validation loss falls below 0.65 nats."""
+    """Supervised fine-tuning to a mediocre start: it ends as soon as the validation loss falls below 0.57 nats."""
     module = SFTModule(str(folder / "model"), lr=2e-3, warmup_steps=50)
     data = SFTDataModule(
         str(folder / "demonstrations.jsonl"),
@@ -46,7 +46,7 @@ def imitate(folder: Path) -> Path:
         micro_batch_size=64,
         max_length=64,
     )
-    mediocre = EarlyStopping("val/loss", stopping_threshold=0.65, patience=100)
+    mediocre = EarlyStopping("val/loss", stopping_threshold=0.57, patience=100)
     quiet_trainer(folder, max_epochs=60, callbacks=[mediocre]).fit(module, data)
     return module.save_pretrained(folder / "sft")
 

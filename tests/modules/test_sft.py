@@ -1,0 +1,110 @@
+"""SFTModule against a loop written by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit import SFTDataModule, SFTModule
+from rlhfkit.models import load_causal_lm
+
+
+class PlainSGD(SFTModule):
+    """SGD shows a wrong factor that Adam would hide."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    tiny_model(folder / "model")
+    rows = [{"prompt": f"{i}+{i}=", "completion": "x" * (i % 5 + 1) + str(2 * i)} for i in range(24)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def trainer(folder: Path, **arguments: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return L.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "max_epochs": 2, "enable_model_summary": False}
+        | quiet
+        | {"default_root_dir": str(folder)}
+        | arguments
+    )
+
+
+def data(folder: Path, size: int, **arguments: Any) -> SFTDataModule:
+    return SFTDataModule(str(folder / "data.jsonl"), micro_batch_size=size, max_length=64, **arguments)
+
+
+def by_hand(folder: Path, lr: float) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Two epochs of full-batch SGD on the mean over completion tokens, one text at a time."""
+    model = load_causal_lm(str(folder / "model"), attention="eager")
+    tokenizer = tiny_tokenizer()
+    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    losses = []
+    for _ in range(2):
+        model.zero_grad()
+        total, count = torch.zeros(()), 0
+        for row in rows:
+            prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "completion"))
+            ids = torch.tensor([[*prompt, *completion, tokenizer.eos_token_id]])
+            logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            total = total - logprobs[len(prompt) - 1 :].sum()
+            count += len(completion) + 1
+        (total / count).backward()
+        losses.append(float((total / count).detach()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= lr * parameter.grad
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(24, 1), (8, 3), (4, 6)])
+def test_training_is_the_loop_by_hand_however_it_is_split(folder: Path, size: int, accumulate: int) -> None:
+    expected, losses = by_hand(folder, lr=0.1)
+    module = PlainSGD(str(folder / "model"), lr=0.1)
+    run = trainer(folder, accumulate_grad_batches=accumulate)
+    run.fit(module, data(folder, size))
+    assert run.global_step == 2
+    assert losses[1] < losses[0]
+    for name, tensor in module.policy.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=2e-6)
+
+
+def test_validation_loss_is_the_mean_over_all_tokens(folder: Path) -> None:
+    _, losses = by_hand(folder, lr=0.1)
+    module = SFTModule(str(folder / "model"))
+    source = data(folder, 7, validation_data=str(folder / "data.jsonl"), validation_split="train")
+    metrics = trainer(folder).validate(module, source, verbose=False)[0]
+    assert metrics["val/loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_saved_model_is_loaded_by_transformers_as_it_is(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    module = SFTModule(str(folder / "model"), lr=1e-3)
+    trainer(folder, max_epochs=1).fit(module, data(folder, 8))
+    saved = AutoModelForCausalLM.from_pretrained(module.save_pretrained(tmp_path / "saved"))
+    for name, tensor in module.policy.state_dict().items():
+        assert torch.equal(tensor, saved.state_dict()[name])
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("12")["input_ids"] == tiny_tokenizer()("12")["input_ids"]
+
+
+def test_learning_rate_warms_up_and_decays_per_update(folder: Path) -> None:
+    seen = []
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    module = SFTModule(str(folder / "model"), lr=1.0, warmup_steps=2, lr_schedule="linear")
+    trainer(folder, callbacks=[Keep()]).fit(module, data(folder, 6))
+    expected = [0.5, 1.0] + [1 - step / 6 for step in range(1, 7)]
+    assert seen == pytest.approx(expected)

@@ -1,0 +1,113 @@
+"""The command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from rl_runs import prompts_file
+from tiny_models import tiny_model
+
+from rlhfkit import __version__
+from rlhfkit.cli import COMMANDS, main, run
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_help_is_made_without_lightning_or_torch() -> None:
+    code = (
+        "from rlhfkit.cli import main; main(['--help']); import sys; assert not {'torch', 'lightning'} & {*sys.modules}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out.strip() == __version__
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A run of one iteration."""
+    tiny_model(tmp_path / "model")
+    settings = {
+        "model": {"class_path": "rlhfkit.GRPOModule", "init_args": {"model": str(tmp_path / "model"), "lr": 1e-3}},
+        "data": {
+            "class_path": "rlhfkit.PromptDataModule",
+            "init_args": {
+                "data": prompts_file(tmp_path),
+                "answer": "answer",
+                "rollout_batch_size": 4,
+                "micro_batch_size": 8,
+            },
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "default_root_dir": str(tmp_path),
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": str(tmp_path)},
+            },
+            "callbacks": [
+                {
+                    "class_path": "rlhfkit.RolloutCallback",
+                    "init_args": {
+                        "reward": {
+                            "class_path": "rlhfkit.rewards.FormatReward",
+                            "init_args": {"pattern": "[0-9]+"},
+                        },
+                        "engine": {"class_path": "rlhfkit.LocalEngine", "init_args": {"max_sequences": 5}},
+                        "sampling": {"group_size": 4, "max_new_tokens": 4},
+                    },
+                }
+            ],
+        },
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_a_configuration_file_trains(config: Path) -> None:
+    cli = run(["fit", "--config", str(config), "--model.init_args.clip_high", "0.3"])
+    assert cli.trainer.global_step == 2
+    assert cli.model.hparams["clip_high"] == 0.3
+    assert cli.trainer.callbacks[0].engine.max_sequences == 5
+    assert "rollout/reward_format" in cli.trainer.callback_metrics
+    metrics = next(config.parent.glob("lightning_logs/*/metrics.csv"))
+    assert "rollout/reward" in metrics.read_text().splitlines()[0]
+
+
+def test_an_unknown_option_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["fit", "--config", str(config), "--model.init_args.learning_rate", "1"])
+    assert "learning_rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["grpo_arithmetic.yaml"])
+def test_every_constructor_argument_of_a_tutorial_is_reachable(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import inspect
+
+    from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
+    from rlhfkit.modules import PolicyModule
+
+    with pytest.raises(SystemExit):
+        run(["fit", "--config", str(ROOT / "tutorials" / name), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    module, data = printed["model"]["init_args"], printed["data"]["init_args"]
+    callback = printed["trainer"]["callbacks"][0]["init_args"]
+    for made, given in [
+        (GRPOModule, module),
+        (PolicyModule, module),
+        (PromptDataModule, data),
+        (RolloutCallback, callback),
+        (SamplingSpec, callback["sampling"]),
+    ]:
+        wanted = {name for name in inspect.signature(made).parameters if name != "kwargs"}
+        assert wanted <= set(given), made

@@ -1,0 +1,100 @@
+"""The floors of the house, and what importing loads."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlhfkit
+
+PACKAGE = Path(rlhfkit.__file__).parent
+FLOORS = {
+    "losses": 1,
+    "data": 1,
+    "models": 2,
+    "rollout": 2,
+    "datamodules": 2,
+    "modules": 3,
+    "rewards": 3,
+    "callbacks": 4,
+    "strategies": 0,
+    "cli": 5,
+}
+STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages in memory after a statement in a fresh interpreter."""
+    code = f"{statement}; import sys; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """Our own packages that a file imports when it runs (not for type checkers only)."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    names = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("rlhfkit.")}
+
+
+FILES = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name == "cli.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_import_runs_upward_and_strangers_do_not_meet(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for other in rooms_imported(path) - {room, "_version"}:
+        if room == "strategies":
+            pytest.fail(f"strategies stands alone, {path.name} imports {other}")
+        if room != "cli":
+            assert not {room, other} <= STRANGERS, f"{room} imports {other}"
+        assert FLOORS[other] <= FLOORS[room], f"{path.name} on floor {FLOORS[room]} imports {other} on {FLOORS[other]}"
+
+
+def test_rooms_on_one_floor_do_not_import_each_other_in_a_circle() -> None:
+    imports = {room: set() for room in FLOORS}
+    for path in FILES:
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        imports[room] |= rooms_imported(path) - {room, "_version"}
+    done: set[str] = set()
+    while len(done) < len(imports):
+        free = {room for room, others in imports.items() if room not in done and others <= done}
+        assert free, f"a circle among {sorted(set(imports) - done)}"
+        done |= free
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert not loaded_by("import rlhfkit") & {"torch", "lightning", "transformers", "deepspeed", "ray", "vllm", "numpy"}
+
+
+@pytest.mark.parametrize("room", ["losses", "data", "rewards"])
+def test_lower_floors_load_torch_only(room: str) -> None:
+    loaded = loaded_by(f"import rlhfkit.{room}")
+    assert not loaded & {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}
+
+
+@pytest.mark.parametrize("statement", ["import rlhfkit.rollout.pool", "import rlhfkit.rollout.vllm_actor"])
+def test_the_trainers_side_of_vllm_loads_neither_vllm_nor_ray(statement: str) -> None:
+    assert not loaded_by(statement) & {"vllm", "ray", "lightning"}
+
+
+def test_every_public_name_is_there() -> None:
+    for name in rlhfkit.__all__:
+        assert getattr(rlhfkit, name) is not None
+    assert set(rlhfkit.__all__) <= set(dir(rlhfkit))
+    with pytest.raises(AttributeError, match="no attribute 'GRPOTrainer'"):
+        _ = rlhfkit.GRPOTrainer
+
+
+def test_strategies_are_known_by_name_once_a_module_is_imported() -> None:
+    code = (
+        "from rlhfkit import GRPOModule; from lightning.pytorch.strategies import StrategyRegistry as registry; "
+        "print(*registry.available_strategies())"
+    )
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"rlhf_zero0", "rlhf_zero1", "rlhf_zero2", "rlhf_zero3"} <= set(names)
