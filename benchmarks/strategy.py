@@ -11,20 +11,21 @@ one process, so that a change of the machine's load meets all of them:
 - ``rlhfkit``: ``RLHFDeepSpeedStrategy`` under the Trainer.
 
 ``seconds`` is the median time of an optimizer step, ``ratio`` the median over rounds of its ratio to the yardstick.
-``memory_mb`` is the largest resident set of a rank that trains on two ranks at each stage, less that of an idle process
-with the same imports. Prints one line of JSON.
+``memory_mb`` is the largest resident set of a rank while it trains a larger model on two ranks at each stage, less that
+of the process before it had a model. Prints one line of JSON. Memory is read from /proc and needs Linux.
 """
 
 import argparse
+import gc
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -69,6 +70,9 @@ class Model(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
         """Stop the clock."""
         self.seconds.append(time.perf_counter() - self.started)
+        if index == 0:  # weights, gradients and optimizer exist now; what building them took does not count
+            Path("/proc/self/clear_refs").write_text("5")
+        self.peak = megabytes("VmHWM")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""
@@ -108,7 +112,7 @@ def raw_deepspeed(options: argparse.Namespace) -> list[float]:
     import deepspeed
 
     model = Model(options.hidden, options.layers)
-    config = engine_config({"zero_optimization": {"stage": options.stage}}, {}, trainable=True)
+    config = engine_config(RLHFDeepSpeedStrategy(stage=options.stage).config or {}, {}, trainable=True)
     engine, *_ = deepspeed.initialize(
         model=model.policy, optimizer=model.configure_optimizers(), config=config, dist_init_required=False
     )
@@ -150,9 +154,10 @@ def step_times(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def peak_megabytes() -> float:
-    """High-water mark of this process's resident set."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def megabytes(field: str) -> float:
+    """A line of /proc/self/status: ``VmRSS``, the resident set, or ``VmHWM``, its high-water mark. Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
 def memory_of_stages(options: argparse.Namespace) -> dict[str, float]:
@@ -164,7 +169,7 @@ def memory_of_stages(options: argparse.Namespace) -> dict[str, float]:
             shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "NODE_RANK": "0"}
             probe.close()
             command = [sys.executable, __file__, "--memory-of", str(stage)]
-            command += ["--hidden", str(options.hidden), "--layers", str(options.layers)]
+            command += ["--memory-hidden", str(options.memory_hidden), "--layers", str(options.layers)]
             processes = [
                 subprocess.Popen(
                     command,
@@ -182,23 +187,35 @@ def memory_of_stages(options: argparse.Namespace) -> dict[str, float]:
 
 def memory_of(stage: int, options: argparse.Namespace) -> None:
     """One rank of the memory measurement; few tokens, so that weights and optimizer are what counts."""
-    idle = peak_megabytes()
     options.batch, options.tokens, options.steps = 1, 8, 2
-    model = Model(options.hidden, options.layers)
-    trainer(RLHFDeepSpeedStrategy(stage=stage), ranks=2).fit(model, DataLoader(batches(options), batch_size=None))
-    print(peak_megabytes() - idle)
+    model = Model(options.memory_hidden, options.layers)
+    gc.collect()
+    idle = megabytes("VmRSS") - sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+    # DeepSpeed's buckets are made for models a thousand times larger; here they would be all that is measured.
+    small = 2_000_000
+    live = {f"stage3_{key}": small for key in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")}
+    strategy = RLHFDeepSpeedStrategy(
+        stage=stage,
+        reduce_bucket_size=small,
+        allgather_bucket_size=small,
+        engine_configs={"policy": {"zero_optimization": live}} if stage == 3 else None,
+    )
+    trainer(strategy, ranks=2).fit(model, DataLoader(batches(options), batch_size=None))
+    print(model.peak - idle)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--memory-hidden", type=int, default=768, help="hidden size for the memory measurement")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
+    parser.add_argument("--no-time", action="store_true", help="skip the step times")
     parser.add_argument("--no-memory", action="store_true", help="skip the part on two ranks")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -213,8 +230,9 @@ def main() -> None:
         "tokens_per_step": options.batch * options.tokens,
         "threads": torch.get_num_threads(),
         "stage": options.stage,
-        "step": step_times(options),
     }
+    if not options.no_time:
+        result["step"] = step_times(options)
     if not options.no_memory:
         result["memory_mb"] = memory_of_stages(options)
     print(json.dumps(result))

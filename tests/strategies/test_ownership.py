@@ -34,6 +34,7 @@ def test_groups_are_the_optimizers_own_dictionaries_in_its_order() -> None:
     assert owned["critic"][0] is second
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_split_optimizer_steps_its_part_only_and_follows_the_schedule_of_the_whole() -> None:
     module = pair()
     optimizer = torch.optim.AdamW(
