@@ -25,8 +25,6 @@ def test_vllm_follows_the_policy_update_by_update(vllm_pool: Any, vllm_model: Pa
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             rewards.append(float(rollouts.experience.rewards.mean()))  # type: ignore[union-attr]
             probes.append(rollouts._probe_difference)
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             mismatch.append(float(trainer.callback_metrics["rollout/logprob_difference"]))
 
     rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
