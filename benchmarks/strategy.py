@@ -16,6 +16,7 @@ of the process before it had a model. Prints one line of JSON. Memory is read fr
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -71,6 +72,8 @@ class Model(L.LightningModule):
         """Stop the clock."""
         self.seconds.append(time.perf_counter() - self.started)
         if index == 0:  # weights, gradients and optimizer exist now; what building them took does not count
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
         self.peak = megabytes("VmHWM")
 
@@ -187,6 +190,7 @@ def memory_of_stages(options: argparse.Namespace) -> dict[str, float]:
 
 def memory_of(stage: int, options: argparse.Namespace) -> None:
     """One rank of the memory measurement; few tokens, so that weights and optimizer are what counts."""
+    rendezvous.prepare_cpu()  # imports DeepSpeed, which is not to be counted
     options.batch, options.tokens, options.steps = 1, 8, 2
     model = Model(options.memory_hidden, options.layers)
     gc.collect()
