@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit._version import __version__
 
 if TYPE_CHECKING:
-    from rlhfkit.callbacks import RolloutCallback, SampleTable, TrainingCurves
+    from rlhfkit.callbacks import HFExport, RolloutCallback, SampleTable, TrainingCurves
     from rlhfkit.data import Experience, Prompt, Sample
     from rlhfkit.datamodules import PromptDataModule, SFTDataModule
     from rlhfkit.losses import LossOutput
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Experience": "data",
     "GRPOModule": "modules",
+    "HFExport": "callbacks",
     "LocalEngine": "rollout",
     "LossOutput": "losses",
     "PolicyModule": "modules",
@@ -45,6 +46,7 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 __all__ = [
     "Experience",
     "GRPOModule",
+    "HFExport",
     "LocalEngine",
     "LossOutput",
     "PolicyModule",

@@ -6,19 +6,21 @@ progress, logging, checkpoints.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 
 from rlhfkit.callbacks.ranks import everywhere, same_everywhere
 from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.rewards.base import Reward, score_samples
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource
 
 _PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.3
@@ -76,6 +78,7 @@ class RolloutCallback(Callback):
         self.validation_samples: list[Sample] = []
         """The samples of the last validation."""
         self._trainer: Any | None = None
+        self._inside = False  # an iteration was collected, and not all of it was trained on
         self._metrics: dict[str, float] = {}
         self._probe_difference = 0.0
 
@@ -139,6 +142,7 @@ class RolloutCallback(Callback):
         with trainer.profiler.profile("rollout.prepare"):
             self.experience = module.prepare(experience)
         self._metrics = self._iteration_metrics(self.experience)
+        self._inside = True
         averaged = trainer.accumulate_grad_batches * trainer.world_size
         return [self._micro_batch(self.experience, one, averaged) for one in plan[trainer.global_rank]]
 
@@ -219,9 +223,15 @@ class RolloutCallback(Callback):
                     module.hparams["model"], dtype=dtype, trust_remote_code=module.hparams["trust_remote_code"]
                 ),
             )
-            weights = ModuleWeights(module.policy, dtype=dtype)
-            everywhere(trainer, lambda: self.engine.load(weights, version))
+            weights = _ReadToTheEnd(ModuleWeights(module.policy, dtype=dtype))
+            everywhere(trainer, lambda: self._load(weights, version))
         self._probe(dtype)
+
+    def _load(self, weights: "_ReadToTheEnd", version: int) -> None:
+        try:
+            self.engine.load(weights, version)
+        finally:
+            weights.finish()
 
     def _probe(self, dtype: torch.dtype) -> None:
         """Compare log-probs of a fixed sequence in trainer and engine: equal parameters do not prove equal models."""
@@ -259,6 +269,8 @@ class RolloutCallback(Callback):
         self._trainer = trainer
         if stage not in ("fit", "validate"):
             return
+        self._inside = False
+        self.engine.version = None  # equal steps of two runs, or of two checkpoints, are not equal weights
         if not hasattr(trainer.datamodule, "next_prompts"):
             raise TypeError(
                 "RolloutCallback takes its prompts from a DataModule with next_prompts(): call "
@@ -290,6 +302,7 @@ class RolloutCallback(Callback):
         if trainer.is_last_batch:
             trainer.datamodule.advance(self._shape(trainer).sequences // self.group_size)
             self.iteration += 1
+            self._inside = False
 
     def on_train_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         """Log the iteration and publish the new policy."""
@@ -312,7 +325,9 @@ class RolloutCallback(Callback):
         scored = [sample for sample in samples if sample.reward is not None]
         names = sorted({name for sample in scored for name in sample.reward_parts})
         means = {"reward": [sample.reward or 0.0 for sample in scored]}
-        means |= {name: [sample.reward_parts.get(name, 0.0) for sample in scored] for name in names}
+        for name in names:  # NaN: the sample was scored, but not by this part
+            parts = [sample.reward_parts.get(name, math.nan) for sample in scored]
+            means[name] = [part for part in parts if not math.isnan(part)]
         for name, values in means.items():
             if values:
                 mean = sum(values) / len(values)
@@ -326,12 +341,29 @@ class RolloutCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and its metrics; prompts are the DataModule's to remember, weights the module's."""
-        return {"iteration": self.iteration, "metrics": self._metrics}
+        state = {"iteration": self.iteration, "metrics": self._metrics}
+        if self._inside and self._trainer is not None:
+            state["inside"] = [self._trainer.global_rank, self._trainer.world_size]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue counting where the checkpoint stopped."""
+        """Continue counting where the checkpoint stopped.
+
+        Raises:
+            ValueError: If training would resume inside an iteration whose micro-batches are another rank's.
+        """
         self.iteration = state_dict["iteration"]
         self._metrics = dict(state_dict["metrics"])
+        trainer, inside = self._trainer, state_dict.get("inside")
+        if trainer is None or inside is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not same_everywhere(trainer, list(inside) == [trainer.global_rank, trainer.world_size]):
+            raise ValueError(
+                f"the checkpoint was saved inside an iteration and holds the micro-batches that rank {inside[0]} of "
+                f"{inside[1]} had still to train on, not those of all {trainer.world_size} rank(s) of this run: resume "
+                "with equally many ranks under a strategy that saves every rank (rlhf_zero0 ... rlhf_zero3), or from a "
+                "checkpoint of the end of an iteration (ModelCheckpoint(every_n_epochs=...))"
+            )
 
     # ------------------------------------------------------------------ inside
 
@@ -359,3 +391,22 @@ class RolloutCallback(Callback):
             silent = ~(experience.advantages != 0).any(-1)
             metrics["rollout/zero_advantage_fraction"] = float(silent.float().mean())
         return metrics
+
+
+class _ReadToTheEnd:
+    """A weight source that can be read to its end by a rank whose engine failed: the others wait in its collectives."""
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+        self._reading: Iterator[tuple[str, torch.Tensor]] | None = None
+
+    def metadata(self) -> list[WeightInfo]:
+        return self._weights.metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._reading = iter(self._weights)  # kept, so that an engine that stops reading does not close it
+        return self._reading
+
+    def finish(self) -> None:
+        for _ in self._reading or self:
+            pass

@@ -118,6 +118,22 @@ class PolicyModule(L.LightningModule):
         scheduler = get_scheduler("constant_with_warmup" if kind == "constant" else kind, optimizer, warmup, total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or cast the module, but keep float32 buffers in float32, as DeepSpeed does.
+
+        Lightning's ``bf16-true`` casts buffers too, among them the frequencies of rotary embeddings: in 16 bits the
+        angle of token 1,000 is wrong by whole radians, and the engine, which casts no buffer, disagrees.
+        """
+        before = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
+        result = super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            home, _, leaf = name.rpartition(".")
+            owner = self.get_submodule(home)
+            cast = owner._buffers[leaf]
+            if cast is not None and cast.dtype in (torch.float16, torch.bfloat16):
+                owner._buffers[leaf] = buffer.to(cast.device)
+        return result
+
     # ------------------------------------------------------------------ saving
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -227,8 +243,11 @@ class PolicyModule(L.LightningModule):
             (B, T-1) float32 on the CPU.
         """
         batch = _Tokens(token_ids.to(self.device))
+        training = self.policy.training
+        self.policy.eval()  # an engine has no dropout
         with self.trainer.precision_plugin.forward_context():
             out: PolicyOutput = policy_output(self.policy, batch, torch.ones_like(batch.input_ids[:, 1:]).bool())
+        self.policy.train(training)
         return out.logprobs.cpu()
 
     def log_means(self, metrics: Mapping[str, Tensor]) -> None:
