@@ -85,7 +85,7 @@ class SampleTable(Callback):
         return "…" + text[-self.max_characters :] if front else text[: self.max_characters] + "…"
 
 
-def find_rollouts(trainer: L.Trainer) -> RolloutCallback:
+def find_rollouts(trainer: Any) -> RolloutCallback:
     """The trainer's RolloutCallback.
 
     Args:
@@ -94,7 +94,7 @@ def find_rollouts(trainer: L.Trainer) -> RolloutCallback:
     Raises:
         TypeError: If it has none.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:
         if isinstance(callback, RolloutCallback):
             return callback
     raise TypeError("this callback shows what a RolloutCallback generates: add one to Trainer(callbacks=[...])")

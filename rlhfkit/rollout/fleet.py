@@ -15,7 +15,7 @@ from rlhfkit.rollout.vllm_actor import VLLMActor
 
 CURE = (
     "Free what is left with close(), then start() again, or resume the run from its last checkpoint. The engines' "
-    "output is in Ray's session folder (/tmp/ray/session_latest/logs)."
+    "output is in the logs of Ray's session folder."
 )
 
 
