@@ -1,10 +1,13 @@
 """Steps that all ranks take together, so that an error on one is an error on all and nobody waits for ever."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import lightning as L
 import torch.distributed
+from torch import Tensor
+
+from rlhfkit.rollout.engine import WeightInfo, WeightSource
 
 T = TypeVar("T")
 
@@ -49,3 +52,29 @@ def same_everywhere(trainer: L.Trainer, condition: bool) -> bool:
         condition: This rank's.
     """
     return all(everywhere(trainer, lambda: condition))
+
+
+class ReadToTheEnd:
+    """A weight source that a rank can read to its end when its engine has failed: the others wait in its collectives.
+
+    Args:
+        weights: The source; reading it may be a collective.
+    """
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+        self._reading: Iterator[tuple[str, Tensor]] | None = None
+
+    def metadata(self) -> list[WeightInfo]:
+        """See :meth:`~rlhfkit.rollout.engine.WeightSource.metadata`."""
+        return self._weights.metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and full tensors; an engine that stops reading does not close the iterator."""
+        self._reading = iter(self._weights)
+        return self._reading
+
+    def finish(self) -> None:
+        """Read what nobody has read."""
+        for _ in self._reading or self:
+            pass

@@ -7,7 +7,7 @@ progress, logging, checkpoints.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -15,12 +15,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from rlhfkit.callbacks.ranks import everywhere, same_everywhere
+from rlhfkit.callbacks.ranks import ReadToTheEnd, everywhere, same_everywhere
 from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.rewards.base import Reward, score_samples
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 
 _PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.3
@@ -223,11 +223,11 @@ class RolloutCallback(Callback):
                     module.hparams["model"], dtype=dtype, trust_remote_code=module.hparams["trust_remote_code"]
                 ),
             )
-            weights = _ReadToTheEnd(ModuleWeights(module.policy, dtype=dtype))
+            weights = ReadToTheEnd(ModuleWeights(module.policy, dtype=dtype))
             everywhere(trainer, lambda: self._load(weights, version))
         self._probe(dtype)
 
-    def _load(self, weights: "_ReadToTheEnd", version: int) -> None:
+    def _load(self, weights: ReadToTheEnd, version: int) -> None:
         try:
             self.engine.load(weights, version)
         finally:
@@ -355,6 +355,7 @@ class RolloutCallback(Callback):
         self.iteration = state_dict["iteration"]
         self._metrics = dict(state_dict["metrics"])
         trainer, inside = self._trainer, state_dict.get("inside")
+        self._inside = inside is not None
         if trainer is None or inside is None or trainer.state.fn != TrainerFn.FITTING:
             return
         if not same_everywhere(trainer, list(inside) == [trainer.global_rank, trainer.world_size]):
@@ -391,22 +392,3 @@ class RolloutCallback(Callback):
             silent = ~(experience.advantages != 0).any(-1)
             metrics["rollout/zero_advantage_fraction"] = float(silent.float().mean())
         return metrics
-
-
-class _ReadToTheEnd:
-    """A weight source that can be read to its end by a rank whose engine failed: the others wait in its collectives."""
-
-    def __init__(self, weights: WeightSource) -> None:
-        self._weights = weights
-        self._reading: Iterator[tuple[str, torch.Tensor]] | None = None
-
-    def metadata(self) -> list[WeightInfo]:
-        return self._weights.metadata()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._reading = iter(self._weights)  # kept, so that an engine that stops reading does not close it
-        return self._reading
-
-    def finish(self) -> None:
-        for _ in self._reading or self:
-            pass
