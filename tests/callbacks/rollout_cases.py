@@ -1,0 +1,115 @@
+"""What one rank runs for the tests of rollouts on two ranks: several short fits in one process."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from rl_runs import PlainSGD, digits, setup_run, weights
+
+from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.rollout import transfer
+
+# Read once: Lightning deletes WORLD_SIZE from the environment when a fit ends.
+RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+class Rows(L.Callback):
+    """Keeps which samples each micro-batch had, and saves a checkpoint after one of them."""
+
+    def __init__(self, path: Path | None = None, after: int = 0) -> None:
+        self.path, self.after = path, after
+        self.rows: list[list[tuple[int, int]]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.rows.append(list(zip(batch.group.tolist(), batch.sample_index.tolist(), strict=True)))
+        if len(self.rows) == self.after:
+            trainer.save_checkpoint(self.path)
+
+
+class Dying(LocalEngine):
+    """On rank 1 the engine dies when it has read one tensor."""
+
+    def load(self, weights: Any, version: int) -> None:
+        if RANK != 1:
+            return super().load(weights, version)
+        next(iter(weights))
+        raise ConnectionError("the engine died")
+
+
+def prepare(folder: Path, strategy: str, **arguments: Any) -> Any:
+    """A run of ``rl_runs`` on two ranks."""
+    os.environ["WORLD_SIZE"] = str(RANKS)
+    folder = folder / f"rank{RANK}"  # ranks must not write the same model
+    shared = {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
+    return setup_run(folder, **(shared | {"data_arguments": {"micro_batch_size": 4}} | arguments))
+
+
+def failure(folder: Path, strategy: str, **arguments: Any) -> str:
+    """What fitting raises."""
+    trainer, module, data, _ = prepare(folder, strategy, **arguments)
+    try:
+        trainer.fit(module, data)
+    except Exception as error:  # the test reads what each rank says
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def resumed(folder: Path, strategy: str, after: int) -> dict[str, Any] | str:
+    """A straight run of 3 iterations of 4 batches, 2 an update, and one resumed from a checkpoint of it."""
+    path = folder / f"{strategy}.ckpt"
+    straight = Rows(path, after)
+    trainer, module, data, _ = prepare(folder, strategy, module=PlainSGD, callbacks=[straight], max_epochs=3)
+    trainer.fit(module, data)
+    expected = weights(module)
+    rest = Rows()
+    trainer, module, data, _ = prepare(folder, strategy, module=PlainSGD, callbacks=[rest], max_epochs=3)
+    try:
+        trainer.fit(module, data, ckpt_path=str(path))
+    except ValueError as error:
+        return str(error)
+    return {
+        "same rows": rest.rows == straight.rows[after:],
+        "same weights": all(torch.equal(tensor, expected[name]) for name, tensor in weights(module).items()),
+        "batches": len(rest.rows),
+    }
+
+
+def validation(folder: Path) -> dict[str, Any]:
+    """40 prompts in batches of 13, so that the ranks never have equally many; the last batch has one."""
+    trainer, module, data, rollouts = prepare(folder, "ddp")
+    data.validation_data, data.validation_split, data.validation_batch_size = data.data, "train", 13
+    logged = trainer.validate(module, data, verbose=False)[0]["val/reward"]
+    texts = {sample.prompt.index: sample.text for sample in rollouts.validation_samples}
+    return {"logged": logged, "texts": [texts[index] for index in range(40)]}
+
+
+def small_buckets(monkey: Any = transfer) -> None:
+    """A tiny model in many buckets, as a large one has them."""
+    original = monkey.ModuleWeights.__iter__
+
+    def in_small_buckets(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        self.bucket_bytes = 20_000
+        return original(self)
+
+    monkey.ModuleWeights.__iter__ = in_small_buckets
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """All cases of this file."""
+
+    def too_few(samples: Sequence[Sample]) -> list[float]:
+        return digits(samples)[RANK:]
+
+    sampling = SamplingSpec(group_size=4, max_new_tokens=4)
+    report = {
+        "validation": validation(folder),
+        "reward": failure(folder, "ddp", rollouts=RolloutCallback(too_few, sampling=sampling)),
+        "ddp inside": resumed(folder, "ddp", after=6),
+        "zero2 inside": resumed(folder, "rlhf_zero2", after=6),
+    }
+    small_buckets()
+    broken = RolloutCallback(digits, engine=Dying(), sampling=sampling)
+    return report | {"engine": failure(folder, "rlhf_zero3", rollouts=broken)}
