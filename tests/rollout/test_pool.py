@@ -15,7 +15,6 @@ import torch
 from shared_pool import SharedPool
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
-from zero3_ranks import run_ranks
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
@@ -25,6 +24,7 @@ from rlhfkit.rollout.routing import split_into_jobs
 from rlhfkit.rollout.sampling import truncate
 from rlhfkit.rollout.senders import GlooSender
 from rlhfkit.rollout.transfer import ModuleWeights
+from rollout.zero3_ranks import run_ranks
 
 EXACT = 1e-5  # float32 on both sides; what is left is the order of summation
 

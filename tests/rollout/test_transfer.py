@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from zero3_ranks import run_ranks
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.senders import GlooGroup, GlooSender, checked
 from rlhfkit.rollout.transfer import ModuleWeights, plan_buckets
+from rollout.zero3_ranks import run_ranks
 
 infos = st.lists(
     st.builds(
