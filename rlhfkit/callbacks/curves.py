@@ -101,6 +101,9 @@ class TrainingCurves(Callback):
             for name in names:
                 x, y = zip(*self.history[name], strict=True)
                 axes.plot(x, y, marker="." if len(x) < 40 else None, label=name)
+            drawn = sorted(abs(y) for name in names for _, y in self.history[name] if y)
+            if drawn and drawn[-1] > 100 * drawn[len(drawn) // 2]:  # one spike would flatten all the rest
+                axes.set_yscale("symlog", linthresh=drawn[len(drawn) // 2])
             axes.set_title(title, fontsize=10)
             axes.set_xlabel("iteration")
             axes.grid(alpha=0.3)
