@@ -30,6 +30,9 @@ _PROBE_LENGTH = 32
 class RolloutCallback(Callback):
     """Rollouts for modules that learn from their own samples.
 
+    Put it first among the callbacks: what comes after it in ``on_train_batch_end`` and saves a checkpoint (as
+    ``ModelCheckpoint`` does, which Lightning moves to the end) saves the prompts as used.
+
     Example::
 
         RolloutCallback(reward=math_match, engine=VLLMPool(num_engines=2), sampling=SamplingSpec(group_size=8))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from rlhfkit.models.attention import PACKED_ATTENTION, register_packed_attention, supports_packing
 
@@ -78,6 +79,20 @@ def load_causal_lm(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Switch all dropout of a model off for good, in training mode too.
+
+    Args:
+        model: Changed in place: ``Dropout`` layers, and probabilities that attention layers hold as plain numbers.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "activation_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":

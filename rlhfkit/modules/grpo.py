@@ -18,6 +18,7 @@ from rlhfkit.losses import (
     masked_mean,
 )
 from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 
 
@@ -92,6 +93,12 @@ class GRPOModule(PolicyModule):
                 f"{type(self).__name__} compares the samples of a prompt, and with group_size={group_size} every "
                 "advantage is 0: use SamplingSpec(group_size=2) or more (8 is usual)"
             )
+
+    def build_policy(self) -> nn.Module:
+        """Load the policy without dropout: the ratio compares it with itself, which dropout would make noise."""
+        policy = super().build_policy()
+        disable_dropout(policy)
+        return policy
 
     def configure_model(self) -> None:
         """Build the policy, and a frozen copy of where it starts if the KL penalty needs one."""

@@ -135,8 +135,8 @@ class LocalEngine:
         """Undo :meth:`sleep`."""
 
     def close(self) -> None:
-        """Free the model."""
-        self._model, self.version = None, None
+        """Free everything; the engine can be started again, also with another model."""
+        self._model, self._config, self._tokenizer, self.version = None, None, None, None
 
 
 def _prefill(model: nn.Module, prompts: list[Prompt], device: torch.device | None) -> tuple[Tensor, Any, Tensor]:

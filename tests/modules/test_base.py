@@ -38,3 +38,17 @@ def test_building_twice_builds_once(module: GRPOModule) -> None:
 def test_the_tokenizer_is_the_models(module: GRPOModule, tmp_path: Path) -> None:
     assert module.tokenizer("1+2=")["input_ids"] == [20, 14, 21, 32]
     assert module.save_pretrained(tmp_path / "saved").is_dir()
+
+
+def test_dropout_is_off_where_ratios_are_compared(tmp_path: Path) -> None:
+    from tiny_models import tiny_tokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.5, resid_pdrop=0.5)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    module = GRPOModule(str(tmp_path))
+    module.configure_model()
+    ids = torch.tensor([[5, 9, 20, 33, 7]])
+    assert module.policy.training
+    assert torch.equal(module.policy(input_ids=ids).logits, module.policy(input_ids=ids).logits)

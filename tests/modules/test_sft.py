@@ -108,3 +108,15 @@ def test_learning_rate_warms_up_and_decays_per_update(folder: Path) -> None:
     trainer(folder, callbacks=[Keep()]).fit(module, data(folder, 6))
     expected = [0.5, 1.0] + [1 - step / 6 for step in range(1, 7)]
     assert seen == pytest.approx(expected)
+
+
+def test_prediction_gives_the_log_probs_of_each_completion(folder: Path) -> None:
+    source = data(folder, 24, validation_data=str(folder / "data.jsonl"), validation_split="train")
+    module = SFTModule(str(folder / "model"))
+    trainer(folder).validate(module, source, verbose=False)
+    batches = list(source.val_dataloader())
+    rows = [row for batch in batches for row in module.predict_step(batch, 0)]
+    _, losses = by_hand(folder, lr=0.1)
+    together = torch.cat(rows)
+    assert len(rows) == 24
+    assert float(-together.mean()) == pytest.approx(losses[0], rel=1e-5)

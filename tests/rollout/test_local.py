@@ -185,3 +185,13 @@ def test_generating_before_load_is_an_error(folder: Path) -> None:
     engine.start(str(folder), dtype=torch.float32)
     with pytest.raises(RuntimeError, match="no weights yet"):
         engine.generate(prompts(), SamplingSpec(group_size=1), iteration=0)
+
+
+def test_a_closed_engine_starts_again_with_another_model(folder: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(str(folder)).eval()
+    engine = started(folder, model)
+    engine.close()
+    other = tiny_model(tmp_path / "other", seed=3, tied=False)
+    engine.start(str(other), dtype=torch.float32)
+    engine.load(ModuleWeights(load_causal_lm(str(other))), version=1)
+    assert engine.generate(prompts(), SamplingSpec(group_size=1, max_new_tokens=2), iteration=0)
