@@ -338,9 +338,13 @@ class RolloutCallback(Callback):
                 pl_module.log(f"val/{name}", mean, prog_bar=shown, batch_size=len(values), sync_dist=True)
 
     def teardown(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
-        """Free the engine when training ends, also after an error."""
+        """Free the engine when training ends. After ``trainer.validate`` it stays, for whatever comes next."""
         if stage == "fit":
             self.engine.close()
+
+    def on_exception(self, trainer: Any, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Free the engine after an error or an interrupt; Lightning calls no ``teardown`` then."""
+        self.engine.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and its metrics; prompts are the DataModule's to remember, weights the module's."""

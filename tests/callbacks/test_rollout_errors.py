@@ -59,7 +59,16 @@ def test_a_reward_that_raises_is_passed_on(tmp_path: Path) -> None:
     def broken(samples: Sequence[Sample]) -> list[float]:
         raise ZeroDivisionError("on purpose")
 
-    fails(tmp_path, ZeroDivisionError, "on purpose", rollouts=callback(broken))
+    class Watched(LocalEngine):
+        closed = 0
+
+        def close(self) -> None:
+            super().close()
+            self.closed += 1
+
+    engine = Watched()
+    fails(tmp_path, ZeroDivisionError, "on purpose", rollouts=callback(broken, engine=engine))
+    assert engine.closed
 
 
 def test_a_tampered_transfer_is_caught_and_nothing_is_sampled(tmp_path: Path) -> None:
