@@ -6,7 +6,6 @@ progress, logging, checkpoints.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from rlhfkit.callbacks.ranks import ReadToTheEnd, everywhere, same_everywhere
+from rlhfkit.callbacks.summary import iteration_metrics, reward_values
 from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
 from rlhfkit.models.load import precision_dtype
@@ -144,7 +144,8 @@ class RolloutCallback(Callback):
                 experience.update[micro_batch.rows] = micro_batch.update
         with trainer.profiler.profile("rollout.prepare"):
             self.experience = module.prepare(experience)
-        self._metrics = self._iteration_metrics(self.experience)
+        probe = {"rollout/probe_difference": self._probe_difference}
+        self._metrics = iteration_metrics(self.samples, self.experience) | probe
         self._inside = True
         averaged = trainer.accumulate_grad_batches * trainer.world_size
         return [self._micro_batch(self.experience, one, averaged) for one in plan[trainer.global_rank]]
@@ -325,17 +326,9 @@ class RolloutCallback(Callback):
         prompts = [prompt for share in everywhere(trainer, lambda: list(batch)) for prompt in share]
         samples = self.sample(prompts, self.validation_sampling, iteration=-1)
         self.validation_samples += samples
-        scored = [sample for sample in samples if sample.reward is not None]
-        names = sorted({name for sample in scored for name in sample.reward_parts})
-        means = {"reward": [sample.reward or 0.0 for sample in scored]}
-        for name in names:  # NaN: the sample was scored, but not by this part
-            parts = [sample.reward_parts.get(name, math.nan) for sample in scored]
-            means[name] = [part for part in parts if not math.isnan(part)]
-        for name, values in means.items():
-            if values:
-                mean = sum(values) / len(values)
-                shown = name == "reward"
-                pl_module.log(f"val/{name}", mean, prog_bar=shown, batch_size=len(values), sync_dist=True)
+        for name, values in reward_values(samples).items():
+            mean, shown = sum(values) / len(values), name == "reward"
+            pl_module.log(f"val/{name}", mean, prog_bar=shown, batch_size=len(values), sync_dist=True)
 
     def teardown(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends. After ``trainer.validate`` it stays, for whatever comes next."""
@@ -379,23 +372,3 @@ class RolloutCallback(Callback):
         if self._trainer is None:
             raise RuntimeError("RolloutCallback works inside a Trainer: pass it to Trainer(callbacks=[...])")
         return self._trainer
-
-    def _iteration_metrics(self, experience: Experience) -> dict[str, float]:
-        """What the samples of the iteration look like, as plain numbers."""
-        samples = self.samples
-        rewards = experience.rewards[~experience.rewards.isnan()]
-        lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
-        metrics = {
-            "rollout/reward": float(rewards.mean()) if len(rewards) else float("nan"),
-            "rollout/reward_std": float(rewards.std(unbiased=False)) if len(rewards) else float("nan"),
-            "rollout/length": float(lengths.mean()),
-            "rollout/truncated_fraction": float(experience.truncated.float().mean()),
-            "rollout/unscored_fraction": 1.0 - len(rewards) / len(samples),
-            "rollout/probe_difference": self._probe_difference,
-        }
-        for name, values in experience.reward_parts.items():
-            metrics[f"rollout/reward_{name}"] = float(values[~values.isnan()].mean())
-        if experience.advantages is not None:
-            silent = ~(experience.advantages != 0).any(-1)
-            metrics["rollout/zero_advantage_fraction"] = float(silent.float().mean())
-        return metrics
