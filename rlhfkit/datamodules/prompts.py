@@ -267,7 +267,8 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: If the trainer has no such callback or several, or the sizes do not divide.
         """
-        sources = [callback for callback in self._trainer().callbacks if isinstance(callback, ExperienceSource)]  # type: ignore[attr-defined]
+        trainer: Any = self._trainer()  # Lightning sets most of its attributes where type checkers do not see it
+        sources = [callback for callback in trainer.callbacks if isinstance(callback, ExperienceSource)]
         if len(sources) != 1:
             found = ", ".join(type(source).__name__ for source in sources) or "none"
             raise ValueError(

@@ -173,6 +173,7 @@ def _check_reference(ref_chosen: Tensor | None, ref_rejected: Tensor | None, ref
 
 
 def _mixture(loss_type: LossTypes) -> dict[str | PairLoss, float]:
+    # The keys of a mapping are invariant: to mypy a Mapping[str, float] cannot fill a dict[str | PairLoss, float].
     mixture: dict[str | PairLoss, float] = (
         {**loss_type} if isinstance(loss_type, Mapping) else {loss_type: 1.0}  # type: ignore[dict-item]
     )

@@ -156,6 +156,7 @@ class OutputGradient:
     def rows(self, rows: slice) -> "OutputGradient":
         """The same for a slice of the tokens (views)."""
         parts = (self.logprobs, self.entropy, self.log_normalizer, self.entropy_value)
+        # mypy does not see that exactly the optional fields can be None here.
         return OutputGradient(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
 
 

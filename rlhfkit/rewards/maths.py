@@ -111,7 +111,7 @@ class MathMatch:
 
     def __setstate__(self, state: dict[str, int]) -> None:
         """As freshly made."""
-        self.__init__(**state)  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]  # unsound for subclasses with other arguments, which pickle their own
 
 
 class _Worker:

@@ -106,6 +106,7 @@ class ModuleWeights:
         self._parameters = _named_parameters(module)
         if not self._parameters:
             raise ValueError(f"{type(module).__name__} has no parameters to publish")
+        # Refused, not dropped: an engine without the adapters would sample from another policy and say nothing.
         if any(".lora_" in name for name, _ in self._parameters):
             raise NotImplementedError(
                 "the policy carries LoRA adapters, which cannot be published yet: merge them first (merge_and_unload())"

@@ -296,7 +296,8 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
         assert module is not None
         assert isinstance(optimizer, EngineOptimizer)
         result = closure()
-        self.precision_plugin._after_closure(module, optimizer)  # type: ignore[arg-type]  # hooks, and clipping by the Trainer's value
+        # Runs the module's hooks and clips by the Trainer's value. It never calls step(), whose type ours narrows.
+        self.precision_plugin._after_closure(module, optimizer)  # type: ignore[arg-type]
         if result is None and module.automatic_optimization:
             raise MisconfigurationException(
                 "training_step returned None: ranks that skip a step would leave the others waiting. Return a loss of"

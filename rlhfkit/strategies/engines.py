@@ -83,6 +83,7 @@ def tag_outputs(engine: nn.Module, name: str) -> None:
     def mark(_module: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
+                # torch 2.13 types the metadata of a node as a method; on a real node it is a dict.
                 tensor.grad_fn.metadata[_ENGINE_TAG] = name  # type: ignore[index]
 
     engine.register_forward_hook(mark)
@@ -191,6 +192,7 @@ class EngineOptimizer(Optimizer):
         self._discard = discard
         self._groups = [(name, list(engine.basic_optimizer.param_groups)) for name, engine in self.engines.items()]
 
+    # torch types step by overloads that return the closure's loss; this one only refuses.
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Not for direct use: Lightning steps the engines through the strategy."""
         raise RuntimeError("Step through Lightning: optimizer.step() on self.optimizers(), or automatic optimization.")
@@ -216,4 +218,4 @@ class EngineOptimizer(Optimizer):
 
     def mark_stepped(self) -> None:
         """Tell a scheduler on the original optimizer that a step happened; else it warns about a wrong call order."""
-        self.base._opt_called = True  # type: ignore[attr-defined]
+        self.base._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers read it, its class lacks it

@@ -55,4 +55,5 @@ class EnginePrecision(DeepSpeedPrecision):
             raise MisconfigurationException(
                 "DeepSpeed clips gradients by norm only; use Trainer(gradient_clip_algorithm='norm')."
             )
+        # Lightning types the argument wider, for Fabric; a Trainer always hands over an optimizer.
         self._set_clipping(optimizer, float(clip_val or 0.0))  # type: ignore[arg-type]

@@ -19,11 +19,6 @@ from rlhfkit.data import Experience
 from rlhfkit.rewards import WeightedSum
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Recorder(L.Callback):
     """Keeps micro-batches, and a copy of the policy at the start of each iteration."""
 

@@ -15,11 +15,6 @@ from rlhfkit.data import Experience
 from rlhfkit.losses import LossOutput, group_advantages
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Recorder(L.Callback):
     """Keeps each micro-batch and the metrics of its step."""
 
