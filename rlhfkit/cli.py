@@ -9,12 +9,18 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-COMMANDS = {
+TRAINER_COMMANDS = {
     "fit": "train a module",
     "validate": "run the validation loop once",
     "test": "run the test loop once",
     "predict": "run the prediction loop",
 }
+"""Run by LightningCLI."""
+
+FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {}
+"""Command to its one-line help and the function that it calls (``module:function``)."""
+
+COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in FUNCTION_COMMANDS.items()}
 
 _HELP = """usage: rlhfkit [-h] [--version] {{{names}}} ...
 
@@ -53,7 +59,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print(__version__)
         return
+    if words[0] in FUNCTION_COMMANDS:
+        _call(FUNCTION_COMMANDS[words[0]][1], words)
+        return
     run(words)
+
+
+def _call(target: str, words: Sequence[str]) -> Any:
+    """Call a function with the arguments of a command line."""
+    from importlib import import_module
+
+    from jsonargparse import ArgumentParser, auto_cli
+
+    module, function = target.split(":")
+
+    class CommandParser(ArgumentParser):
+        """Shows the command in its usage line."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **(kwargs | {"prog": f"rlhfkit {words[0]}"}))
+
+    return auto_cli(getattr(import_module(module), function), args=list(words[1:]), parser_class=CommandParser)
 
 
 def run(arguments: Sequence[str]) -> Any:
