@@ -20,6 +20,7 @@ FLOORS = {
     "rewards": 3,
     "callbacks": 4,
     "strategies": 0,
+    "commands": 5,
     "cli": 5,
 }
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
