@@ -27,48 +27,80 @@ class Bucket:
     gather: Tensor
     """(S, L) int64, index into the packed row for each of S sequences padded to L; padding points at token 0."""
     real: Tensor
-    """(S * L,) int64, positions of ``gather.flatten()`` that are real tokens."""
+    """Positions of ``gather.flatten()`` whose results are kept: neither padding nor a prefix that another row has."""
     longest: int
     """L, tokens."""
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How a packed row of N tokens divides into sequences. Built once a forward, used in every layer."""
+    """How a packed row of N tokens divides into sequences. Built once a forward, used in every layer.
+
+    Neighbours may share a prefix (the prompt of a preference pair, or of a group of samples): it lies in the packed row
+    once, so that all linear layers compute it once; attention reads its keys and values for every row that has it.
+    """
 
     buckets: tuple[Bucket, ...]
     order: Tensor
     """(N,) int64, undoes the order in which buckets return their tokens."""
     position_ids: Tensor
     """(1, N) int64, from 0 in every sequence."""
+    places: Tensor
+    """(B, T) int64, where in the packed row each token of each sequence lies; 0 for padding."""
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> "PackedLayout":
+    def from_lengths(
+        cls, lengths: Sequence[int], device: torch.device, shared: Sequence[int] | None = None
+    ) -> "PackedLayout":
         """Plan the buckets.
 
         Args:
-            lengths: Tokens of each sequence, in the order in which they are packed; at least 1 each.
+            lengths: Tokens of each of B sequences, in the order in which they are packed; at least 1 each.
             device: Where the index tensors are put.
+            shared: Of each sequence, how many leading tokens it has in common with the one before it and leaves to
+                that; none when ``None``.
         """
-        starts, total = [], 0
+        sizes = torch.tensor(lengths)
+        kept_from = torch.zeros_like(sizes) if shared is None else torch.tensor(shared)
+        steps = torch.arange(int(sizes.max()))
+        inside = steps < sizes[:, None]
+        own = inside & (steps >= kept_from[:, None])
+        places = torch.zeros(inside.shape, dtype=torch.int64)
+        places[own] = torch.arange(int(own.sum()))
+        for row in kept_from.nonzero()[:, 0].tolist():
+            places[row, : kept_from[row]] = places[row - 1, : kept_from[row]]
         members: dict[int, list[int]] = defaultdict(list)
-        for row, length in enumerate(lengths):
-            starts.append(total)
-            total += length
-            members[(length - 1).bit_length()].append(row)
+        for row, (length, prefix) in enumerate(zip(lengths, kept_from.tolist(), strict=True)):
+            if prefix < length:  # else the whole sequence is there already
+                members[(length - 1).bit_length()].append(row)
         buckets, returned = [], []
         for key in sorted(members):
-            size = torch.tensor([lengths[row] for row in members[key]])
-            start = torch.tensor([starts[row] for row in members[key]])
-            steps = torch.arange(int(size.max()))
-            inside = steps < size[:, None]
-            gather = torch.where(inside, start[:, None] + steps, 0)
-            returned.append(gather[inside])
-            buckets.append(Bucket(gather.to(device), inside.flatten().nonzero()[:, 0].to(device), len(steps)))
-        order = torch.empty(total, dtype=torch.int64)
-        order[torch.cat(returned)] = torch.arange(total)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        return cls(tuple(buckets), order.to(device), positions[None].to(device))
+            longest = int(sizes[members[key]].max())
+            gather, kept = places[members[key], :longest], own[members[key], :longest]
+            returned.append(gather[kept])
+            buckets.append(Bucket(gather.to(device), kept.flatten().nonzero()[:, 0].to(device), longest))
+        packed = torch.cat(returned)
+        order = torch.empty_like(packed)
+        order[packed] = torch.arange(len(packed))
+        positions = steps.expand_as(own)[own]
+        return cls(tuple(buckets), order.to(device), positions[None].to(device), places.to(device))
+
+    @classmethod
+    def from_batch(cls, input_ids: Tensor, real: Tensor) -> tuple["PackedLayout", Tensor]:
+        """Plan a batch, each common prefix of neighbours once.
+
+        Args:
+            input_ids: (B, T) int64, padded on the right.
+            real: (B, T) bool, true on tokens that are not padding.
+
+        Returns:
+            The layout, and the (1, N) tokens of the packed row.
+        """
+        same = (input_ids[1:] == input_ids[:-1]) & real[1:] & real[:-1]
+        shared = torch.nn.functional.pad(same.cumprod(-1).sum(-1), (1, 0))
+        lengths, prefixes = torch.stack([real.sum(-1), shared]).tolist()
+        own = real & (torch.arange(real.shape[1], device=real.device) >= shared[:, None])
+        return cls.from_lengths(lengths, real.device, prefixes), input_ids[own][None]
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -71,7 +71,8 @@ def policy_output(
 ) -> PolicyOutput:
     """Log-probs of the selected tokens of a batch.
 
-    Only real tokens go through the model, and only selected ones through the output layer.
+    Packed, only real tokens go through the model, and a prefix that neighbouring rows have in common (the prompt of a
+    preference pair or of a group) goes through once. Only selected tokens go through the output layer.
 
     Args:
         model: A Hugging Face causal language model, bare or wrapped (DeepSpeed engine).
@@ -94,18 +95,13 @@ def policy_output(
     packed = ours if packed is None else packed
     real, mask = batch.attention_mask.bool(), mask.bool()
     if packed:
-        layout = PackedLayout.from_lengths(real.sum(-1).tolist(), real.device)
-        inputs = {
-            "input_ids": batch.input_ids[real][None],
-            "position_ids": layout.position_ids,
-            "packed_layout": layout,
-        }
-        predicts = torch.nn.functional.pad(mask, (0, 1))[real]  # (N,): this position's next token is wanted
+        layout, tokens = PackedLayout.from_batch(batch.input_ids, real)
+        inputs = {"input_ids": tokens, "position_ids": layout.position_ids, "packed_layout": layout}
+        positions = layout.places[:, :-1][mask]  # (M,): where a wanted token is predicted
     else:
         # Padding is on the right, where causal attention cannot see it; ours needs no mask, others build one from this.
         inputs = {"input_ids": batch.input_ids} if ours else {"input_ids": batch.input_ids, "attention_mask": real}
-        predicts = torch.nn.functional.pad(mask, (0, 1)).flatten()
-    positions = predicts.nonzero()[:, 0]
+        positions = torch.nn.functional.pad(mask, (0, 1)).flatten().nonzero()[:, 0]
     targets = batch.input_ids[:, 1:][mask]
     chosen = _chosen(model, bare, inputs, positions, targets, temperature, entropy)
     empty = torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device)

@@ -47,6 +47,23 @@ def test_positions_restart_in_every_sequence() -> None:
     assert layout.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
 
 
+def test_a_shared_prefix_is_computed_once_and_seen_by_every_row_that_has_it() -> None:
+    rows = [[5, 6, 7, 8], [5, 6, 7, 9, 9], [5, 6, 3], [5, 6, 3], [4, 6]]
+    input_ids = torch.tensor([row + [0] * (5 - len(row)) for row in rows])
+    layout, tokens = PackedLayout.from_batch(input_ids, input_ids != 0)
+    assert tokens.tolist() == [[5, 6, 7, 8, 9, 9, 3, 4, 6]]
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3, 3, 4, 2, 0, 1]]
+    query, key, value = packed([9])
+    out, _ = packed_attention(torch.nn.Identity(), query, key, value, None, packed_layout=layout)
+    for row, ids in enumerate(rows):
+        piece = layout.places[row, : len(ids)]
+        assert tokens[0, piece].tolist() == ids
+        alone = scaled_dot_product_attention(
+            query[:, :, piece], key[:, :, piece], value[:, :, piece], is_causal=True, enable_gqa=True
+        )
+        torch.testing.assert_close(out[:, piece], alone.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
 def test_padding_within_a_bucket_is_less_than_twofold() -> None:
     lengths = list(range(1, 65))
     layout = PackedLayout.from_lengths(lengths, torch.device("cpu"))

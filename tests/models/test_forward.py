@@ -75,6 +75,30 @@ def test_packed_and_padded_have_the_same_gradient(folder: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_shared_prompts_change_neither_logprobs_nor_gradient(folder: Path) -> None:
+    prompts = [[7, 8, 9, 10], [7, 8, 9, 10], [7, 8, 9, 10], [7, 8], [20, 21, 22]]
+    completions = [[30, 31, 32], [30, 40], [30, 40], [9, 50], [30, 31, 32]]  # a pair, a double, a shorter prompt
+    samples = [
+        Sample(Prompt(row, prompt), 0, tokens, [0.0] * len(tokens), [0] * len(tokens), "stop", reward=0.0)
+        for row, (prompt, tokens) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    batch = Experience.from_samples(samples)
+    results, gradients = [], []
+    for packed in (True, False):
+        model = load_causal_lm(str(folder), dtype=torch.float64)
+        seen: list[int] = []
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, ids, seen=seen: seen.append(ids[0].numel()))
+        out = policy_output(model, batch, batch.action_mask, packed=packed, entropy=True)
+        assert out.entropy is not None
+        (out.logprobs * torch.arange(1.0, 6.0)[:, None] + out.entropy).sum().backward()
+        assert seen == [7 + 1 + 0 + 1 + 6 if packed else 35]
+        results.append(out.logprobs.detach())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
     batch = experience([(3, 5), (1, 9)])
     gradients = []
