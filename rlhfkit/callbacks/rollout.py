@@ -10,21 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from rlhfkit.callbacks.ranks import ReadToTheEnd, everywhere, same_everywhere
+from rlhfkit.callbacks.publishing import WeightPublisher
+from rlhfkit.callbacks.ranks import everywhere, same_everywhere
 from rlhfkit.callbacks.summary import iteration_metrics, reward_values
 from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
-from rlhfkit.models.load import precision_dtype
 from rlhfkit.rewards.base import Reward, score_samples
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-
-_PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_LOW_PRECISION_TOLERANCE = 0.3
-_PROBE_LENGTH = 32
 
 
 class RolloutCallback(Callback):
@@ -72,7 +67,7 @@ class RolloutCallback(Callback):
         self.sampling = sampling or SamplingSpec()
         greedy = dataclasses.replace(self.sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self.validation_sampling = validation_sampling or greedy
-        self.probe_tolerance = probe_tolerance
+        self.publisher = WeightPublisher(engine, probe_tolerance)
         self.iteration = 0
         self.samples: list[Sample] = []
         """The samples of the current iteration, rewards and all, the same on every rank."""
@@ -83,7 +78,6 @@ class RolloutCallback(Callback):
         self._trainer: Any | None = None
         self._inside = False  # an iteration was collected, and not all of it was trained on
         self._metrics: dict[str, float] = {}
-        self._probe_difference = 0.0
 
     # ------------------------------------------------------------------ what the loader asks
 
@@ -144,7 +138,7 @@ class RolloutCallback(Callback):
                 experience.update[micro_batch.rows] = micro_batch.update
         with trainer.profiler.profile("rollout.prepare"):
             self.experience = module.prepare(experience)
-        probe = {"rollout/probe_difference": self._probe_difference}
+        probe = {"rollout/probe_difference": self.publisher.difference}
         self._metrics = iteration_metrics(self.samples, self.experience) | probe
         self._inside = True
         averaged = trainer.accumulate_grad_batches * trainer.world_size
@@ -207,64 +201,8 @@ class RolloutCallback(Callback):
     # ------------------------------------------------------------------ publish
 
     def publish(self) -> None:
-        """Give the engine the current weights, if it has others, and check that they arrived. A collective.
-
-        Raises:
-            RuntimeError: If the engine's log-probs of a fixed sequence differ from the trainer's.
-        """
-        from rlhfkit.rollout.transfer import ModuleWeights
-
-        trainer = self._attached()
-        module = trainer.lightning_module
-        dtype = precision_dtype(trainer.precision, compute=True)
-        version = trainer.global_step
-        if same_everywhere(trainer, self.engine.version == version):
-            return
-        with trainer.profiler.profile("rollout.publish"):
-            everywhere(
-                trainer,
-                lambda: self.engine.start(
-                    module.hparams["model"], dtype=dtype, trust_remote_code=module.hparams["trust_remote_code"]
-                ),
-            )
-            weights = ReadToTheEnd(ModuleWeights(module.policy, dtype=dtype))
-            everywhere(trainer, lambda: self._load(weights, version))
-        self._probe(dtype)
-
-    def _load(self, weights: ReadToTheEnd, version: int) -> None:
-        try:
-            self.engine.load(weights, version)
-        finally:
-            weights.finish()
-
-    def _probe(self, dtype: torch.dtype) -> None:
-        """Compare log-probs of a fixed sequence in trainer and engine: equal parameters do not prove equal models."""
-        tolerance = self.probe_tolerance
-        if tolerance is None:
-            tolerance = _PROBE_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
-        if tolerance == float("inf"):
-            return
-        trainer = self._attached()
-        module = trainer.lightning_module
-        vocabulary = len(module.tokenizer)
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(vocabulary, (1, min(_PROBE_LENGTH, vocabulary)), generator=generator)
-        expected = module.token_logprobs(ids)[0]
-
-        def difference() -> float:
-            if self.engine.shared and trainer.global_rank > 0:
-                return 0.0
-            return float((torch.tensor(self.engine.score(ids.tolist())[0]) - expected).abs().max())
-
-        worst = max(everywhere(trainer, difference))
-        self._probe_difference = worst
-        if not worst <= tolerance:
-            self.engine.version = None  # nothing is sampled from weights that are not the policy's
-            raise RuntimeError(
-                f"after publishing version {trainer.global_step} the engine's log-probs differ from the trainer's by "
-                f"{worst:.3g}, more than probe_tolerance={tolerance:g}: the weights did not arrive, or the two run "
-                "different models (type, attention); a larger RolloutCallback(probe_tolerance=...) accepts it"
-            )
+        """Give the engine the current weights, if it has others, and check that they arrived. A collective."""
+        self.publisher.publish(self._attached())
 
     # ------------------------------------------------------------------ hooks
 

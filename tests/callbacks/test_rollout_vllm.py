@@ -24,7 +24,7 @@ def test_vllm_follows_the_policy_update_by_update(vllm_pool: Any, vllm_model: Pa
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             rewards.append(float(rollouts.experience.rewards.mean()))  # type: ignore[union-attr]
-            probes.append(rollouts._probe_difference)
+            probes.append(rollouts.publisher.difference)
             mismatch.append(float(trainer.callback_metrics["rollout/logprob_difference"]))
 
     rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
