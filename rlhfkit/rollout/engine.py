@@ -115,13 +115,17 @@ class RolloutEngine(Protocol):
     version: int | None
     """Policy version of the weights being served; ``None`` before the first :meth:`load`."""
 
-    def start(self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
         """Get ready to serve a model; a second call does nothing.
 
         Args:
-            model: Folder or hub name with the configuration and tokenizer. Weights come with the first :meth:`load`.
+            model: Folder or hub name with the configuration and tokenizer.
             dtype: Type of the weights that will be loaded.
             trust_remote_code: Passed to Transformers.
+            load_weights: Serve the model's own weights, as version 0: for generating without a trainer. Else weights
+                come with the first :meth:`load`.
         """
         ...
 

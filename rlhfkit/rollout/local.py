@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.experience import FinishReason, Prompt, Sample
-from rlhfkit.models.load import load_tokenizer, stop_token_ids
+from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_context, sample_seed
 from rlhfkit.rollout.sampling import draw
 
@@ -27,7 +27,7 @@ class LocalEngine:
 
     Args:
         max_sequences: Completions generated side by side. More is faster and takes more cache.
-        device: Where it runs; ``None``: where the first weights come from.
+        device: Where it runs; ``None``: where the first weights come from (a model's own: the first GPU, if any).
 
     Raises:
         ValueError: If ``max_sequences`` is below 1.
@@ -47,8 +47,10 @@ class LocalEngine:
         self._stops: tuple[int, ...] = ()
         self._dtype = torch.float32
 
-    def start(self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
-        """Read the configuration and tokenizer; see :meth:`RolloutEngine.start`."""
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
+        """Read the configuration, the tokenizer and, when asked, the weights; see :meth:`RolloutEngine.start`."""
         if self._config is not None:
             return
         from transformers import AutoConfig
@@ -57,6 +59,11 @@ class LocalEngine:
         self._tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._stops = stop_token_ids(model, self._tokenizer, trust_remote_code=trust_remote_code)
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
+        if load_weights:
+            # Not our packed attention, which has no cache of keys and values.
+            loaded = load_causal_lm(model, dtype=dtype, attention="sdpa", trust_remote_code=trust_remote_code)
+            self._model = self._placed(loaded, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            self.version = 0
 
     def load(self, weights: WeightSource, version: int) -> None:
         """Copy the weights; see :meth:`RolloutEngine.load`."""
@@ -85,6 +92,9 @@ class LocalEngine:
         model = AutoModelForCausalLM.from_config(
             self._config, dtype=self._dtype, attn_implementation="sdpa", trust_remote_code=self._trust_remote_code
         )
+        return self._placed(model, device)
+
+    def _placed(self, model: nn.Module, device: torch.device) -> nn.Module:
         self.device = self.device or device
         return model.requires_grad_(False).eval().to(self.device)
 

@@ -122,7 +122,9 @@ class VLLMPool:
 
     # ---------------------------------------------------------------- start and end
 
-    def start(self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
         """Start the engines, on rank 0; see :meth:`RolloutEngine.start`. Every rank calls it.
 
         Raises:
@@ -134,15 +136,16 @@ class VLLMPool:
         error: Exception | None = None
         if _rank() == 0:
             try:
-                self._start(model, dtype, trust_remote_code)
+                self._start(model, dtype, trust_remote_code, load_weights)
             except Exception as caught:
                 error = caught
         _, error = _agree(error)
         if error is not None:
             raise error
         self._started = True
+        self.version = 0 if load_weights else None
 
-    def _start(self, model: str, dtype: torch.dtype, trust_remote_code: bool) -> None:
+    def _start(self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool) -> None:
         ray = require_ray()
         from rlhfkit.models.load import load_tokenizer, stop_token_ids
 
@@ -165,6 +168,8 @@ class VLLMPool:
             sync_timeout=self.sync_timeout,
         )
         self._arguments = self._engine_arguments(model, dtype, trust_remote_code, device, self._sender.backend)
+        if not load_weights:
+            self._arguments = {"load_format": "dummy"} | self._arguments  # weights come with the first load()
         self._fleet.start(self._arguments, self.start_timeout)
 
     def _engine_arguments(
@@ -178,7 +183,6 @@ class VLLMPool:
             "tensor_parallel_size": self.tensor_parallel_size,
             "max_model_len": self.max_model_len,
             "gpu_memory_utilization": self.gpu_memory_utilization,
-            "load_format": "dummy",  # weights come with the first load()
             "seed": 0,
             "disable_log_stats": True,
             # Log-probs of the distribution that was sampled from: after temperature and truncation.

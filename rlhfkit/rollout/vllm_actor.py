@@ -71,6 +71,7 @@ class VLLMActor:
             ``max_model_len``, and ``pid`` for messages.
         """
         config = await self._backend.start(self._arguments)
+        await self._backend.set_version("0")
         return {"max_model_len": int(config.model_config.max_model_len), "pid": os.getpid()}
 
     @plain_errors

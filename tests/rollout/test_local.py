@@ -54,6 +54,15 @@ def test_it_is_an_engine() -> None:
     assert isinstance(LocalEngine(), RolloutEngine)
 
 
+def test_without_a_trainer_it_serves_the_models_own_weights(folder: Path, engine: LocalEngine) -> None:
+    alone = LocalEngine()
+    alone.start(str(folder), dtype=torch.float32, load_weights=True)
+    assert alone.version == 0
+    sampling = SamplingSpec(group_size=2, max_new_tokens=8)
+    made = [other.generate(prompts(), sampling, iteration=0) for other in (alone, engine)]
+    assert [sample.token_ids for sample in made[0]] == [sample.token_ids for sample in made[1]]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logprobs_of_sampled_tokens_are_the_trainers(
