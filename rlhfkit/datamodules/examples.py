@@ -40,6 +40,8 @@ class TokenExamples:
         """Tokens of each example."""
         self.targets: list[int] = []
         """Learned tokens of each example."""
+        self.rows: list[int] = []
+        """Row of the data that each example was made from; some rows make none. Filled by :class:`ExampleBuilder`."""
         tokens, masks = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.bool)]
         for example in examples:
             self.lengths.append(len(example.input_ids))
@@ -122,11 +124,13 @@ class ExampleBuilder:
                 is left.
         """
         self._overlong = self._empty = 0
+        made_from: list[int] = []
         recipes = (
             self._recipe(row, f"{self.source}, row {index},", prompt, completion, messages, text)
             for index, row in enumerate(rows)
         )
-        kept = TokenExamples(self._fitting(self._cooked(recipes)))
+        kept = TokenExamples(self._fitting(self._cooked(recipes), made_from))
+        kept.rows = made_from
         if not len(kept):
             raise ValueError(
                 f"{self.source}: none of its {len(rows)} rows has a token to learn within max_length {self.max_length} "
@@ -175,8 +179,8 @@ class ExampleBuilder:
                 parts = tokenised[recipe.templated]
                 yield recipe.finish([next(parts) for _ in recipe.texts])
 
-    def _fitting(self, examples: Iterable[TokenExample]) -> Iterator[TokenExample]:
-        """Those that can be learned from, cut to the limit."""
+    def _fitting(self, examples: Iterable[TokenExample], made_from: list[int]) -> Iterator[TokenExample]:
+        """Those that can be learned from, cut to the limit; their rows go to ``made_from``."""
         for index, example in enumerate(examples):
             if len(example.input_ids) > self.max_length:
                 self._overlong += 1
@@ -189,6 +193,7 @@ class ExampleBuilder:
                     continue
                 example = TokenExample(example.input_ids[: self.max_length], example.loss_mask[: self.max_length])
             if example.targets:
+                made_from.append(index)
                 yield example
             else:
                 self._empty += 1
