@@ -2,6 +2,7 @@
 
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.grpo import GRPOModule
+from rlhfkit.modules.on_policy import OnPolicyModule
 from rlhfkit.modules.sft import SFTModule
 
-__all__ = ["GRPOModule", "PolicyModule", "SFTModule"]
+__all__ = ["GRPOModule", "OnPolicyModule", "PolicyModule", "SFTModule"]

@@ -1,0 +1,275 @@
+"""``OnPolicyModule``: what all modules that learn from their own samples share, whatever the advantage estimator."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.data.experience import Experience
+from rlhfkit.losses import (
+    CORRECTION_PRESETS,
+    Aggregation,
+    KLEstimator,
+    LossOutput,
+    entropy_bonus,
+    importance_weights,
+    kl_estimate,
+    kl_loss,
+    mismatch_metrics,
+    ppo_loss,
+    sum_losses,
+    token_rewards,
+)
+from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.models.load import disable_dropout
+from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.functions import function_name, resolve_function
+
+
+class OnPolicyModule(PolicyModule):
+    """A policy that learns from its own samples.
+
+    A subclass says what the advantages are (:meth:`advantages`). The loss is a surrogate (PPO's unless told), plus a KL
+    penalty towards the model it started from and an entropy bonus where asked for.
+
+    Args:
+        model: Folder or hub name of the policy.
+        lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default).
+        surrogate: The policy loss: a function of :mod:`rlhfkit.losses`, your own of the same form
+            ``(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, or
+            its dotted name.
+        surrogate_arguments: More keyword arguments of it.
+        clip_low: Passed to the surrogate: the ratio is clipped at 1 - clip_low from below (PPO's 0.2); ``None``: the
+            surrogate has no such argument, or keep its default.
+        clip_high: The ratio is clipped at 1 + clip_high from above (0.28: DAPO, Yu et al., 2025, arXiv:2503.14476).
+        aggregation: How token losses become one number (``token-mean``: DAPO and TRL's default); see
+            :func:`~rlhfkit.losses.aggregate`.
+        max_length: Tokens; the constant of the ``constant-length`` aggregation.
+        kl_coef: Weight of the KL penalty; 0 (TRL's default) loads no reference model.
+        kl_estimator: ``k1``, ``k2`` or ``k3`` (GRPO's); ``k1`` is usual in the reward.
+        kl_in_reward: Subtract the penalty from the reward of each token (InstructGPT, OpenRLHF's default for PPO)
+            instead of adding it to the loss.
+        entropy_coef: Weight of an entropy bonus.
+        correction: Importance correction for what engine and trainer disagree on: a name of
+            :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
+        log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
+        **kwargs: See :class:`PolicyModule`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    reference: nn.Module
+    frozen_children = ("reference",)
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 1e-6,
+        surrogate: str | Callable[..., LossOutput] = ppo_loss,
+        surrogate_arguments: Mapping[str, Any] | None = None,
+        clip_low: float | None = 0.2,
+        clip_high: float | None = 0.28,
+        aggregation: Aggregation = "token-mean",
+        max_length: int | None = None,
+        kl_coef: float = 0.0,
+        kl_estimator: KLEstimator = "k3",
+        kl_in_reward: bool = False,
+        entropy_coef: float = 0.0,
+        correction: str | Mapping[str, Any] | None = None,
+        log_entropy: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, lr=lr, **kwargs)
+        self.surrogate = resolve_function(surrogate, "surrogate")
+        self.hparams["surrogate"] = function_name(self.surrogate)
+        clips = {"clip_low": clip_low, "clip_high": clip_high}
+        self.surrogate_arguments = {name: value for name, value in clips.items() if value is not None}
+        self.surrogate_arguments |= dict(surrogate_arguments or {})
+        if kl_coef < 0:
+            raise ValueError(f"kl_coef must be 0 (no reference model) or more, got {kl_coef}")
+        if isinstance(correction, str) and correction not in CORRECTION_PRESETS:
+            raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, got {correction!r}")
+        self.correction = CORRECTION_PRESETS[correction] if isinstance(correction, str) else correction
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        """Evaluate the loss of one token: every bad knob shows here, not an hour into the run."""
+        probe = torch.zeros(1, 1)
+        given = {"log_entropy", "entropy_coef", "kl_coef"} & {*self.surrogate_arguments}
+        if given:
+            raise ValueError(f"{', '.join(sorted(given))} belong to the module, not into surrogate_arguments")
+        batch = Experience(
+            input_ids=torch.zeros(1, 2, dtype=torch.int64),
+            attention_mask=torch.ones(1, 2, dtype=torch.bool),
+            action_mask=probe == 0,
+            rollout_logprobs=probe,
+            versions=torch.zeros(1, 1, dtype=torch.int64),
+            rewards=probe[0],
+            group=torch.zeros(1, dtype=torch.int64),
+            sample_index=torch.zeros(1, dtype=torch.int64),
+            truncated=torch.zeros(1, dtype=torch.bool),
+            update=torch.zeros(1, dtype=torch.int64),
+            ref_logprobs=probe,
+            advantages=probe,
+        )
+        try:
+            OnPolicyModule.loss(self, batch, PolicyOutput(probe, probe))
+        except TypeError as error:
+            raise ValueError(f"{self.hparams['surrogate']} does not take what it is given: {error}") from error
+
+    def build_policy(self) -> nn.Module:
+        """Load the policy without dropout: the ratio compares it with itself, which dropout would make noise."""
+        policy = super().build_policy()
+        disable_dropout(policy)
+        return policy
+
+    def configure_model(self) -> None:
+        """Build the policy, and a frozen copy of where it starts if the KL penalty needs one."""
+        super().configure_model()
+        if self.hparams["kl_coef"] and not hasattr(self, "reference"):
+            self.reference = self.build_policy().requires_grad_(False).eval()
+            # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
+            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+
+    # ------------------------------------------------------------------ one iteration
+
+    def advantages(self, experience: Experience) -> Tensor:
+        """What was better than expected, per sample or per token.
+
+        Args:
+            experience: The whole iteration, B sequences, the same on every rank; with the log-probs that
+                :meth:`prepare` has filled in.
+
+        Returns:
+            (B,), or (B, T-1) when tokens differ; 0 where the reward is missing.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has to say what its advantages() are")
+
+    def prepare(self, experience: Experience) -> Experience:
+        """Fill in what the loss needs and only the policy before the iteration's first update can tell.
+
+        Args:
+            experience: The whole iteration, the same on every rank.
+
+        Returns:
+            A copy with advantages, and, where needed, old log-probs (for all but the first update, whose own log-probs
+            are the old ones) and reference log-probs.
+        """
+        penalised = bool(self.hparams["kl_coef"])
+        rows = experience.update >= 0 if penalised and self.hparams["kl_in_reward"] else experience.update > 0
+        experience = dataclasses.replace(
+            experience,
+            old_logprobs=self.sharded_logprobs(self.policy, experience, rows) if bool(rows.any()) else None,
+            ref_logprobs=self.sharded_logprobs(self.reference, experience) if penalised else None,
+        )
+        advantages = self.advantages(experience)
+        if advantages.dim() == 1:
+            advantages = advantages[:, None].expand_as(experience.action_mask)
+        return dataclasses.replace(experience, advantages=advantages)
+
+    def token_rewards(self, experience: Experience, rewards: Tensor) -> Tensor:
+        """Rewards per token: the sample's on its last action, and the KL penalty on each where it is in the reward.
+
+        Args:
+            experience: B sequences.
+            rewards: (B,), NaN where missing.
+
+        Returns:
+            (B, T-1); 0 outside the mask.
+        """
+        if not (self.hparams["kl_coef"] and self.hparams["kl_in_reward"]):
+            return token_rewards(rewards, experience.action_mask)
+        assert experience.old_logprobs is not None
+        assert experience.ref_logprobs is not None
+        kl = kl_estimate(
+            experience.old_logprobs,
+            experience.ref_logprobs,
+            estimator=self.hparams["kl_estimator"],
+            mask=experience.action_mask,
+        )
+        return token_rewards(rewards, experience.action_mask, kl=kl, kl_coef=self.hparams["kl_coef"])
+
+    def policy_output(self, batch: Experience) -> PolicyOutput:
+        """Log-probs, and entropy if it is logged or rewarded, of the tokens the policy chose."""
+        return policy_output(
+            self.policy,
+            batch,
+            batch.action_mask,
+            temperature=batch.temperature,
+            entropy=self.hparams["log_entropy"] or bool(self.hparams["entropy_coef"]),
+        )
+
+    def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
+        """The objective of one micro-batch; the one method to override for another.
+
+        Args:
+            batch: B sequences of one update.
+            out: What the current policy says about them.
+        """
+        assert batch.advantages is not None
+        mask, old = batch.action_mask, self.old_logprobs(batch, out)
+        by_tokens = self.hparams["aggregation"] == "token-mean"
+        sizes: dict[str, Any] = {
+            "aggregation": self.hparams["aggregation"],
+            "denominator": batch.token_denominator if by_tokens else batch.sequence_denominator,
+            "max_length": self.hparams["max_length"],
+        }
+        weights: Tensor | None = None
+        measured: Mapping[str, Tensor] = {}
+        if self.correction is not None:
+            weights, _, measured = importance_weights(old, batch.rollout_logprobs, mask, **self.correction)
+        parts = [
+            self.surrogate(
+                out.logprobs, old, batch.advantages, mask, weights=weights, **sizes, **self.surrogate_arguments
+            )
+        ]
+        if batch.ref_logprobs is not None:
+            coef = 0.0 if self.hparams["kl_in_reward"] else self.hparams["kl_coef"]
+            estimator = self.hparams["kl_estimator"]
+            parts.append(kl_loss(out.logprobs, batch.ref_logprobs, mask, coef=coef, estimator=estimator, **sizes))
+        if self.hparams["entropy_coef"]:
+            assert out.entropy is not None
+            parts.append(entropy_bonus(out.entropy, mask, coef=self.hparams["entropy_coef"], **sizes))
+        result = sum_losses(*parts)
+        return LossOutput(result.loss, {**result.metrics, **measured})
+
+    @staticmethod
+    def old_logprobs(batch: Experience, out: PolicyOutput) -> Tensor:
+        """(B, T-1) log-probs before the iteration; in its first update the policy's own are that."""
+        return out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+
+    def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
+        """One micro-batch of an iteration."""
+        out = self.policy_output(batch)
+        result = self.loss(batch, out)
+        self.log_means({"loss": result.loss.detach(), **result.metrics, **self.rollout_metrics(batch, out)})
+        return result.loss
+
+    @torch.no_grad()
+    def rollout_metrics(self, batch: Experience, out: PolicyOutput) -> dict[str, Tensor]:
+        """Entropy, and how far the engine's log-probs are from the trainer's for the same policy.
+
+        Args:
+            batch: B sequences.
+            out: What the current policy says about them.
+        """
+        old, mask = self.old_logprobs(batch, out), batch.action_mask
+        mismatch = mismatch_metrics(old, batch.rollout_logprobs, mask)
+        unbounded = importance_weights(old, batch.rollout_logprobs, mask, mode="none", high=None)
+        metrics = {
+            "rollout/logprob_difference": mismatch["rollout_corr/logprob_abs_diff_mean"],
+            "rollout/logprob_difference_max": mismatch["rollout_corr/logprob_abs_diff_max"],
+            "rollout/k3": mismatch["rollout_corr/k3_kl"],
+            "rollout/effective_sample_fraction": unbounded.metrics["rollout_corr/eff_sample_size"],
+        }
+        if out.entropy is not None:
+            metrics["policy/entropy"] = self.token_mean(out.entropy.detach(), batch)
+        return metrics
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Validation generates and scores; ``RolloutCallback`` does both and logs the result."""
