@@ -1,0 +1,196 @@
+"""Knobs of modules that learn from their own samples, against the loss functions called by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from torch import Tensor
+
+from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec
+from rlhfkit.data import Experience
+from rlhfkit.losses import cispo_loss as lifted_cispo_loss
+from rlhfkit.losses import (
+    discounted_returns,
+    dr_grpo_loss,
+    entropy_bonus,
+    group_advantages,
+    grpo_loss,
+    gspo_loss,
+    importance_weights,
+    kl_estimate,
+    ppo_loss,
+    rloo_advantages,
+    sapo_loss,
+    token_rewards,
+    whiten,
+)
+from rlhfkit.models import PolicyOutput
+from rlhfkit.modules import presets
+
+
+def my_estimator(rewards: Tensor, group: Tensor) -> Tensor:
+    return 2.0 * rewards
+
+
+def experience(seed: int = 0) -> Experience:
+    """Two groups of three samples of up to six tokens, as a module prepares them for a later update."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(6, 6, generator=generator)
+
+    lengths = torch.tensor([7, 5, 6, 4, 7, 7])
+    attention_mask = torch.arange(7) < lengths[:, None]
+    action_mask = attention_mask[:, 1:].clone()
+    action_mask[:, 0] = False
+    old = torch.where(action_mask, -1.5 + noise(0.3), 0.0)
+    return Experience(
+        input_ids=torch.zeros(6, 7, dtype=torch.int64),
+        attention_mask=attention_mask,
+        action_mask=action_mask,
+        rollout_logprobs=old + torch.where(action_mask, noise(0.2), 0.0),
+        versions=torch.zeros(6, 6, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0, 0.5, 0.2, 0.9, 0.1]),
+        group=torch.tensor([3, 3, 3, 8, 8, 8]),
+        sample_index=torch.tensor([0, 1, 2, 0, 1, 2]),
+        truncated=torch.zeros(6, dtype=torch.bool),
+        update=torch.ones(6, dtype=torch.int64),
+        old_logprobs=old,
+        ref_logprobs=old + torch.where(action_mask, noise(0.2), 0.0),
+        step_tokens=40.0,
+        step_sequences=9.0,
+        step_micro_batches=2,
+    )
+
+
+def loss_of(module: GRPOModule, batch: Experience, out: PolicyOutput) -> Tensor:
+    """The module's own way from rewards to a loss."""
+    advantages = module.advantages(batch)
+    batch.advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(batch.action_mask)
+    return module.loss(batch, out).loss
+
+
+def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
+    """The same from the loss functions, with the numbers of the papers written out."""
+    old, mask, rewards, group = batch.old_logprobs, batch.action_mask, batch.rewards, batch.group
+    reference, tokens, sequences = batch.ref_logprobs, 20.0, 4.5
+    assert old is not None
+    assert reference is not None
+    standard = group_advantages(rewards, group)
+    k1 = kl_estimate(old, reference, estimator="k1", mask=mask)
+    match name:
+        case "grpo":
+            return grpo_loss(logprobs, old, standard, mask, ref_logprobs=reference, kl_coef=0.04, denominator=4.5).loss
+        case "dr_grpo":
+            centred = group_advantages(rewards, group, scale="none")
+            return dr_grpo_loss(logprobs, old, centred, mask, max_length=6, denominator=sequences).loss
+        case "dapo":
+            return ppo_loss(logprobs, old, standard, mask, clip_high=0.28, denominator=tokens).loss
+        case "rloo":
+            leave_one_out = token_rewards(rloo_advantages(rewards, group), mask, kl=k1, kl_coef=0.05)
+            kinds: Any = {"ratio_level": "sequence-sum", "aggregation": "sequence-mean-token-mean"}
+            returns = discounted_returns(leave_one_out, mask)
+            return ppo_loss(logprobs, old, returns, mask, denominator=sequences, **kinds).loss
+        case "reinforce++":
+            returns = discounted_returns(token_rewards(rewards, mask, kl=k1, kl_coef=0.01), mask)
+            return ppo_loss(logprobs, old, whiten(returns, mask), mask, denominator=tokens).loss
+        case "reinforce++-baseline":
+            centred = discounted_returns(token_rewards(group_advantages(rewards, group, scale="none"), mask), mask)
+            penalty = 0.01 * (kl_estimate(logprobs, reference, estimator="k2", mask=mask) * mask).sum() / tokens
+            return ppo_loss(logprobs, old, whiten(centred, mask), mask, denominator=tokens).loss + penalty
+        case "gspo":
+            return gspo_loss(logprobs, old, standard, mask, denominator=sequences).loss
+        case "cispo":
+            return lifted_cispo_loss(logprobs, old, standard, mask, ratio_max=5.0, denominator=tokens).loss
+        case "sapo":
+            return sapo_loss(logprobs, old, standard, mask, denominator=sequences).loss
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
+    extra = {"max_length": 6} if name == "dr_grpo" else {}
+    module = GRPOModule("anywhere", **presets.PRESETS[name], **extra)
+    batch = experience()
+    assert batch.old_logprobs is not None
+    if not module.hparams["kl_coef"]:
+        batch.ref_logprobs, reference = None, batch.ref_logprobs
+    logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
+    logprobs.requires_grad_()
+    made = loss_of(module, batch, PolicyOutput(logprobs, None))
+    gradient = torch.autograd.grad(made, logprobs)[0]
+    if batch.ref_logprobs is None:
+        batch.ref_logprobs = reference
+    expected = by_hand(name, batch, logprobs)
+    torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-8)
+    assert gradient.abs().sum() > 0
+    assert set(presets.PRESETS[name]) <= set(module.hparams)
+
+
+def test_correction_weights_the_surrogate_and_entropy_is_rewarded() -> None:
+    batch = experience()
+    batch.ref_logprobs = None
+    assert batch.old_logprobs is not None
+    module = GRPOModule("anywhere", correction="tis", entropy_coef=0.01)
+    entropy = torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
+    logprobs = batch.old_logprobs + 0.05
+    made = loss_of(module, batch, PolicyOutput(logprobs, entropy))
+    old, mask = batch.old_logprobs, batch.action_mask
+    weights = importance_weights(old, batch.rollout_logprobs, mask, level="token", mode="truncate", high=2.0).weights
+    advantages = group_advantages(batch.rewards, batch.group)
+    surrogate = ppo_loss(logprobs, old, advantages, mask, clip_high=0.28, weights=weights, denominator=20.0)
+    expected = surrogate.loss + entropy_bonus(entropy, mask, coef=0.01, denominator=20.0).loss
+    torch.testing.assert_close(made, expected)
+
+
+def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_for_again() -> None:
+    module = GRPOModule("anywhere", estimator=my_estimator)
+    assert module.hparams["estimator"] == f"{__name__}.my_estimator"
+    again = GRPOModule(**module.hparams)
+    rewards = torch.tensor([1.0, 3.0])
+    assert again.estimate(rewards, torch.zeros(2)).tolist() == [2.0, 6.0]
+    local = GRPOModule("anywhere", estimator=lambda rewards, group: rewards)
+    with pytest.raises(ValueError, match=r"estimator was the function .* pass it again"):
+        GRPOModule(**local.hparams)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"surrogate": "rlhfkit.losses.no_such_loss"}, "cannot be imported"),
+        ({"surrogate": "rlhfkit.losses.cispo_loss"}, r"does not take what it is given.*clip_low"),
+        ({"correction": "tiss"}, "correction must be one of tis"),
+        ({"gamma": 1.5}, "gamma must be in"),
+        ({"clip_low": -1.0}, "clip_low"),
+        ({"aggregation": "mean"}, "mean"),
+        ({"aggregation": "constant-length"}, "max_length"),
+        ({"kl_estimator": "k9", "kl_coef": 0.1}, "k9"),
+    ],
+)
+def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOModule("anywhere", **arguments)
+
+
+def test_reinforce_plus_plus_learns_without_groups(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(sum(sample.reward or 0.0 for sample in rollouts.samples) / len(rollouts.samples))
+
+    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=1, max_new_tokens=8))
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module_arguments=dict(presets.REINFORCE_PLUS_PLUS) | {"lr": 5e-3},
+        data_arguments={"rollout_batch_size": 32, "micro_batch_size": 16},
+        rollouts=rollouts,
+        callbacks=[Keep()],
+        max_epochs=12,
+    )
+    trainer.fit(module, data)
+    assert sum(seen[-3:]) / 3 > sum(seen[:3]) / 3 + 0.15
