@@ -34,6 +34,15 @@ class Rows(Protocol):
         ...
 
 
+class CountedRows(Rows, Protocol):
+    """A map-style data set that knows the sizes of its examples."""
+
+    lengths: list[int]
+    """Tokens of each example."""
+    targets: list[int]
+    """Learned tokens of each example."""
+
+
 B = TypeVar("B", bound=StepBatch)
 
 
@@ -188,8 +197,11 @@ class StepLoader(Generic[B]):
     def _batch(self, rows: list[int], totals: StepTotals, micro_batches: list[list[int]]) -> B:
         if rows:
             return self.collate([self.examples[row] for row in rows], totals)
-        shortest = min((row for others in micro_batches for row in others), key=lambda row: self.lengths[row])
-        return self.collate([self.examples[shortest]], totals).without_targets()
+        return self.collate([self.examples[self._shortest(micro_batches)]], totals).without_targets()
+
+    def _shortest(self, micro_batches: list[list[int]]) -> int:
+        """The example that costs least where something has to go through the model."""
+        return min((row for rows in micro_batches for row in rows), key=lambda row: self.lengths[row])
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the epoch and what it depends on, as plain values."""

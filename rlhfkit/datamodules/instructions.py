@@ -1,16 +1,18 @@
 """``SFTDataModule``: prompts with completions, conversations, or plain text, for supervised fine-tuning."""
 
 import logging
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 
-from rlhfkit.data.collate import TokenBatch, collate_tokens
-from rlhfkit.data.step_loader import StepLoader
+from rlhfkit.data.collate import collate_tokens
+from rlhfkit.data.step_loader import CountedRows, StepLoader
 from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.examples import ExampleBuilder, TokenExamples
 from rlhfkit.datamodules.sources import Source, check_columns, describe, load_tokenizer, no_loader, read_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class SFTDataModule(L.LightningDataModule):
         if messages is not None and text is not None:
             raise ValueError(f"name messages={messages!r} or text={text!r}, not both: they are two kinds of data")
         if micro_batch_size < 1:
-            raise ValueError(f"SFTDataModule(micro_batch_size=...) must be at least 1, got {micro_batch_size}")
+            raise ValueError(f"{type(self).__name__}(micro_batch_size=...) must be at least 1, got {micro_batch_size}")
         if max_length < 2:
             raise ValueError(
                 f"max_length must be at least 2 (one token to learn and one in front of it), got {max_length}"
@@ -110,9 +112,9 @@ class SFTDataModule(L.LightningDataModule):
         self.system = system
         self.chat_template_arguments = dict(chat_template_arguments or {})
         self.tokenizer = tokenizer
-        self.examples: TokenExamples | None = None
+        self.examples: CountedRows | None = None
         """The training examples, after ``setup``."""
-        self.validation_examples: TokenExamples | None = None
+        self.validation_examples: CountedRows | None = None
         """The validation examples, after ``setup``."""
 
     def prepare_data(self) -> None:
@@ -138,15 +140,17 @@ class SFTDataModule(L.LightningDataModule):
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
         self.examples = self._build(self.data, self.split, tokenizer)
 
-    def _build(self, source: Source, split: str, tokenizer: Any) -> TokenExamples:
+    def _build(self, source: Source, split: str, tokenizer: Any) -> CountedRows:
+        """Read a source and make examples of it; override for other columns."""
         rows = read_rows(source, split=split, subset=self.subset)
-        columns: dict[str, str | None]
         if self.messages is not None:
-            columns = {"messages": self.messages}
-        elif self.text is not None:
-            columns = {"text": self.text}
-        else:
-            columns = {"prompt": self.prompt, "completion": self.completion}
+            return self._tokenised(rows, source, tokenizer, messages=self.messages)
+        if self.text is not None:
+            return self._tokenised(rows, source, tokenizer, text=self.text)
+        return self._tokenised(rows, source, tokenizer, prompt=self.prompt, completion=self.completion)
+
+    def _tokenised(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:
+        """Examples of rows, by the columns that :meth:`ExampleBuilder.build` takes."""
         check_columns(rows, source, **columns)
         style = PromptFormat(
             tokenizer,
@@ -154,10 +158,9 @@ class SFTDataModule(L.LightningDataModule):
             system=self.system,
             chat_template_arguments=self.chat_template_arguments,
         )
-        builder = ExampleBuilder(style, self.max_length, self.overlong, describe(source))
-        return builder.build(rows, **columns)
+        return ExampleBuilder(style, self.max_length, self.overlong, describe(source)).build(rows, **columns)
 
-    def train_dataloader(self) -> StepLoader[TokenBatch]:
+    def train_dataloader(self) -> StepLoader[Any]:
         """Micro-batches of this rank, with the exact totals of their optimizer step."""
         trainer = self._attached()
         return self._loader(
@@ -174,36 +177,26 @@ class SFTDataModule(L.LightningDataModule):
             return no_loader()
         return self._loader(self.validation_examples, accumulate=1, shuffle=False, whole_epoch=True)
 
-    def _loader(
-        self,
-        examples: TokenExamples | None,
-        *,
-        accumulate: int,
-        shuffle: bool,
-        epoch: Callable[[], int] | None = None,
-        drop_last: bool = False,
-        whole_epoch: bool = False,
-    ) -> StepLoader[TokenBatch]:
+    def _loader(self, examples: CountedRows | None, **arguments: Any) -> StepLoader[Any]:
         trainer = self._attached()
         if examples is None:
-            raise RuntimeError("the data is not open yet: call SFTDataModule.setup() first (the Trainer does)")
-        return StepLoader(
+            raise RuntimeError(f"the data is not open yet: call {type(self).__name__}.setup() first (the Trainer does)")
+        return self._step_loader(
             examples,
-            collate_tokens,
             lengths=examples.lengths,
             targets=examples.targets,
             micro_batch_size=self.micro_batch_size,
-            accumulate=accumulate,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
-            shuffle=shuffle,
             seed=self.seed,
-            epoch=epoch,
-            drop_last=drop_last,
-            whole_epoch=whole_epoch,
+            **arguments,
         )
+
+    def _step_loader(self, examples: CountedRows, **arguments: Any) -> StepLoader[Any]:
+        """The loader; override for batches of another kind."""
+        return StepLoader(examples, collate_tokens, **arguments)
 
     def _attached(self) -> L.Trainer:
         if self.trainer is None:
-            raise RuntimeError("SFTDataModule has no Trainer: pass it to trainer.fit(module, datamodule)")
+            raise RuntimeError(f"{type(self).__name__} has no Trainer: pass it to trainer.fit(module, datamodule)")
         return self.trainer
