@@ -17,7 +17,10 @@ TRAINER_COMMANDS = {
 }
 """Run by LightningCLI."""
 
-FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {}
+FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
+    "generate": ("sample completions of prompts, as JSON lines", "rlhfkit.commands.generate:generate"),
+    "score": ("add a reward to each line of completions", "rlhfkit.commands.score:score"),
+}
 """Command to its one-line help and the function that it calls (``module:function``)."""
 
 COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in FUNCTION_COMMANDS.items()}

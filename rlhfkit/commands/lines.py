@@ -1,0 +1,107 @@
+"""``LineWriter``: a file of JSON lines that grows batch by batch and is continued after an interruption.
+
+Beside ``samples.jsonl`` stands ``samples.jsonl.settings.json``: what the lines were made with. A second start with the
+same settings goes on where the first stopped; with others it is refused, so that no file mixes two models.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+log = logging.getLogger(__name__)
+
+
+class LineWriter:
+    """Appends JSON lines to a file, new or interrupted.
+
+    Example::
+
+        with LineWriter("samples.jsonl", {"model": "Qwen/Qwen3-0.6B"}, group=8) as writer:
+            for prompt in prompts[writer.done // 8 :]:
+                writer.write(lines_of(prompt))
+
+    Args:
+        output: The file. Folders are made.
+        settings: What decides the content of the lines; plain JSON values.
+        group: Lines that belong together: an interrupted file is cut behind its last complete group.
+        overwrite: Start anew whatever is there.
+
+    Raises:
+        FileExistsError: If the file was not written by this class.
+        ValueError: If it was written with other settings.
+    """
+
+    def __init__(
+        self, output: str | os.PathLike[str], settings: Mapping[str, Any], *, group: int = 1, overwrite: bool = False
+    ) -> None:
+        self.output = Path(output)
+        self.settings_file = self.output.with_name(f"{self.output.name}.settings.json")
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # as they will be read back
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        if overwrite:
+            self.output.unlink(missing_ok=True)
+        if self.output.exists():
+            self._check_settings()
+        else:
+            self.settings_file.write_text(json.dumps(self.settings, indent=2) + "\n")
+        self._file = self.output.open("ab")
+        self.done = self._cut(group)
+        """Lines that the file holds."""
+
+    def _check_settings(self) -> None:
+        """Raise unless the file was begun with these settings."""
+        cure = "choose another output, or start anew with overwrite"
+        if not self.settings_file.exists():
+            raise FileExistsError(f"{self.output} exists and has no {self.settings_file.name} beside it: {cure}")
+        found = json.loads(self.settings_file.read_text())
+        changed = [
+            f"{name}: {found.get(name)!r} there, {self.settings.get(name)!r} now"
+            for name in sorted({*found, *self.settings})
+            if found.get(name) != self.settings.get(name)
+        ]
+        if changed:
+            raise ValueError(f"{self.output} was written with other settings ({'; '.join(changed)}): {cure}")
+
+    def _cut(self, group: int) -> int:
+        """Cut off what an interruption left incomplete; returns the lines that stay."""
+        kept = end = position = 0
+        with self.output.open("rb") as file:
+            for count, line in enumerate(file, start=1):
+                position += len(line)
+                if line.endswith(b"\n") and count % group == 0:
+                    kept, end = count, position
+        if end < position:
+            log.warning("%s: %d bytes of an unfinished batch are cut off", self.output, position - end)
+            self._file.truncate(end)
+        return kept
+
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines and hand them to the operating system.
+
+        Args:
+            lines: What JSON cannot hold is written as text, and numbers that are not finite as null.
+        """
+        text = "".join(json.dumps(_finite(line), ensure_ascii=False, default=str) + "\n" for line in lines)
+        self._file.write(text.encode())
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        """For ``with``."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    """The value with ``None`` for NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(entry) for name, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
