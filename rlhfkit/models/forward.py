@@ -60,6 +60,36 @@ def _head(model: nn.Module, forward: Any) -> Iterator[None]:
         del layer.forward
 
 
+def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -> tuple[dict[str, Any], Tensor]:
+    """What a backbone is called with, packed or padded.
+
+    Args:
+        model: The model itself, without wrappers.
+        batch: B sequences, padded on the right.
+        packed: See :func:`policy_output`.
+
+    Returns:
+        The arguments, and (B, T) int64: where each token lies in the flattened ``input_ids`` among them.
+
+    Raises:
+        ValueError: If ``packed`` is asked of a model with another attention.
+    """
+    attention = cast(Any, model).config._attn_implementation
+    ours = attention == PACKED_ATTENTION
+    if packed and not ours:
+        raise ValueError(
+            f"packed=True needs a model loaded with attention={PACKED_ATTENTION!r}, this one has {attention!r}"
+        )
+    real = batch.attention_mask.bool()
+    if ours if packed is None else packed:
+        layout, tokens = PackedLayout.from_batch(batch.input_ids, real)
+        packed_inputs = {"input_ids": tokens, "position_ids": layout.position_ids, "packed_layout": layout}
+        return packed_inputs, layout.places
+    # Padding is on the right, where causal attention cannot see it; ours needs no mask, others build one from this.
+    inputs = {"input_ids": batch.input_ids} if ours else {"input_ids": batch.input_ids, "attention_mask": real}
+    return inputs, torch.arange(real.numel(), device=real.device).view(real.shape)
+
+
 def policy_output(
     model: nn.Module,
     batch: TokenizedBatch,
@@ -85,23 +115,9 @@ def policy_output(
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention.
     """
-    bare = unwrap(model)
-    ours = cast(Any, bare).config._attn_implementation == PACKED_ATTENTION
-    if packed and not ours:
-        raise ValueError(
-            f"packed=True needs a model loaded with attention={PACKED_ATTENTION!r}, this one has "
-            f"{cast(Any, bare).config._attn_implementation!r}"
-        )
-    packed = ours if packed is None else packed
-    real, mask = batch.attention_mask.bool(), mask.bool()
-    if packed:
-        layout, tokens = PackedLayout.from_batch(batch.input_ids, real)
-        inputs = {"input_ids": tokens, "position_ids": layout.position_ids, "packed_layout": layout}
-        positions = layout.places[:, :-1][mask]  # (M,): where a wanted token is predicted
-    else:
-        # Padding is on the right, where causal attention cannot see it; ours needs no mask, others build one from this.
-        inputs = {"input_ids": batch.input_ids} if ours else {"input_ids": batch.input_ids, "attention_mask": real}
-        positions = torch.nn.functional.pad(mask, (0, 1)).flatten().nonzero()[:, 0]
+    bare, mask = unwrap(model), mask.bool()
+    inputs, places = model_inputs(bare, batch, packed)
+    positions = places[:, :-1][mask]  # (M,): where a wanted token is predicted
     targets = batch.input_ids[:, 1:][mask]
     chosen = _chosen(model, bare, inputs, positions, targets, temperature, entropy)
     empty = torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device)

@@ -33,7 +33,7 @@ def precision_dtype(precision: str, *, compute: bool = False) -> torch.dtype:
     return _DTYPES[kind] if style != "mixed" or compute else torch.float32
 
 
-def _existing(name: str) -> str:
+def existing_name(name: str) -> str:
     """Reject a path that does not exist before the hub client turns it into a confusing message about repositories."""
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path and not Path(name).expanduser().is_dir():
@@ -68,7 +68,7 @@ def load_causal_lm(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    name = _existing(name)
+    name = existing_name(name)
     register_packed_attention()
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     if attention is None and supports_packing(config):
@@ -107,7 +107,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrained
     """
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(_existing(name), trust_remote_code=trust_remote_code)
+    tokenizer: Any = AutoTokenizer.from_pretrained(existing_name(name), trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

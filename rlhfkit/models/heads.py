@@ -1,0 +1,220 @@
+"""``ScalarModel``: a language model that says one number at every token: critic, reward model, process reward model.
+
+Shapes: B sequences, T tokens, N real tokens of the batch, H hidden size.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.models.attention import PACKED_ATTENTION, register_packed_attention, supports_packing
+from rlhfkit.models.forward import TokenizedBatch, model_inputs, unwrap
+from rlhfkit.models.load import disable_dropout, existing_name
+
+
+class ScalarHead(nn.Linear):
+    """The last layer, always in float32: bfloat16 would round a reward of 5 to multiples of 1/32."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """From (..., H) to (..., outputs) float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
+class ScalarModel(nn.Module):
+    """A Hugging Face classifier without its pooling: one number for every token.
+
+    The number is the only output of a sequence classifier with one label (reward models, critics), or for a token
+    classifier with two labels (process reward models) the log-odds ``z_1 - z_0`` of label 1, which is all that the
+    softmax of the two depends on.
+
+    Args:
+        model: From ``AutoModelForSequenceClassification`` or ``AutoModelForTokenClassification``; it is trained, and
+            :meth:`save_pretrained` writes it, so Transformers and others read our folders and we read theirs.
+
+    Raises:
+        ValueError: If the model has no linear layer ``score``, as decoder-only classifiers have.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        score = getattr(model, "score", None)
+        if not isinstance(score, nn.Linear):
+            raise ValueError(
+                f"{type(model).__name__} has no linear layer 'score': only decoder-only models are supported"
+            )
+        head = ScalarHead(score.in_features, score.out_features, bias=score.bias is not None, device="meta")
+        head.weight, head.bias = score.weight, score.bias
+        cast(Any, model).score = head
+        self.model = model
+
+    @property
+    def config(self) -> Any:
+        """The Transformers configuration."""
+        return self.model.config
+
+    def forward(self, positions: Tensor, **inputs: Any) -> Tensor:
+        """Numbers at chosen places of the flattened batch.
+
+        Args:
+            positions: (M,) int64, places in the flattened ``input_ids``.
+            **inputs: Passed to the backbone.
+
+        Returns:
+            (M,) float32.
+        """
+        model = cast(Any, self.model)
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+        outputs = model.score(hidden.flatten(0, 1)[positions])
+        return outputs[:, 0] if outputs.shape[-1] == 1 else outputs[:, 1] - outputs[:, 0]
+
+    def normalize(self, rewards: Tensor) -> Tensor:
+        """Shift and scale by the mean and standard deviation in the configuration (OpenRLHF's ``mean`` and ``std``).
+
+        Args:
+            rewards: Any shape, raw.
+
+        Returns:
+            The same shape; unchanged where the configuration has none.
+        """
+        mean, std = getattr(self.config, "mean", None), getattr(self.config, "std", None)
+        return rewards if mean is None or std is None else (rewards - mean) / std
+
+    def save_pretrained(self, folder: str | Path, *, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Write what ``from_pretrained`` of the classifier's class loads.
+
+        Args:
+            folder: Made when missing.
+            state_dict: Full weights under this module's names; its own when ``None``.
+        """
+        weights = self.state_dict() if state_dict is None else state_dict
+        inner = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+        cast(Any, self.model).save_pretrained(folder, state_dict=inner)
+
+
+def load_scalar_model(
+    name: str,
+    *,
+    stepwise: bool = False,
+    head_std: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+) -> ScalarModel:
+    """Load a critic or reward model, or make one of a causal language model. Dropout is off.
+
+    A new head is the same on every rank and in every run, whatever the seed.
+
+    Args:
+        name: Folder or hub name of a causal language model, which gets a new head, or of a classifier with its head.
+        stepwise: A token classifier with two labels instead of a sequence classifier with one.
+        head_std: Standard deviation of a new head's normally distributed weights; ``None``: 1 / (H + 1), as OpenRLHF
+            and Stiennon et al. (2020, arXiv:2009.01325, appendix B.1); 0: all outputs start at 0.
+        dtype: Type of the weights.
+        attention: Transformers' ``attn_implementation``; ``None``: our packed attention where the model allows it.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        trust_remote_code: Run Python code that comes with the model. Off unless asked.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        FileNotFoundError: If ``name`` is a path and no folder.
+        ValueError: If ``head_std`` is negative, or the model is a classifier of another kind.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    if head_std is not None and head_std < 0:
+        raise ValueError(f"head_std must not be negative, got {head_std}")
+    name = existing_name(name)
+    register_packed_attention()
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    is_new = _needs_head(config, name, stepwise)
+    config.num_labels = 2 if stepwise else 1
+    if attention is None and supports_packing(config):
+        attention = PACKED_ATTENTION
+    kind = AutoModelForTokenClassification if stepwise else AutoModelForSequenceClassification
+    loaded = kind.from_pretrained(
+        name, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+    )
+    model = ScalarModel(loaded)
+    if is_new:
+        _initialize(cast(nn.Linear, loaded.score), head_std)
+    disable_dropout(model)
+    if gradient_checkpointing:
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def _needs_head(config: Any, name: str, stepwise: bool) -> bool:
+    """Whether the model is no classifier yet."""
+    wanted, labels = ("ForTokenClassification", 2) if stepwise else ("ForSequenceClassification", 1)
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    if "Classification" not in architecture:
+        return True
+    if not architecture.endswith(wanted) or config.num_labels != labels:
+        raise ValueError(
+            f"{name} is a {architecture} with {config.num_labels} labels; needed is a causal language model or a "
+            f"...{wanted} with {labels}"
+        )
+    return False
+
+
+def _initialize(head: nn.Linear, std: float | None) -> None:
+    std = 1.0 / (head.in_features + 1) if std is None else std
+    noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        head.weight.copy_(noise * std)
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def scalar_output(
+    model: nn.Module, batch: TokenizedBatch, mask: Tensor | None = None, *, packed: bool | None = None
+) -> Tensor:
+    """What a :class:`ScalarModel` says at the tokens of a batch, in one forward pass without padding.
+
+    Args:
+        model: A :class:`ScalarModel`, bare or wrapped (DeepSpeed engine).
+        batch: Has ``input_ids`` (B, T) int64 and ``attention_mask`` (B, T) bool, padded on the right.
+        mask: (B, T) bool, the tokens whose number is wanted; all real ones when ``None``. A critic's value of the state
+            in which token t+1 is chosen is the number at token t.
+        packed: Remove the padding. ``None``: where the model's attention is ours.
+
+    Returns:
+        (B, T) float32, raw (see :meth:`ScalarModel.normalize`); 0 where not wanted.
+
+    Raises:
+        ValueError: If ``packed`` is asked of a model with another attention.
+    """
+    wanted = batch.attention_mask.bool() if mask is None else mask.bool()
+    inputs, places = model_inputs(unwrap(model), batch, packed)
+    chosen = model(positions=places[wanted], **inputs)
+    empty = torch.zeros(wanted.shape, dtype=chosen.dtype, device=wanted.device)
+    return empty.masked_scatter(wanted, chosen)
+
+
+def reward_output(
+    model: nn.Module, batch: TokenizedBatch, *, normalized: bool = False, packed: bool | None = None
+) -> Tensor:
+    """The reward of each sequence: what a :class:`ScalarModel` says at its last token.
+
+    Args:
+        model: A :class:`ScalarModel`, bare or wrapped (DeepSpeed engine).
+        batch: B sequences, padded on the right.
+        normalized: Shift and scale by the mean and standard deviation in the configuration, if it has them.
+        packed: Remove the padding. ``None``: where the model's attention is ours.
+
+    Returns:
+        (B,) float32.
+    """
+    real = batch.attention_mask.bool()
+    steps = torch.arange(real.shape[1], device=real.device)
+    last = real.sum(-1, keepdim=True) - 1 == steps
+    rewards = scalar_output(model, batch, last, packed=packed).sum(-1)
+    return cast(ScalarModel, unwrap(model)).normalize(rewards) if normalized else rewards
