@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from rlhfkit.datamodules import PromptDataModule, SFTDataModule
     from rlhfkit.losses import LossOutput
     from rlhfkit.models import PolicyOutput
-    from rlhfkit.modules import GRPOModule, PolicyModule, SFTModule
-    from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec, VLLMPool
+    from rlhfkit.modules import GRPOModule, OnPolicyModule, PolicyModule, SFTModule
+    from rlhfkit.rollout import DynamicSampling, LocalEngine, RolloutEngine, SamplingSpec, VLLMPool
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 _HOMES = {
+    "DynamicSampling": "rollout",
     "Experience": "data",
     "GRPOModule": "modules",
     "HFExport": "callbacks",
     "LocalEngine": "rollout",
     "LossOutput": "losses",
+    "OnPolicyModule": "modules",
     "PolicyModule": "modules",
     "PolicyOutput": "models",
     "Prompt": "data",
@@ -44,11 +46,13 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 """Homes that load Lightning anyway."""
 
 __all__ = [
+    "DynamicSampling",
     "Experience",
     "GRPOModule",
     "HFExport",
     "LocalEngine",
     "LossOutput",
+    "OnPolicyModule",
     "PolicyModule",
     "PolicyOutput",
     "Prompt",

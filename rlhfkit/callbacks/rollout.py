@@ -6,6 +6,7 @@ progress, logging, checkpoints.
 """
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,10 @@ from rlhfkit.callbacks.summary import iteration_metrics, reward_values
 from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
 from rlhfkit.rewards.base import Reward, score_samples
+from rlhfkit.rollout.dynamic_sampling import DynamicSampling, FilledIteration
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+
+log = logging.getLogger(__name__)
 
 
 class RolloutCallback(Callback):
@@ -38,6 +42,8 @@ class RolloutCallback(Callback):
         engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.LocalEngine` in this process.
         sampling: How to sample in training.
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
+        dynamic_sampling: Sample further prompts in place of those whose groups teach nothing (DAPO); ``None``: train on
+            every group.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
             weights were published; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
 
@@ -52,6 +58,7 @@ class RolloutCallback(Callback):
         engine: RolloutEngine | None = None,
         sampling: SamplingSpec | None = None,
         validation_sampling: SamplingSpec | None = None,
+        dynamic_sampling: DynamicSampling | None = None,
         probe_tolerance: float | None = None,
     ) -> None:
         if not callable(reward):
@@ -67,6 +74,7 @@ class RolloutCallback(Callback):
         self.sampling = sampling or SamplingSpec()
         greedy = dataclasses.replace(self.sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self.validation_sampling = validation_sampling or greedy
+        self.dynamic_sampling = dynamic_sampling
         self.publisher = WeightPublisher(engine, probe_tolerance)
         self.iteration = 0
         self.samples: list[Sample] = []
@@ -77,6 +85,7 @@ class RolloutCallback(Callback):
         """The samples of the last validation."""
         self._trainer: Any | None = None
         self._inside = False  # an iteration was collected, and not all of it was trained on
+        self._used = 0  # prompts that the current iteration has sampled
         self._metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------ what the loader asks
@@ -119,13 +128,12 @@ class RolloutCallback(Callback):
             This rank's micro-batches of the iteration, in order.
         """
         trainer = self._attached()
-        data = trainer.datamodule
         module = trainer.lightning_module
         shape, sampling = self._shape(trainer), self._training_sampling()
-        prompts = data.next_prompts(shape.sequences // sampling.group_size)
         self.publish()
         with trainer.profiler.profile("rollout.generate_and_score"):
-            self.samples = self.sample(prompts, sampling, self.iteration)
+            drawn = self._fill(shape.sequences // sampling.group_size, sampling)
+        self.samples = [sample for group in drawn.groups for sample in group]
         experience = Experience.from_samples(self.samples, temperature=sampling.temperature or 1.0)
         plan = plan_updates(
             experience.lengths.tolist(),
@@ -140,9 +148,32 @@ class RolloutCallback(Callback):
             self.experience = module.prepare(experience)
         probe = {"rollout/probe_difference": self.publisher.difference}
         self._metrics = iteration_metrics(self.samples, self.experience) | probe
+        if self.dynamic_sampling is not None:
+            self._metrics |= drawn.metrics()
+        self._used = drawn.used
         self._inside = True
         averaged = trainer.accumulate_grad_batches * trainer.world_size
         return [self._micro_batch(self.experience, one, averaged) for one in plan[trainer.global_rank]]
+
+    def _fill(self, wanted: int, sampling: SamplingSpec) -> FilledIteration:
+        """The groups of an iteration: those of the next prompts, or of as many as dynamic sampling needs."""
+        data, size = self._attached().datamodule, sampling.group_size
+
+        def draw(skip: int, count: int) -> list[list[Sample]]:
+            samples = self.sample(data.next_prompts(skip + count)[skip:], sampling, self.iteration)
+            return [samples[first : first + size] for first in range(0, len(samples), size)]
+
+        if self.dynamic_sampling is None:
+            groups = draw(0, wanted)
+            return FilledIteration(groups, wanted, wanted, 1, groups)
+        drawn = self.dynamic_sampling.fill(wanted, data.num_prompts, draw)
+        if drawn.accepted < wanted:
+            log.warning(
+                "iteration %d: only %d of %d groups are worth training on after %d rounds over %d prompts; the rest is "
+                "filled with groups that dynamic_sampling turned down",
+                *(self.iteration, drawn.accepted, wanted, drawn.rounds, drawn.used),
+            )
+        return drawn
 
     @staticmethod
     def _micro_batch(experience: Experience, one: MicroBatch, averaged: int) -> Experience:
@@ -242,7 +273,7 @@ class RolloutCallback(Callback):
         Not in ``on_train_epoch_end``: a checkpoint saved between the two resumes behind that hook.
         """
         if trainer.is_last_batch:
-            trainer.datamodule.advance(self._shape(trainer).sequences // self.group_size)
+            trainer.datamodule.advance(self._used)
             self.iteration += 1
             self._inside = False
 
@@ -279,7 +310,7 @@ class RolloutCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and its metrics; prompts are the DataModule's to remember, weights the module's."""
-        state = {"iteration": self.iteration, "metrics": self._metrics}
+        state = {"iteration": self.iteration, "metrics": self._metrics, "used": self._used}
         if self._inside and self._trainer is not None:
             state["inside"] = [self._trainer.global_rank, self._trainer.world_size]
         return state
@@ -292,6 +323,7 @@ class RolloutCallback(Callback):
         """
         self.iteration = state_dict["iteration"]
         self._metrics = dict(state_dict["metrics"])
+        self._used = state_dict["used"]
         trainer, inside = self._trainer, state_dict.get("inside")
         self._inside = inside is not None
         if trainer is None or inside is None or trainer.state.fn != TrainerFn.FITTING:

@@ -186,6 +186,11 @@ class PromptDataModule(L.LightningDataModule):
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
+    @property
+    def num_prompts(self) -> int:
+        """Different prompts there are."""
+        return len(self._ready(self._rows))
+
     def next_prompts(self, count: int, *, ahead: int = 0) -> list[Prompt]:
         """The coming prompts, no two of them the same row; the cursor stays where it is.
 
@@ -220,7 +225,7 @@ class PromptDataModule(L.LightningDataModule):
         A batch that spans two passes may meet a row that it has from the first of them; that row is put off to the
         front of the next batch, so no batch has a row twice and no pass loses one.
         """
-        total = len(self._ready(self._rows))
+        total = self.num_prompts
         if not 1 <= count <= total:
             raise ValueError(f"cannot take {count} different prompts: there are {total}")
         number, offset = cursor.number, cursor.offset
@@ -238,7 +243,7 @@ class PromptDataModule(L.LightningDataModule):
     def _permutation(self, number: int) -> list[int]:
         """Order of one pass over the data."""
         if number not in self._permutations:
-            total = len(self._ready(self._rows))
+            total = self.num_prompts
             order = list(range(total))
             if self.shuffle:
                 order = permutation(total, seed=self.seed, number=number)

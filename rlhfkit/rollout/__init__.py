@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource, sample_seed
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "DynamicSampling",
     "LocalEngine",
     "ModuleWeights",
     "RolloutEngine",

@@ -1,0 +1,126 @@
+"""Dynamic sampling: what fills an iteration, for any pattern of groups that teach something or do not."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_runs import setup_run, weights
+
+from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.rollout import DynamicSampling
+from rlhfkit.rollout.dynamic_sampling import has_signal
+
+
+def group(index: int, rewards: Sequence[float | None]) -> list[Sample]:
+    prompt = Prompt(index, [5])
+    return [Sample(prompt, place, [7], [0.0], [0], "stop", reward=reward) for place, reward in enumerate(rewards)]
+
+
+@given(
+    teaches=st.lists(st.booleans(), min_size=1, max_size=30),
+    wanted=st.integers(1, 30),
+    rounds=st.integers(1, 6),
+)
+def test_each_prompt_is_sampled_once_in_order_and_no_accepted_group_is_lost(
+    teaches: list[bool], wanted: int, rounds: int
+) -> None:
+    wanted = min(wanted, len(teaches))
+    asked: list[int] = []
+
+    def sample(skip: int, count: int) -> list[list[Sample]]:
+        asked.extend(range(skip, skip + count))
+        return [group(index, [1.0, 0.0] if teaches[index] else [1.0, 1.0]) for index in range(skip, skip + count)]
+
+    filled = DynamicSampling(max_rounds=rounds).fill(wanted, len(teaches), sample)
+    assert asked == list(range(filled.used))
+    kept = [each[0].prompt.index for each in filled.groups]
+    good = [index for index in asked if teaches[index]]
+    assert kept[: filled.accepted] == good  # all of them, in order: none is left over
+    assert len(kept) == wanted == len(set(kept))
+    assert sorted(each[0].prompt.index for each in filled.everything) == asked
+    if filled.accepted < wanted:
+        assert filled.used == len(teaches) or filled.rounds == rounds
+
+
+def test_signal_is_a_difference_between_rewards_that_are_there() -> None:
+    assert has_signal(group(0, [1.0, 0.5]))
+    assert not has_signal(group(0, [1.0, 1.0]))
+    assert not has_signal(group(0, [1.0, None]))
+    assert not has_signal(group(0, [None, None]))
+
+
+def odd_prompts_only(samples: Sequence[Sample]) -> list[float]:
+    """Groups of even prompts all get 0; the others are rewarded for digits."""
+    shares = [sum(letter.isdigit() for letter in sample.text) / 8 + sample.sample_index / 100 for sample in samples]
+    return [share if sample.prompt.index % 2 else 0.0 for share, sample in zip(shares, samples, strict=True)]
+
+
+class Keep(L.Callback):
+    """The prompts of every iteration."""
+
+    def __init__(self, rollouts: RolloutCallback) -> None:
+        self.rollouts = rollouts
+        self.prompts: list[list[int]] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.prompts.append(list(dict.fromkeys(sample.prompt.index for sample in self.rollouts.samples)))
+
+
+def run(folder: Path, **trainer_arguments: Any) -> tuple[Any, Any, Keep]:
+    rollouts = RolloutCallback(
+        odd_prompts_only,
+        sampling=SamplingSpec(group_size=4, max_new_tokens=8),
+        dynamic_sampling=DynamicSampling(),
+    )
+    keep = Keep(rollouts)
+    trainer, module, data, _ = setup_run(folder, rollouts=rollouts, callbacks=[keep], max_epochs=3, **trainer_arguments)
+    trainer.fit(module, data, ckpt_path=folder / "first.ckpt" if (folder / "first.ckpt").exists() else None)
+    return trainer, module, keep
+
+
+def test_training_sees_only_groups_with_signal_and_resumes_bitwise(tmp_path: Path) -> None:
+    class SaveInside(L.Callback):
+        """Saves between the two updates of the second iteration."""
+
+        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+            if trainer.global_step == 3 and not (tmp_path / "first.ckpt").exists():
+                trainer.save_checkpoint(tmp_path / "first.ckpt")
+
+    trainer, module, keep = run(tmp_path)
+    assert all(index % 2 for prompts in keep.prompts for index in prompts)
+    assert [len(prompts) for prompts in keep.prompts] == [8, 8, 8]
+    assert len({index for prompts in keep.prompts[:2] for index in prompts}) == 16  # no prompt twice in a pass
+    assert 0.2 < trainer.callback_metrics["rollout/accepted_fraction"] < 0.8
+    assert trainer.callback_metrics["rollout/zero_advantage_fraction"] == 0.0
+    saver = SaveInside()
+    rollouts = RolloutCallback(
+        odd_prompts_only, sampling=SamplingSpec(group_size=4, max_new_tokens=8), dynamic_sampling=DynamicSampling()
+    )
+    stopped, second, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[saver], max_epochs=2)
+    stopped.fit(second, data)
+    _, resumed, _ = run(tmp_path)
+    for name, tensor in weights(module).items():
+        assert (weights(resumed)[name] == tensor).all()
+
+
+def test_an_iteration_without_enough_signal_is_filled_up_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollouts = RolloutCallback(
+        lambda samples: [1.0] * len(samples),
+        sampling=SamplingSpec(group_size=4, max_new_tokens=4),
+        dynamic_sampling=DynamicSampling(max_rounds=2),
+    )
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
+    trainer.fit(module, data)
+    assert "only 0 of 8 groups are worth training on after 2 rounds over 16 prompts" in caplog.text
+    assert trainer.callback_metrics["rollout/accepted_fraction"] == 0.0
+
+
+def test_a_limit_below_one_round_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_rounds"):
+        DynamicSampling(max_rounds=0)
