@@ -11,7 +11,7 @@ from rlhfkit._version import __version__
 if TYPE_CHECKING:
     from rlhfkit.callbacks import HFExport, RolloutCallback, SampleTable, TrainingCurves
     from rlhfkit.data import Experience, Prompt, Sample
-    from rlhfkit.datamodules import PromptDataModule, SFTDataModule
+    from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
     from rlhfkit.losses import LossOutput
     from rlhfkit.models import PolicyOutput
     from rlhfkit.modules import GRPOModule, OnPolicyModule, PolicyModule, SFTModule
@@ -28,6 +28,7 @@ _HOMES = {
     "OnPolicyModule": "modules",
     "PolicyModule": "modules",
     "PolicyOutput": "models",
+    "PreferenceDataModule": "datamodules",
     "Prompt": "data",
     "PromptDataModule": "datamodules",
     "RLHFDeepSpeedStrategy": "strategies",
@@ -55,6 +56,7 @@ __all__ = [
     "OnPolicyModule",
     "PolicyModule",
     "PolicyOutput",
+    "PreferenceDataModule",
     "Prompt",
     "PromptDataModule",
     "RLHFDeepSpeedStrategy",

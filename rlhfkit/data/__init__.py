@@ -5,6 +5,7 @@ from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_t
 from rlhfkit.data.experience import Experience, FinishReason, Prompt, Sample
 from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
 from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_updates
+from rlhfkit.data.preferences import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
 from rlhfkit.data.step_loader import StepLoader
 
 __all__ = [
@@ -15,6 +16,9 @@ __all__ = [
     "IterationShape",
     "MicroBatch",
     "PaddedBatch",
+    "PreferenceBatch",
+    "PreferenceExample",
+    "PreferenceExamples",
     "Prompt",
     "Sample",
     "StepLoader",
@@ -22,6 +26,7 @@ __all__ = [
     "TokenBatch",
     "TokenExample",
     "balanced_partition",
+    "collate_preferences",
     "collate_tokens",
     "iteration_shape",
     "plan_updates",

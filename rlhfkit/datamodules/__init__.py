@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhfkit.datamodules.instructions import SFTDataModule
+    from rlhfkit.datamodules.preferences import PreferenceDataModule
     from rlhfkit.datamodules.prompts import PromptDataModule, final_answer
 
-__all__ = ["PromptDataModule", "SFTDataModule", "final_answer"]
+__all__ = ["PreferenceDataModule", "PromptDataModule", "SFTDataModule", "final_answer"]
 
 _HOMES = {
+    "PreferenceDataModule": "rlhfkit.datamodules.preferences",
     "PromptDataModule": "rlhfkit.datamodules.prompts",
     "SFTDataModule": "rlhfkit.datamodules.instructions",
     "final_answer": "rlhfkit.datamodules.prompts",

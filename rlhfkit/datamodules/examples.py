@@ -61,8 +61,8 @@ class TokenExamples:
         return TokenExample(self._tokens[part].tolist(), self._mask[part].tolist())
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common prefix of two token sequences."""
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two sequences (of tokens, characters, messages)."""
     for position, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return position

@@ -1,0 +1,95 @@
+"""``PreferenceDataModule``: pairs of answers of which one is preferred, for DPO, its relatives and reward models."""
+
+import logging
+from typing import Any
+
+from rlhfkit.data.preferences import PreferenceExamples, collate_preferences
+from rlhfkit.data.step_loader import StepLoader
+from rlhfkit.datamodules.chat import PromptFormat
+from rlhfkit.datamodules.instructions import SFTDataModule
+from rlhfkit.datamodules.preference_rows import PreferenceBuilder
+from rlhfkit.datamodules.sources import Source, check_columns, describe, read_rows
+
+log = logging.getLogger(__name__)
+
+
+class PreferenceDataModule(SFTDataModule):
+    """Preference pairs from files, the hub or memory, in optimizer steps that are the same on any number of ranks.
+
+    Answers are text or chat messages. The prompt is a column of its own, or what both answers begin with alike: whole
+    messages of conversations, characters of texts (up to white space; such texts are taken as they are, without a chat
+    template). Both answers keep the same prompt tokens, and tokens of answers are found by common token prefixes.
+
+    Example::
+
+        data = PreferenceDataModule("pairs.jsonl", prompt="question", micro_batch_size=8)
+    """
+
+    def __init__(
+        self,
+        data: Source,
+        *,
+        chosen: str = "chosen",
+        rejected: str = "rejected",
+        prompt: str | None = None,
+        margin: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Remember what to read; nothing is opened before ``setup``.
+
+        Args:
+            data: Where the pairs are, see :data:`~rlhfkit.datamodules.sources.Source`.
+            chosen: Column of the preferred answers: text or chat messages.
+            rejected: Column of the other answers, likewise.
+            prompt: Column of the prompts: text or chat messages. ``None``: ``"prompt"`` where the data has that column,
+                else the prompt is what both answers begin with alike. Answers that repeat the prompt's messages are
+                understood.
+            margin: Column of numbers, by how much the chosen answer is better (reward models use it). ``None``:
+                ``"margin"`` where the data has that column.
+            **kwargs: See :class:`SFTDataModule`: validation data, splits, lengths, chat template. ``micro_batch_size``
+                counts pairs; ``max_length`` is tokens of a prompt with an answer: longer answers are cut and the
+                prompt is not, and pairs whose prompt leaves no room are left out.
+
+        Raises:
+            ValueError: If an argument is out of range.
+        """
+        unfit = {"messages", "text", "completion"} & set(kwargs)
+        if unfit:
+            raise ValueError(
+                f"{type(self).__name__} has no argument {min(unfit)!r}: name the columns chosen, rejected and prompt"
+            )
+        super().__init__(data, **kwargs)
+        self.chosen = chosen
+        self.rejected = rejected
+        self.prompt_column = prompt
+        self.margin = margin
+
+    def _build(self, source: Source, split: str, tokenizer: Any) -> PreferenceExamples:
+        rows = read_rows(source, split=split, subset=self.subset)
+        found = rows.column_names
+        prompt = self.prompt_column or ("prompt" if "prompt" in found else None)
+        margin = self.margin or ("margin" if "margin" in found else None)
+        check_columns(rows, source, chosen=self.chosen, rejected=self.rejected, prompt=prompt, margin=margin)
+        if prompt is None:
+            self._check_implicit(source, isinstance(rows[0][self.chosen], str))
+        style = PromptFormat(
+            tokenizer,
+            apply_chat_template=self.apply_chat_template,
+            system=self.system,
+            chat_template_arguments=self.chat_template_arguments,
+        )
+        builder = PreferenceBuilder(style, self.max_length, self.overlong, describe(source))
+        pairs = builder.build_pairs(rows, chosen=self.chosen, rejected=self.rejected, prompt=prompt, margin=margin)
+        where = "their common beginning" if prompt is None else f"column {prompt!r}"
+        log.info("%s: %d pairs, prompts from %s, margins %s", describe(source), len(pairs), where, margin or "none")
+        return pairs
+
+    def _check_implicit(self, source: Source, text: bool) -> None:
+        if text and self.apply_chat_template:
+            raise ValueError(
+                f"{describe(source)} has no prompt column, so its texts are whole dialogues, which cannot be put into "
+                "a chat template: name the column, prompt='...', or leave apply_chat_template out"
+            )
+
+    def _step_loader(self, examples: Any, **arguments: Any) -> StepLoader[Any]:
+        return StepLoader(examples, collate_preferences, **arguments)
