@@ -11,10 +11,10 @@ from rlhfkit._version import __version__
 if TYPE_CHECKING:
     from rlhfkit.callbacks import HFExport, RolloutCallback, SampleTable, TrainingCurves
     from rlhfkit.data import Experience, Prompt, Sample
-    from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
+    from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule, UnpairedPreferenceDataModule
     from rlhfkit.losses import LossOutput
     from rlhfkit.models import PolicyOutput
-    from rlhfkit.modules import GRPOModule, OnPolicyModule, PolicyModule, SFTModule
+    from rlhfkit.modules import GRPOModule, KTOModule, OnPolicyModule, PolicyModule, PPOModule, SFTModule
     from rlhfkit.rollout import DynamicSampling, LocalEngine, RolloutEngine, SamplingSpec, VLLMPool
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
@@ -23,9 +23,11 @@ _HOMES = {
     "Experience": "data",
     "GRPOModule": "modules",
     "HFExport": "callbacks",
+    "KTOModule": "modules",
     "LocalEngine": "rollout",
     "LossOutput": "losses",
     "OnPolicyModule": "modules",
+    "PPOModule": "modules",
     "PolicyModule": "modules",
     "PolicyOutput": "models",
     "PreferenceDataModule": "datamodules",
@@ -40,6 +42,7 @@ _HOMES = {
     "SampleTable": "callbacks",
     "SamplingSpec": "rollout",
     "TrainingCurves": "callbacks",
+    "UnpairedPreferenceDataModule": "datamodules",
     "VLLMPool": "rollout",
 }
 
@@ -51,9 +54,11 @@ __all__ = [
     "Experience",
     "GRPOModule",
     "HFExport",
+    "KTOModule",
     "LocalEngine",
     "LossOutput",
     "OnPolicyModule",
+    "PPOModule",
     "PolicyModule",
     "PolicyOutput",
     "PreferenceDataModule",
@@ -68,6 +73,7 @@ __all__ = [
     "SampleTable",
     "SamplingSpec",
     "TrainingCurves",
+    "UnpairedPreferenceDataModule",
     "VLLMPool",
     "__version__",
 ]

@@ -1,4 +1,4 @@
-"""``UnpairedPreferenceDataModule``: answers labelled desirable or not, for KTO; pairs of answers become two rows each."""
+"""``UnpairedPreferenceDataModule``: answers labelled desirable or not, for KTO; a pair becomes two of them."""
 
 import logging
 import math
