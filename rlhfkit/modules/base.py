@@ -1,7 +1,7 @@
 """``PolicyModule``: what every module with a language model shares: loading, optimizer, saving, forward, logging."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -98,13 +98,26 @@ class PolicyModule(L.LightningModule):
         if not hasattr(self, "policy"):
             self.policy = self.build_policy()
 
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimizer trains: one group for each child with parameters that require a gradient.
+
+        Add ``"lr"`` to a group for a learning rate of its own.
+        """
+        groups = {
+            name: [parameter for parameter in child.parameters() if parameter.requires_grad]
+            for name, child in self.named_children()
+        }
+        return [{"params": parameters, "name": name} for name, parameters in groups.items() if parameters]
+
     def configure_optimizers(self) -> Any:
         """AdamW over everything that requires a gradient, with warm-up and decay per optimizer step."""
         from transformers import get_scheduler
 
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(
-            trainable, lr=self.hparams["lr"], betas=self.hparams["betas"], weight_decay=self.hparams["weight_decay"]
+            self.parameter_groups(),
+            lr=self.hparams["lr"],
+            betas=self.hparams["betas"],
+            weight_decay=self.hparams["weight_decay"],
         )
         kind, warmup = self.hparams["lr_schedule"], self.hparams["warmup_steps"]
         if kind == "constant" and not warmup:
@@ -199,7 +212,6 @@ class PolicyModule(L.LightningModule):
         """
         return aggregate(values, batch.action_mask, "token-mean", batch.token_denominator)
 
-    @torch.no_grad()
     def sharded_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
         """Log-probs of a whole iteration, each rank computing its share. A collective: all ranks call it alike.
 
@@ -210,6 +222,31 @@ class PolicyModule(L.LightningModule):
 
         Returns:
             (B, T-1) float32 on the CPU, the same on every rank; 0 outside the mask and in rows not asked for.
+        """
+
+        def logprobs(batch: Experience) -> Tensor:
+            return policy_output(model, batch, batch.action_mask, temperature=batch.temperature).logprobs
+
+        return self.sharded(model, logprobs, experience, rows)
+
+    @torch.no_grad()
+    def sharded(
+        self,
+        model: nn.Module,
+        compute: Callable[[Experience], Tensor],
+        experience: Experience,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """A forward pass over a whole iteration, each rank computing its share. A collective: all ranks call it alike.
+
+        Args:
+            model: What ``compute`` calls; in eval mode meanwhile.
+            compute: From a batch of b sequences of t tokens to (b, t-1).
+            experience: B sequences, the same on every rank.
+            rows: (B,) bool, which sequences are wanted; all when ``None``.
+
+        Returns:
+            (B, T-1) float32 on the CPU, the same on every rank; 0 in rows not asked for.
         """
         total = torch.zeros(experience.action_mask.shape, device=self.device)
         wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
@@ -225,8 +262,8 @@ class PolicyModule(L.LightningModule):
             for share in shares[rank::world]:
                 batch = experience.select(wanted[share]).to(self.device)
                 with self.trainer.precision_plugin.forward_context():
-                    out = policy_output(model, batch, batch.action_mask, temperature=batch.temperature)
-                total[wanted[share].to(self.device), : out.logprobs.shape[1]] = out.logprobs
+                    values = compute(batch)
+                total[wanted[share].to(self.device), : values.shape[1]] = values.float()
             model.train(training)
         if world > 1:
             torch.distributed.all_reduce(total)
