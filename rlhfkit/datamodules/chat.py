@@ -1,16 +1,72 @@
 """``PromptFormat``: how the content of a prompt column becomes text and token ids, with or without a chat template."""
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
+
+from rlhfkit.datamodules.formats import TEMPLATE_ARGUMENTS
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""``from`` of a ShareGPT turn to the role of a chat message."""
 
 
 def is_chat(content: Any) -> bool:
-    """Whether a value is a non-empty list of chat messages, ``{"role": ..., "content": ...}`` each."""
+    """Whether a value is a non-empty list of chat messages: ``{"role": ..., "content": ...}`` or ShareGPT's
+    ``{"from": ..., "value": ...}`` each."""
     return (
         isinstance(content, list)
         and bool(content)
-        and all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in content)
+        and all(
+            isinstance(message, Mapping) and ({"role", "content"} <= set(message) or {"from", "value"} <= set(message))
+            for message in content
+        )
     )
+
+
+def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages as templates expect them.
+
+    ShareGPT's turns get roles; keys without a value are left out (a table has every key in every row); content in parts
+    becomes their text.
+
+    Args:
+        content: What :func:`is_chat` accepts.
+
+    Returns:
+        New dictionaries with ``role``, ``content`` (text) and whatever else a message had.
+
+    Raises:
+        ValueError: If a ShareGPT turn is said by nobody known, or a part of a content is not text.
+    """
+    return [_as_message(message) for message in content]
+
+
+def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    known = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if "role" not in known:
+        speaker = known.pop("from", None)
+        if speaker not in SHAREGPT_ROLES:
+            raise ValueError(f"a turn is from {speaker!r}; it must be from one of {', '.join(SHAREGPT_ROLES)}")
+        known = {"role": SHAREGPT_ROLES[speaker], "content": known.pop("value", None)} | known
+    if isinstance(known["content"], list):
+        parts = known["content"]
+        other = [part for part in parts if not isinstance(part, Mapping) or part.get("type", "text") != "text"]
+        if other:
+            raise ValueError(f"the content of a chat message must be text, one has a part {str(other[0])[:80]!r}")
+        known["content"] = "".join(part["text"] for part in parts)
+    return known
 
 
 class PromptFormat:
@@ -66,6 +122,27 @@ class PromptFormat:
                 "the text into the prompts"
             )
 
+    def for_row(self, row: Mapping[str, Any]) -> Self:
+        """The format of one row: its own arguments for the template, where it has any, over the common ones.
+
+        Args:
+            row: May have a column ``chat_template_kwargs``: a mapping, or JSON text of one.
+
+        Raises:
+            ValueError: If that column holds something else.
+        """
+        own = row.get(TEMPLATE_ARGUMENTS)
+        if isinstance(own, str):
+            own = json.loads(own)
+        if not own:
+            return self
+        if not isinstance(own, Mapping):
+            raise ValueError(f"column {TEMPLATE_ARGUMENTS!r} must hold a mapping or JSON text of one, got {own!r}")
+        changed = copy.copy(self)
+        # A table has every key in every row: a key without a value is one that this row does not have.
+        changed.arguments = self.arguments | {key: value for key, value in own.items() if value is not None}
+        return changed
+
     def _require_template(self, reason: str) -> None:
         if self.tokenizer.chat_template is None:
             raise ValueError(f"{reason}, but the tokenizer has no chat template: use the tokenizer of a chat model")
@@ -80,7 +157,7 @@ class PromptFormat:
         Args:
             content: Text or chat messages.
         """
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else as_messages(content)
         if self.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system}, *messages]
