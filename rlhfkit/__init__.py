@@ -11,10 +11,25 @@ from rlhfkit._version import __version__
 if TYPE_CHECKING:
     from rlhfkit.callbacks import HFExport, RolloutCallback, SampleTable, TrainingCurves
     from rlhfkit.data import Experience, Prompt, Sample
-    from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule, UnpairedPreferenceDataModule
+    from rlhfkit.datamodules import (
+        PreferenceDataModule,
+        PromptDataModule,
+        SFTDataModule,
+        StepwiseDataModule,
+        UnpairedPreferenceDataModule,
+    )
     from rlhfkit.losses import LossOutput
-    from rlhfkit.models import PolicyOutput
-    from rlhfkit.modules import GRPOModule, KTOModule, OnPolicyModule, PolicyModule, PPOModule, SFTModule
+    from rlhfkit.models import PolicyOutput, ScalarModel
+    from rlhfkit.modules import (
+        GRPOModule,
+        KTOModule,
+        OnPolicyModule,
+        PolicyModule,
+        PPOModule,
+        ProcessRewardModule,
+        RewardModule,
+        SFTModule,
+    )
     from rlhfkit.rollout import DynamicSampling, LocalEngine, RolloutEngine, SamplingSpec, VLLMPool
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
@@ -31,9 +46,11 @@ _HOMES = {
     "PolicyModule": "modules",
     "PolicyOutput": "models",
     "PreferenceDataModule": "datamodules",
+    "ProcessRewardModule": "modules",
     "Prompt": "data",
     "PromptDataModule": "datamodules",
     "RLHFDeepSpeedStrategy": "strategies",
+    "RewardModule": "modules",
     "RolloutCallback": "callbacks",
     "RolloutEngine": "rollout",
     "SFTDataModule": "datamodules",
@@ -41,6 +58,8 @@ _HOMES = {
     "Sample": "data",
     "SampleTable": "callbacks",
     "SamplingSpec": "rollout",
+    "ScalarModel": "models",
+    "StepwiseDataModule": "datamodules",
     "TrainingCurves": "callbacks",
     "UnpairedPreferenceDataModule": "datamodules",
     "VLLMPool": "rollout",
@@ -62,9 +81,11 @@ __all__ = [
     "PolicyModule",
     "PolicyOutput",
     "PreferenceDataModule",
+    "ProcessRewardModule",
     "Prompt",
     "PromptDataModule",
     "RLHFDeepSpeedStrategy",
+    "RewardModule",
     "RolloutCallback",
     "RolloutEngine",
     "SFTDataModule",
@@ -72,6 +93,8 @@ __all__ = [
     "Sample",
     "SampleTable",
     "SamplingSpec",
+    "ScalarModel",
+    "StepwiseDataModule",
     "TrainingCurves",
     "UnpairedPreferenceDataModule",
     "VLLMPool",

@@ -7,6 +7,7 @@ from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
 from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_updates
 from rlhfkit.data.preferences import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
 from rlhfkit.data.step_loader import StepLoader
+from rlhfkit.data.stepwise import StepwiseBatch, StepwiseExample, StepwiseExamples, collate_stepwise
 
 __all__ = [
     "Experience",
@@ -23,10 +24,14 @@ __all__ = [
     "Sample",
     "StepLoader",
     "StepTotals",
+    "StepwiseBatch",
+    "StepwiseExample",
+    "StepwiseExamples",
     "TokenBatch",
     "TokenExample",
     "balanced_partition",
     "collate_preferences",
+    "collate_stepwise",
     "collate_tokens",
     "iteration_shape",
     "plan_updates",

@@ -6,14 +6,16 @@ if TYPE_CHECKING:
     from rlhfkit.datamodules.instructions import SFTDataModule
     from rlhfkit.datamodules.preferences import PreferenceDataModule
     from rlhfkit.datamodules.prompts import PromptDataModule, final_answer
+    from rlhfkit.datamodules.stepwise import StepwiseDataModule
     from rlhfkit.datamodules.unpaired import UnpairedPreferenceDataModule
 
-__all__ = ["PreferenceDataModule", "PromptDataModule", "SFTDataModule", "UnpairedPreferenceDataModule", "final_answer"]
+__all__ = ["PreferenceDataModule", "PromptDataModule", "SFTDataModule", "StepwiseDataModule", "UnpairedPreferenceDataModule", "final_answer"]
 
 _HOMES = {
     "PreferenceDataModule": "rlhfkit.datamodules.preferences",
     "PromptDataModule": "rlhfkit.datamodules.prompts",
     "SFTDataModule": "rlhfkit.datamodules.instructions",
+    "StepwiseDataModule": "rlhfkit.datamodules.stepwise",
     "UnpairedPreferenceDataModule": "rlhfkit.datamodules.unpaired",
     "final_answer": "rlhfkit.datamodules.prompts",
 }

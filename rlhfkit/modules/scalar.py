@@ -1,0 +1,114 @@
+"""``ScalarModule``: what modules that train a :class:`~rlhfkit.models.ScalarModel` share."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from rlhfkit.data.collate import TokenBatch
+from rlhfkit.losses import LossOutput
+from rlhfkit.models import load_scalar_model
+from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.calibration import Calibration
+
+
+class ScalarModule(PolicyModule):
+    """Training and validation of a model that says numbers instead of tokens.
+
+    The model is ``self.policy``, the name that all modules, strategies and exporters know it by. A subclass says what
+    it reads off the model (:meth:`scores`), how that is trained (:meth:`loss`), and which probabilities it claims
+    (:meth:`claims`).
+
+    Args:
+        model: Folder or hub name of a causal language model, or of a classifier of the right kind.
+        lr: Peak learning rate.
+        head_std: Spread of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
+        **kwargs: See :class:`PolicyModule`.
+    """
+
+    stepwise: ClassVar[bool] = False
+    """Whether steps are judged, and not whole sequences."""
+
+    def __init__(self, model: str, *, lr: float, head_std: float | None = None, **kwargs: Any) -> None:
+        super().__init__(model, lr=lr, **kwargs)
+        if head_std is not None and head_std < 0:
+            raise ValueError(f"head_std must not be negative, got {head_std}")
+
+    def build_policy(self) -> nn.Module:
+        """Load the model; override to wrap or change it."""
+        model = load_scalar_model(
+            self.hparams["model"],
+            stepwise=self.stepwise,
+            head_std=self.hparams["head_std"],
+            dtype=self.model_dtype,
+            attention=self.hparams["attention"],
+            gradient_checkpointing=self.hparams["gradient_checkpointing"],
+            trust_remote_code=self.hparams["trust_remote_code"],
+        )
+        # Transformers' classifiers find the last token by skipping padding tokens. Where the end-of-sequence token is
+        # the padding token they would read the one before it; without one they refuse padded batches instead.
+        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        model.config.get_text_config().pad_token_id = None if pad == end else pad
+        return model
+
+    # ------------------------------------------------------------------ what a subclass says
+
+    def scores(self, batch: Any) -> Tensor:
+        """What the model says about a batch."""
+        raise NotImplementedError
+
+    def loss(self, batch: Any, out: Tensor) -> LossOutput:
+        """The objective of one micro-batch; the one method to override for another.
+
+        Args:
+            batch: B sequences.
+            out: From :meth:`scores`.
+        """
+        raise NotImplementedError
+
+    def claims(self, batch: Any, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities that the model gives to events, and whether they happened: (N,) each, of the counted ones."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ steps
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        """One micro-batch."""
+        out = self.scores(batch)
+        result = self.loss(batch, out)
+        self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+        count = len(self.claims(batch, out.detach())[0])
+        # A micro-batch without anything to learn has no least reward, and no weight in the mean either.
+        metrics = {name: value if count else value.new_zeros(()) for name, value in result.metrics.items()}
+        self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=count)
+        return result.loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin to count."""
+        self._calibration = Calibration(self.device)
+
+    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        """Mean loss over the validation data; the rest is counted."""
+        out = self.scores(batch)
+        self.count(batch, out)
+        result = self.loss(batch, out)
+        self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
+
+    def count(self, batch: Any, out: Tensor) -> None:
+        """Add a validation batch to what is logged at the end of the epoch.
+
+        Args:
+            batch: B sequences.
+            out: From :meth:`scores`.
+        """
+        self._calibration.add(*self.claims(batch, out))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log accuracy and calibration over the validation data of all ranks."""
+        self._calibration.sums = self.sum_over_ranks(self._calibration.sums)
+        self.log_dict({f"val/{name}": value for name, value in self._calibration.metrics().items()})
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum of a tensor over all ranks. A collective."""
+        total = self.trainer.strategy.reduce(values, reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return total
