@@ -9,7 +9,14 @@ if TYPE_CHECKING:
     from rlhfkit.datamodules.stepwise import StepwiseDataModule
     from rlhfkit.datamodules.unpaired import UnpairedPreferenceDataModule
 
-__all__ = ["PreferenceDataModule", "PromptDataModule", "SFTDataModule", "StepwiseDataModule", "UnpairedPreferenceDataModule", "final_answer"]
+__all__ = [
+    "PreferenceDataModule",
+    "PromptDataModule",
+    "SFTDataModule",
+    "StepwiseDataModule",
+    "UnpairedPreferenceDataModule",
+    "final_answer",
+]
 
 _HOMES = {
     "PreferenceDataModule": "rlhfkit.datamodules.preferences",
