@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from rlhfkit.data.collate import TokenBatch
@@ -73,11 +74,15 @@ class KTOModule(PolicyModule):
         disable_dropout(policy)
         return policy
 
+    def build_reference(self) -> nn.Module:
+        """Load the reference model; override for another than where the policy starts."""
+        return self.build_policy()
+
     def configure_model(self) -> None:
         """Build the policy and a frozen copy of where it starts."""
         super().configure_model()
         if not hasattr(self, "reference"):
-            self.reference = self.build_policy().requires_grad_(False).eval()
+            self.reference = self.build_reference().requires_grad_(False).eval()
             # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
@@ -196,12 +201,11 @@ class KTOModule(PolicyModule):
         if low <= ratio <= high:
             return
         share = undesirable / desirable
-        warnings.warn(
+        rank_zero_warn(
             f"the data has {desirable} desirable and {undesirable} undesirable answers; weighted by {good} and {bad} "
             f"they count {ratio:.2f} to 1, and the KTO paper advises {low} to {high}: use desirable_weight between "
             f"{low * bad * share:.2f} and {high * bad * share:.2f}, or undesirable_weight between "
-            f"{good / share / high:.2f} and {good / share / low:.2f}",
-            stacklevel=2,
+            f"{good / share / high:.2f} and {good / share / low:.2f}"
         )
 
     def training_step(self, batch: UnpairedBatch, batch_idx: int) -> Tensor:

@@ -1,0 +1,87 @@
+"""UnpairedPreferenceDataModule: labels and pairs from real files."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tiny_models import tiny_tokenizer
+
+from rlhfkit import UnpairedPreferenceDataModule
+from rlhfkit.data.unpaired import UnpairedExamples
+
+ROWS = [{"prompt": f"{i}+{i}=", "completion": f"x{2 * i}", "label": i % 3 == 0} for i in range(6)]
+
+
+def opened(data: Any, **arguments: Any) -> UnpairedExamples:
+    module = UnpairedPreferenceDataModule(data, tokenizer=tiny_tokenizer(), **{"max_length": 32} | arguments)
+    module.setup()
+    assert isinstance(module.examples, UnpairedExamples)
+    return module.examples
+
+
+def texts(examples: UnpairedExamples) -> list[tuple[str, bool]]:
+    """What the model reads, the completion behind a bar, and the label."""
+    tokenizer, found = tiny_tokenizer(), []
+    for index in range(len(examples)):
+        example = examples[index]
+        start = example.answer.loss_mask.index(True)
+        parts = example.answer.input_ids[:start], example.answer.input_ids[start:]
+        found.append(("|".join(tokenizer.decode(part) for part in parts), example.desirable))
+    return found
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet", "data.csv"])
+def test_each_row_is_an_answer_with_its_label(write_rows: Callable[..., str], name: str) -> None:
+    examples = opened(write_rows(ROWS, name))
+    assert texts(examples) == [(f"{i}+{i}=|x{2 * i}<eos>", i % 3 == 0) for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    "words", [("yes", "no"), ("desirable", "undesirable"), ("Chosen", "Rejected"), (1, 0), (1.0, 0.0)]
+)
+def test_labels_may_be_numbers_and_words(write_rows: Callable[..., str], words: tuple[Any, Any]) -> None:
+    rows = [row | {"label": words[0] if row["label"] else words[1]} for row in ROWS]
+    assert opened(write_rows(rows)).desirable == [row["label"] for row in ROWS]
+
+
+@pytest.mark.parametrize("value", ["maybe", 0.7, 2, -1])
+def test_a_label_that_is_neither_is_refused(write_rows: Callable[..., str], value: Any) -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": value}]
+    with pytest.raises(ValueError, match=r"column 'label' of .*row 0, must hold a boolean"):
+        opened(write_rows(rows))
+
+
+def test_labels_stay_with_their_answers_when_rows_are_left_out(
+    write_rows: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [row | {"prompt": "long" * 20} if i in (0, 4) else row for i, row in enumerate(ROWS)]
+    with caplog.at_level(logging.INFO):
+        examples = opened(write_rows(rows), overlong="drop")
+    assert texts(examples) == [(f"{i}+{i}=|x{2 * i}<eos>", i == 3) for i in (1, 2, 3, 5)]
+    assert "2 of 6 rows were dropped" in caplog.text
+    assert "1 desirable answers of 4" in caplog.text
+
+
+def test_a_pair_becomes_two_rows(write_rows: Callable[..., str]) -> None:
+    rows = [{"prompt": f"{i}?", "chosen": "good", "rejected": "bad" if i else "bad" * 20} for i in range(3)]
+    examples = opened(write_rows(rows), chosen="chosen", rejected="rejected", overlong="drop")
+    expected = [("0?|good<eos>", True)]
+    expected += [(f"{i}?|{word}<eos>", word == "good") for i in (1, 2) for word in ("good", "bad")]
+    assert texts(examples) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chosen": "better"}, "belong together"),
+        ({"messages": "messages"}, "no argument 'messages'"),
+        ({"label": "liked"}, "label='liked' is not a column"),
+        ({"chosen": "better", "rejected": "worse"}, "chosen='better' is not a column"),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(
+    write_rows: Callable[..., str], arguments: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        opened(write_rows(ROWS), **arguments)

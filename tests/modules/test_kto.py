@@ -1,0 +1,193 @@
+"""KTOModule against a loop written by hand, TRL's numbers, and itself on other splits and ranks."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from modules import kto_cases
+from rlhfkit import KTOModule, UnpairedPreferenceDataModule
+from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.unpaired import UnpairedBatch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
+import ranks
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl.json").read_text())["kto"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kto")
+    kto_cases.prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    return kto_cases.by_hand(folder)
+
+
+@pytest.mark.parametrize(("accumulate", "attention"), [(1, None), (2, None), (4, None), (2, "eager")])
+def test_training_is_the_loop_by_hand_however_it_is_split(
+    folder: Path, expected: Any, accumulate: int, attention: str | None
+) -> None:
+    points, losses, weights = expected
+    assert min(points) > 1  # the reference point counts: with 0 the losses would differ
+    run = kto_cases.fit(folder, accumulate, attention=attention, precision="64-true")
+    windows = [sum(run.losses[start : start + accumulate]) for start in range(0, len(run.losses), accumulate)]
+    # The packed head and attention take their statistics in float32 here and there.
+    assert run.kl == pytest.approx(points, rel=1e-6)
+    assert windows == pytest.approx(losses, rel=1e-6)
+    for name, tensor in run.weights.items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.distributed
+def test_two_ranks_of_deepspeed_train_as_one(folder: Path, expected: Any, tmp_path: Path) -> None:
+    points, _, weights = expected
+    one = kto_cases.fit(folder, 2)
+    for rank in ranks.run("modules.kto_cases:on_ranks", 2, tmp_path, model=str(folder)):
+        for report in rank.values():
+            assert report["kl"] == pytest.approx(points, rel=1e-4)
+            assert report["margins"] == pytest.approx(one.margins[1::2], rel=1e-3, abs=1e-4)
+    for strategy in ("rlhf_zero2", "rlhf_zero3"):
+        for name, tensor in torch.load(tmp_path / f"{strategy}.pt").items():
+            torch.testing.assert_close(tensor.double(), weights[name], rtol=1e-4, atol=2e-6)
+
+
+class Given(KTOModule):
+    """The loss and the reference point on log-probs that were written down."""
+
+    given: dict[int, dict[str, torch.Tensor]]
+
+    def answer_logprobs(self, model: Any, batch: TokenBatch) -> torch.Tensor:
+        logprobs = self.given[int(batch.input_ids[0, 0])]["policy" if model is None else model]
+        return torch.where(batch.loss_mask, logprobs, 0.0).sum(-1)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
+def test_loss_reference_point_and_metrics_are_those_of_trl(case: dict[str, Any], tmp_path: Path) -> None:
+    inputs = {name: torch.tensor(value) for name, value in GOLDEN["inputs"].items() if name != "label"}
+    arguments = dict(case["args"])
+    module = Given("unused", **arguments)
+    module.__dict__["policy"], module.__dict__["reference"] = None, "reference"
+    module._trainer = kto_cases.trainer(tmp_path)
+    answers, mismatched = 0, 1
+    sources = {answers: ("policy_per_token_logps", "ref_per_token_logps", "completion_mask")}
+    if case.get("kl_ref"):
+        kl_names = ("policy_KL_per_token_logps", f"ref_KL_per_token_logps_{case['kl_ref']}", "KL_completion_mask")
+        sources[mismatched] = kl_names
+    module.given, batches = {}, {}
+    for kind, (policy, reference, mask) in sources.items():
+        module.given[kind] = {"policy": inputs[policy].double(), "reference": inputs[reference].double()}
+        tokens = torch.full(inputs[mask].shape, kind)
+        batches[kind] = {
+            "input_ids": tokens,
+            "attention_mask": torch.ones_like(tokens).bool(),
+            "loss_mask": inputs[mask][:, 1:].bool(),
+        }
+    batch = UnpairedBatch(desirable=torch.tensor(case["label"]), **batches[answers])
+    kl = torch.zeros(())
+    if module._has_reference_point:
+        kl = module.kl_estimate([TokenBatch(**batches[mismatched])])
+        assert float(kl) == pytest.approx(case["metrics"]["kl"], rel=1e-6)
+    assert float(module._evaluated(batch, kl)) == pytest.approx(case["loss"], rel=1e-6)
+    metrics = module._class_metrics(kl)
+    for name, value in case["metrics"].items():
+        if name in metrics:
+            assert float(metrics[name]) == pytest.approx(value, rel=1e-6), name
+    assert {"rewards/chosen", "rewards/rejected", "rewards/margins"} <= set(metrics)
+
+
+def test_it_learns_which_answers_are_wanted(tmp_path: Path) -> None:
+    """The optimum is known: every implicit reward has the sign of its label and the loss goes to 0."""
+    model = str(tiny_model(tmp_path / "model"))
+    rows = [
+        {"prompt": f"{i}:", "completion": word, "label": word == "good"} for i in range(16) for word in ("good", "evil")
+    ]
+    data = UnpairedPreferenceDataModule(rows, validation_data=rows, micro_batch_size=8, max_length=16)
+    module = KTOModule(model, lr=3e-3, beta=0.5)
+    run = kto_cases.trainer(tmp_path, max_epochs=6)
+    before = run.validate(module, data, verbose=False)[0]
+    assert before["val/loss"] == pytest.approx(0.5, abs=1e-6)  # policy = reference: every sigmoid is at 0
+    run.fit(module, data)
+    after = run.validate(module, data, verbose=False)[0]
+    assert after["val/loss"] < 0.1
+    assert after["val/rewards/margins"] > 4
+    assert (after["val/count/chosen"], after["val/count/rejected"]) == (16, 16)
+    for batch in data.val_dataloader():
+        assert torch.equal(module.predict_step(batch, 0) > 0, batch.desirable)
+
+
+def test_validation_does_not_depend_on_the_micro_batch_size(folder: Path) -> None:
+    module = kto_cases.PlainSGD(str(folder / "model"), **kto_cases.KNOBS)
+    seen = []
+    for size in (24, 5):
+        source = kto_cases.data(folder, size, validation_data=str(folder / "data.jsonl"))
+        seen.append(kto_cases.trainer(folder).validate(module, source, verbose=False)[0])
+    assert seen[0]["val/kl"] > 0
+    assert seen[1] == pytest.approx(seen[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("step", [4, 3], ids=["between steps", "inside a window"])
+def test_a_resumed_run_is_the_straight_one(folder: Path, tmp_path: Path, step: int) -> None:
+    """``step`` counts micro-batches, two to an optimizer step; inside a window its gradients so far are lost."""
+    straight = kto_cases.fit(folder, 2)
+
+    class Stop(kto_cases.L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (trainer.current_epoch, batch_idx + 1) == (0, step):
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    steps = kto_cases.Steps()
+    module = kto_cases.PlainSGD(str(folder / "model"), lr=kto_cases.LR, **kto_cases.KNOBS)
+    first = kto_cases.trainer(tmp_path, accumulate_grad_batches=2, callbacks=[Stop()], max_epochs=1)
+    first.fit(module, kto_cases.data(folder, 4))
+    module = kto_cases.PlainSGD(str(folder / "model"), lr=kto_cases.LR, **kto_cases.KNOBS)
+    second = kto_cases.trainer(tmp_path, accumulate_grad_batches=2, callbacks=[steps])
+    second.fit(module, kto_cases.data(folder, 4), ckpt_path=tmp_path / "stopped.ckpt", weights_only=False)
+    done = step // 2
+    assert steps.kl[0] == straight.kl[done]  # inside a window it was not estimated again: the checkpoint has it
+    if step % 2 == 0:
+        assert steps.kl == straight.kl[done:]
+        assert all(torch.equal(tensor, straight.weights[name]) for name, tensor in steps.weights.items())
+
+
+def test_unbalanced_classes_are_warned_of_with_weights_that_fit() -> None:
+    module = KTOModule("unused")
+    with pytest.warns(
+        UserWarning, match=r"30 desirable and 10 undesirable.* 3.00 to 1.*desirable_weight between 0.33 and 0.50"
+    ):
+        module.check_weights(30, 10)
+    balanced = KTOModule("unused", desirable_weight=0.4)
+    balanced.check_weights(30, 10)  # warnings are errors nowhere, so look at the numbers
+    assert 1.0 <= 0.4 * 30 / 10 <= 1.5
+
+
+def test_data_with_one_prompt_is_refused(folder: Path) -> None:
+    rows = [{"prompt": "?", "completion": text, "label": text == "a"} for text in "abcd"]
+    data = UnpairedPreferenceDataModule(rows, micro_batch_size=4)
+    module = KTOModule(str(folder / "model"))
+    with pytest.raises(ValueError, match="at least two different prompts"):
+        kto_cases.trainer(folder).fit(module, data)
+    module = KTOModule(str(folder / "model"), loss_type="apo_zero_unpaired")
+    kto_cases.trainer(folder, max_epochs=1).fit(module, data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"beta": 0}, "beta"), ({"loss_type": "bco"}, "loss_type"), ({"desirable_weight": -1}, "weights")],
+)
+def test_bad_arguments_are_refused_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KTOModule("unused", **arguments)
