@@ -23,8 +23,10 @@ SHAREGPT_ROLES = {
 
 
 def is_chat(content: Any) -> bool:
-    """Whether a value is a non-empty list of chat messages: ``{"role": ..., "content": ...}`` or ShareGPT's
-    ``{"from": ..., "value": ...}`` each."""
+    """Whether a value is a non-empty list of chat messages.
+
+    They are ``{"role": ..., "content": ...}`` each, or ``{"from": ..., "value": ...}`` as in ShareGPT.
+    """
     return (
         isinstance(content, list)
         and bool(content)
@@ -116,6 +118,10 @@ class PromptFormat:
             )
         if not isinstance(content, str):
             self._require_template(f"{where} holds chat messages")
+            try:
+                as_messages(content)
+            except ValueError as error:
+                raise ValueError(f"{where} cannot be read: {error}") from error
         elif self.system is not None and not self.wraps_text:
             raise ValueError(
                 "system= is a chat message, but the chat template is not used: use a tokenizer that has one, or put "

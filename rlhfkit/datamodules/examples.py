@@ -1,72 +1,28 @@
-"""Supervised examples: what is tokenised, which tokens are learned, and how many fit into memory.
+"""Supervised examples: from rows to tokens, which of them are learned, what is cut and left out.
 
-What is learned is found by **common token prefixes**: a span that begins behind the text ``a`` and ends behind the text
-``b`` covers the tokens of the whole text between the longest common prefixes with the tokens of ``a`` and of ``b``. A
-token that straddles the beginning is learned. This needs nothing of the tokenizer, and no text is glued from pieces.
+A completion begins where the tokens of the whole text leave those of the prompt (**common token prefixes**; a token
+that straddles the border is learned); turns of the assistant are found in the text that the template writes
+(:mod:`~rlhfkit.datamodules.turns`). No text is tokenised in pieces that are glued.
 """
 
+import copy
 import itertools
 import logging
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rlhfkit.data.collate import TokenExample
-from rlhfkit.datamodules.chat import PromptFormat, is_chat
+from rlhfkit.datamodules.cache import CHUNK, TokenCache, tokenise_rows
+from rlhfkit.datamodules.chat import PromptFormat, as_messages, is_chat
+from rlhfkit.datamodules.token_examples import TokenExamples
+from rlhfkit.datamodules.turns import common_prefix, span_mask, write_conversation
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 512
-"""Rows whose texts are tokenised together."""
-
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
-
-
-class TokenExamples:
-    """Examples in two flat tensors: 5 bytes per token, where lists of Python numbers would take 40."""
-
-    def __init__(self, examples: Iterable[TokenExample]) -> None:
-        """Pack examples, one after the other.
-
-        Args:
-            examples: Read once.
-        """
-        self.lengths: list[int] = []
-        """Tokens of each example."""
-        self.targets: list[int] = []
-        """Learned tokens of each example."""
-        self.rows: list[int] = []
-        """Row of the data that each example was made from; some rows make none. Filled by :class:`ExampleBuilder`."""
-        tokens, masks = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.bool)]
-        for example in examples:
-            self.lengths.append(len(example.input_ids))
-            self.targets.append(example.targets)
-            tokens.append(torch.tensor(example.input_ids, dtype=torch.int32))
-            masks.append(torch.tensor(example.loss_mask, dtype=torch.bool))
-        self._ends = list(itertools.accumulate(self.lengths))
-        self._tokens, self._mask = torch.cat(tokens), torch.cat(masks)
-
-    def __len__(self) -> int:
-        """Number of examples."""
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> TokenExample:
-        """One example."""
-        part = slice(self._ends[index] - self.lengths[index], self._ends[index])
-        return TokenExample(self._tokens[part].tolist(), self._mask[part].tolist())
-
-
-def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the longest common prefix of two sequences (of tokens, characters, messages)."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return position
-    return min(len(one), len(other))
+__all__ = ["ExampleBuilder", "Recipe", "TokenExamples", "common_prefix"]
 
 
 class Recipe(NamedTuple):
@@ -83,7 +39,9 @@ class Recipe(NamedTuple):
 class ExampleBuilder:
     """Turns rows into examples."""
 
-    def __init__(self, style: PromptFormat, max_length: int, overlong: str, source: str) -> None:
+    def __init__(
+        self, style: PromptFormat, max_length: int, overlong: str, source: str, *, cache: TokenCache | None = None
+    ) -> None:
         """Set the rules.
 
         Args:
@@ -91,12 +49,27 @@ class ExampleBuilder:
             max_length: Tokens per example.
             overlong: ``"truncate"``, ``"drop"`` or ``"error"``.
             source: Where the rows come from, for messages.
+            cache: Keeps the examples for the next start; ``None``: they are not kept.
         """
         self.style = style
         self.tokenizer = style.tokenizer
         self.max_length = max_length
         self.overlong = overlong
         self.source = source
+        self.cache = cache
+
+    def for_row(self, row: Mapping[str, Any]) -> Self:
+        """The builder of one row: with its own template arguments, where it has any.
+
+        Args:
+            row: One row of the data.
+        """
+        style = self.style.for_row(row)
+        if style is self.style:
+            return self
+        changed = copy.copy(self)
+        changed.style = style
+        return changed
 
     def build(
         self,
@@ -123,28 +96,73 @@ class ExampleBuilder:
             ValueError: If a value has the wrong type, a sequence is too long under ``overlong="error"``, or no example
                 is left.
         """
-        self._overlong = self._empty = 0
+        columns = {"prompt": prompt, "completion": completion, "messages": messages, "text": text}
+        self._check_first(rows[0], columns)
+        kept = self.kept(rows, columns, lambda: self._make(rows, columns))
+        log_counts(self.source, len(rows), kept.counts, self.max_length)
+        return kept
+
+    def kept(self, rows: "Dataset", columns: Mapping[str, Any], make: Callable[[], TokenExamples]) -> TokenExamples:
+        """Examples from the cache, or made and kept there.
+
+        Args:
+            rows: The data.
+            columns: Which columns of it are read, and how.
+            make: Makes the examples.
+        """
+        if self.cache is None:
+            return make()
+        style = self.style
+        arguments = {
+            "builder": type(self).__name__,
+            "columns": dict(columns),
+            "max_length": self.max_length,
+            "overlong": self.overlong,
+            "style": [style.wraps_text, style.system, style.arguments],
+        }
+        return self.cache.examples(rows, self.tokenizer, arguments, make)
+
+    def _make(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
+        counts: dict[str, int] = {"truncated": 0, "dropped": 0, "empty": 0}
         made_from: list[int] = []
-        recipes = (
-            self._recipe(row, f"{self.source}, row {index},", prompt, completion, messages, text)
-            for index, row in enumerate(rows)
-        )
-        kept = TokenExamples(self._fitting(self._cooked(recipes), made_from))
-        kept.rows = made_from
-        if not len(kept):
+        tokenised = self.tokenised(rows, lambda builder, row, where: [builder._recipe(row, where, *columns.values())])
+        made = TokenExamples(self._fitting(tokenised, made_from, counts))
+        made.rows, made.counts = made_from, counts
+        if not len(made):
             raise ValueError(
                 f"{self.source}: none of its {len(rows)} rows has a token to learn within max_length {self.max_length} "
-                f"({self._overlong} are longer): raise max_length or check the columns"
+                f"({counts['truncated'] + counts['dropped']} are longer): raise max_length or check the columns"
             )
-        if self._overlong:
-            done = "dropped" if self.overlong == "drop" else "truncated"
-            limit = f"at max_length {self.max_length}"
-            log.warning("%s: %d of %d rows were %s %s", self.source, self._overlong, len(rows), done, limit)
-        if self._empty:
+        return made
+
+    def tokenised(
+        self, rows: "Dataset", recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]]
+    ) -> Iterator[TokenExample]:
+        """The examples of all rows, before anything is cut or left out.
+
+        Args:
+            rows: The data.
+            recipes: From the builder of a row, the row, and its place for messages, to the recipes of its examples.
+        """
+
+        def tokenise(chunk: list[dict[str, Any]], first: int) -> list[TokenExample]:
+            places = ((row, f"{self.source}, row {index},") for index, row in enumerate(chunk, first))
+            return list(self._cooked(recipe for row, at in places for recipe in recipes(self.for_row(row), row, at)))
+
+        num_proc = 1 if self.cache is None else self.cache.num_proc
+        return tokenise_rows(rows, tokenise, num_proc=num_proc, title=f"Tokenising {self.source}")
+
+    def _check_first(self, row: Mapping[str, Any], columns: Mapping[str, str | None]) -> None:
+        """Warn if the template's marks leave out what ends a turn: the model would not learn to stop."""
+        column, builder = columns["messages"], self.for_row(row)
+        if column is None or not is_chat(row[column]) or self.tokenizer.chat_template is None:
+            return
+        if write_conversation(builder.style, builder.style.messages(row[column])).stop == "left out":
             log.warning(
-                "%s: %d of %d rows have no token to learn and are left out", self.source, self._empty, len(rows)
+                "%s: the chat template's {%% generation %%} marks leave out the end-of-turn token, so the model does "
+                "not learn to stop: put the token in front of {%% endgeneration %%}",
+                self.source,
             )
-        return kept
 
     def _recipe(
         self,
@@ -170,7 +188,7 @@ class ExampleBuilder:
     def _cooked(self, recipes: Iterable["Recipe"]) -> Iterator[TokenExample]:
         """Tokenise many texts at a time: a fast tokenizer does them on all cores."""
         recipes = iter(recipes)
-        while chunk := list(itertools.islice(recipes, _CHUNK)):
+        while chunk := list(itertools.islice(recipes, CHUNK)):
             tokenised: dict[bool, Iterator[list[int]]] = {}
             for templated in (False, True):
                 texts = [text for recipe in chunk if recipe.templated is templated for text in recipe.texts]
@@ -179,16 +197,18 @@ class ExampleBuilder:
                 parts = tokenised[recipe.templated]
                 yield recipe.finish([next(parts) for _ in recipe.texts])
 
-    def _fitting(self, examples: Iterable[TokenExample], made_from: list[int]) -> Iterator[TokenExample]:
+    def _fitting(
+        self, examples: Iterable[TokenExample], made_from: list[int], counts: dict[str, int]
+    ) -> Iterator[TokenExample]:
         """Those that can be learned from, cut to the limit; their rows go to ``made_from``."""
         for index, example in enumerate(examples):
             if len(example.input_ids) > self.max_length:
-                self._overlong += 1
                 if self.overlong == "error":
                     raise ValueError(
                         f"{self.source}, row {index}, has {len(example.input_ids)} tokens, more than max_length "
                         f"{self.max_length}: raise it, or let overlong='truncate' or 'drop' deal with such rows"
                     )
+                counts["dropped" if self.overlong == "drop" else "truncated"] += 1
                 if self.overlong == "drop":
                     continue
                 example = TokenExample(example.input_ids[: self.max_length], example.loss_mask[: self.max_length])
@@ -196,7 +216,7 @@ class ExampleBuilder:
                 made_from.append(index)
                 yield example
             else:
-                self._empty += 1
+                counts["empty"] += 1
 
     @staticmethod
     def _text(value: Any, column: str, where: str) -> str:
@@ -239,9 +259,10 @@ class ExampleBuilder:
         return Recipe([prompt, prompt + completion], False, finish)
 
     def conversation(self, messages: Any, where: str = "the conversation", *, first: int = 0) -> "Recipe":
-        """Chat messages; only what the assistant says (with its end-of-turn tokens) is learned.
+        """Chat messages; only what the assistant says (with its end-of-turn token) is learned.
 
-        Behind a last word of the assistant an end-of-sequence token is learned, unless the template wrote one.
+        Where the template writes nothing that ends a last word of the assistant, an end-of-sequence token is put behind
+        it and learned.
 
         Args:
             messages: Roles and contents.
@@ -249,68 +270,31 @@ class ExampleBuilder:
             first: Messages in front of this one are not learned, whoever says them.
 
         Raises:
-            ValueError: If these are no chat messages, or the template writes earlier turns differently once later ones
-                follow, so that what the assistant said cannot be found.
+            ValueError: If these are no chat messages, or the template does not take them.
         """
+        from jinja2 import TemplateError
+
         self._check_chat(messages, where)
-        if _GENERATION.search(self.tokenizer.chat_template):
-            return self._marked(messages, first)
-        return self._spans(messages, first, where)
+        messages = as_messages(messages)
+        try:
+            written = write_conversation(self.style, messages, first=first)
+        except TemplateError as error:
+            raise ValueError(f"{where} is not accepted by the chat template: {error}") from error
+        answered = messages[-1]["role"] == "assistant"
+
+        def finish(_: list[list[int]]) -> TokenExample:
+            token_ids, mask = span_mask(self.tokenizer, written.text, written.spans)
+            end = self.tokenizer.eos_token_id
+            if answered and written.spans and written.stop == "missing" and end is not None:
+                return TokenExample([*token_ids, end], [*mask, True])
+            return TokenExample(token_ids, mask)
+
+        return Recipe([], True, finish)
 
     def _check_chat(self, messages: Any, where: str) -> None:
         if not is_chat(messages):
             raise ValueError(f"{where} must hold chat messages (role and content), it holds {str(messages)[:80]!r}")
         self.style.check(messages, where)
-
-    def _marked(self, messages: list[Any], first: int) -> "Recipe":
-        """By the template's own ``{% generation %}`` marks, which only it can tokenise."""
-        encoded = self.tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self.style.arguments
-        )
-        token_ids, mask = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
-
-        def finish(parts: list[list[int]]) -> TokenExample:
-            for before in parts:
-                start = common_prefix(before, token_ids)
-                mask[:start] = [False] * start
-            return self._ended_answer(token_ids, mask, messages)
-
-        return Recipe([self.style.render(messages[:first], generation=True)] if first else [], True, finish)
-
-    def _spans(self, messages: list[Any], first: int, where: str) -> "Recipe":
-        """By what the template writes before and after each word of the assistant."""
-        whole = self.style.render(messages, generation=False)
-        borders: list[str] = []
-        for turn, message in enumerate(messages):
-            if message["role"] == "assistant" and turn >= first:
-                borders.append(self.style.render(messages[:turn], generation=True))
-                borders.append(self.style.render(messages[: turn + 1], generation=False))
-        if not all(whole.startswith(text) for text in borders):
-            raise ValueError(
-                f"{where} cannot be split into turns: the chat template writes a turn differently once others follow. "
-                "Use a template that marks the assistant's words with {% generation %}, or one row per assistant turn "
-                "as prompt and completion"
-            )
-
-        def finish(parts: list[list[int]]) -> TokenExample:
-            token_ids = parts[0]
-            ends = [common_prefix(part, token_ids) for part in parts[1:]]
-            mask = [False] * len(token_ids)
-            for start, end in zip(ends[::2], ends[1::2], strict=True):
-                mask[start:end] = [True] * (end - start)
-            return self._ended_answer(token_ids, mask, messages)
-
-        return Recipe([whole, *borders], True, finish)
-
-    def _ended_answer(self, token_ids: list[int], mask: list[bool], messages: list[Any]) -> TokenExample:
-        """With a learned end-of-sequence token behind a last word of the assistant, unless the template wrote one."""
-        end = self.tokenizer.eos_token_id
-        if messages[-1]["role"] == "assistant" and end is not None and True in mask:
-            last = len(mask) - mask[::-1].index(True)  # behind the last learned token
-            start = last - mask[:last][::-1].index(False) if False in mask[:last] else 0
-            if end not in token_ids[start:]:
-                return TokenExample([*token_ids, end], [*mask, True])
-        return TokenExample(token_ids, mask)
 
     def _ended(self, token_ids: list[int]) -> list[int]:
         """With the end-of-sequence token behind it, once."""
@@ -318,3 +302,22 @@ class ExampleBuilder:
         if end is None:
             raise ValueError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token")
         return token_ids if token_ids and token_ids[-1] == end else [*token_ids, end]
+
+
+def log_counts(source: str, rows: int, counts: Mapping[str, int], max_length: int) -> None:
+    """Say what was cut and left out.
+
+    Args:
+        source: Where the rows come from.
+        rows: How many there are.
+        counts: See :attr:`TokenExamples.counts`.
+        max_length: Tokens per example.
+    """
+    meanings = {
+        "truncated": f"were truncated at max_length {max_length}",
+        "dropped": f"were dropped at max_length {max_length}",
+        "empty": "have no token to learn and are left out",
+    }
+    for name, meaning in meanings.items():
+        if counts.get(name):
+            log.warning("%s: %d of %d rows %s", source, counts[name], rows, meaning)

@@ -24,9 +24,7 @@ class DataFormat(NamedTuple):
 
 
 LANGUAGE_MODELLING = DataFormat("language modelling", {"text": ("text",)}, "SFTDataModule")
-CONVERSATION = DataFormat(
-    "conversation", {"messages": ("messages", "conversations", "conversation")}, "SFTDataModule"
-)
+CONVERSATION = DataFormat("conversation", {"messages": ("messages", "conversations", "conversation")}, "SFTDataModule")
 PROMPT_COMPLETION = DataFormat(
     "prompt and completion", {"prompt": ("prompt",), "completion": ("completion",)}, "SFTDataModule"
 )

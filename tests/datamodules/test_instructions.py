@@ -128,10 +128,10 @@ def test_more_rows_than_are_tokenised_at_once_keep_their_order() -> None:
     assert [text for text, _ in examples(module(rows))] == [f"{i}={i}$" for i in range(1100)]
 
 
-def test_template_that_rewrites_earlier_turns_needs_marks() -> None:
+def test_template_that_rewrites_earlier_turns_needs_no_marks() -> None:
     last_only = "{% for m in messages %}{% if loop.last %}*{% endif %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"cannot be split into turns.*generation"):
-        module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(last_only))
+    data = module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(last_only))
+    assert examples(data) == [("1ab2*c$", "_ab__c$")]
 
 
 def test_system_message_is_added_once() -> None:
