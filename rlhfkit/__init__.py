@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit._version import __version__
 
 if TYPE_CHECKING:
-    from rlhfkit.callbacks import HFExport, RolloutCallback, SampleTable, TrainingCurves
+    from rlhfkit.callbacks import HFExport, NonFiniteGuard, RolloutCallback, SampleTable, TrainingCurves
     from rlhfkit.data import Experience, Prompt, Sample
     from rlhfkit.datamodules import (
         PreferenceDataModule,
@@ -19,37 +19,50 @@ if TYPE_CHECKING:
         UnpairedPreferenceDataModule,
     )
     from rlhfkit.losses import LossOutput
-    from rlhfkit.models import PolicyOutput, ScalarModel
+    from rlhfkit.models import LoRA, PolicyOutput, ScalarModel
     from rlhfkit.modules import (
+        CPOModule,
+        DPOModule,
         GRPOModule,
         KTOModule,
         OnPolicyModule,
+        ORPOModule,
         PolicyModule,
         PPOModule,
+        PreferenceModule,
         ProcessRewardModule,
+        ReferenceModule,
         RewardModule,
         SFTModule,
+        SimPOModule,
     )
     from rlhfkit.rollout import DynamicSampling, LocalEngine, RolloutEngine, SamplingSpec, VLLMPool
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 _HOMES = {
+    "CPOModule": "modules",
+    "DPOModule": "modules",
     "DynamicSampling": "rollout",
     "Experience": "data",
     "GRPOModule": "modules",
     "HFExport": "callbacks",
     "KTOModule": "modules",
+    "LoRA": "models",
     "LocalEngine": "rollout",
     "LossOutput": "losses",
+    "NonFiniteGuard": "callbacks",
+    "ORPOModule": "modules",
     "OnPolicyModule": "modules",
     "PPOModule": "modules",
     "PolicyModule": "modules",
     "PolicyOutput": "models",
     "PreferenceDataModule": "datamodules",
+    "PreferenceModule": "modules",
     "ProcessRewardModule": "modules",
     "Prompt": "data",
     "PromptDataModule": "datamodules",
     "RLHFDeepSpeedStrategy": "strategies",
+    "ReferenceModule": "modules",
     "RewardModule": "modules",
     "RolloutCallback": "callbacks",
     "RolloutEngine": "rollout",
@@ -59,6 +72,7 @@ _HOMES = {
     "SampleTable": "callbacks",
     "SamplingSpec": "rollout",
     "ScalarModel": "models",
+    "SimPOModule": "modules",
     "StepwiseDataModule": "datamodules",
     "TrainingCurves": "callbacks",
     "UnpairedPreferenceDataModule": "datamodules",
@@ -69,22 +83,29 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 """Homes that load Lightning anyway."""
 
 __all__ = [
+    "CPOModule",
+    "DPOModule",
     "DynamicSampling",
     "Experience",
     "GRPOModule",
     "HFExport",
     "KTOModule",
+    "LoRA",
     "LocalEngine",
     "LossOutput",
+    "NonFiniteGuard",
+    "ORPOModule",
     "OnPolicyModule",
     "PPOModule",
     "PolicyModule",
     "PolicyOutput",
     "PreferenceDataModule",
+    "PreferenceModule",
     "ProcessRewardModule",
     "Prompt",
     "PromptDataModule",
     "RLHFDeepSpeedStrategy",
+    "ReferenceModule",
     "RewardModule",
     "RolloutCallback",
     "RolloutEngine",
@@ -94,6 +115,7 @@ __all__ = [
     "SampleTable",
     "SamplingSpec",
     "ScalarModel",
+    "SimPOModule",
     "StepwiseDataModule",
     "TrainingCurves",
     "UnpairedPreferenceDataModule",

@@ -1,0 +1,284 @@
+"""``DPOModule``: direct preference optimisation (Rafailov et al., 2023, arXiv:2305.18290) and its family."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.data.preferences import PreferenceBatch, PreferenceExamples
+from rlhfkit.losses import LossOutput, dpo_loss, length_desensitized_logprobs, wpo_weights
+from rlhfkit.losses.preference import LossTypes
+from rlhfkit.losses.preference_divergences import Divergence
+from rlhfkit.losses.preference_pairs import SORTS_THE_BATCH
+from rlhfkit.models import PolicyOutput, has_adapter, policy_output
+from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.preference import PreferenceModule
+from rlhfkit.modules.reference import ReferenceModule
+from rlhfkit.modules.reference_cache import cached_reference, compute_reference, model_fingerprint
+
+_LOSS_ARGUMENTS = (
+    *("beta", "label_smoothing", "divergence", "divergence_alpha"),
+    *("discopop_temperature", "nll_coef", "reference_free"),
+)
+
+
+class DPOModule(PreferenceModule, ReferenceModule):
+    """A policy that learns from preference pairs, tied to a reference model.
+
+    The reference is where the policy starts, and there are three ways to it: a frozen copy (the default), the policy
+    with its adapters switched off (with ``lora=...``; no copy is held), or log-probs computed once before training and
+    kept on disk (``precompute_ref_log_probs``; no copy is held either). ``ref_model`` names another one, and
+    ``ref_model_sync_steps`` lets the copy follow the policy.
+
+    Override :meth:`loss` for another objective, or give ``loss_type`` a function of
+    :class:`~rlhfkit.losses.PreferencePairs`::
+
+        DPOModule("Qwen/Qwen3-0.6B", loss_type={"sigmoid": 1.0, "sft": 0.2}, precompute_ref_log_probs=True)
+
+    Args:
+        model: Folder or hub name of the policy.
+        beta: β, strength of the tie to the reference; 0.1 as in the paper, TRL and OpenRLHF.
+        loss_type: A name from :data:`~rlhfkit.losses.PAIR_LOSSES`, a function or its dotted name, or a mapping of those
+            to weights (TRL's ``loss_weights``). ``aot`` and ``aot_unpaired`` sort the pairs of a micro-batch, so they
+            alone depend on its size.
+        label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
+        divergence: Regulariser of f-DPO (TRL's ``f_divergence_type``), see
+            :func:`~rlhfkit.losses.divergence_score`.
+        divergence_alpha: α of ``divergence="alpha"``.
+        discopop_temperature: τ of ``discopop``.
+        nll_coef: Weight of the negative log-likelihood per token of each chosen answer (iterative RPO; OpenRLHF's
+            ``nll_loss_coef``).
+        ld_alpha: Weight of tokens behind the length that both answers share, in [0, 1] (LD-DPO, Liu et al., 2024,
+            arXiv:2409.06411); ``None``: they count fully.
+        use_weighting: Weigh pairs by how likely the policy is to write them (WPO, Zhou et al., 2024,
+            arXiv:2406.11827). Costs a second forward pass without gradient.
+        reference_free: No reference: its log-probs are taken as 0.
+        precompute_ref_log_probs: Compute the reference's log-probs once, before training. The pairs must come from a
+            ``PreferenceDataModule`` (or another ``StepLoader`` over ``PreferenceExamples``).
+        ref_cache: Folder of the computed log-probs; ``None``: ``reference_logprobs`` in the Trainer's
+            ``default_root_dir``.
+        **kwargs: See :class:`ReferenceModule` (another reference, or one that moves) and :class:`PreferenceModule`.
+
+    Raises:
+        ValueError: If an argument is out of range, or two of them contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        beta: float = 0.1,
+        loss_type: LossTypes = "sigmoid",
+        label_smoothing: float = 0.0,
+        divergence: Divergence = "reverse_kl",
+        divergence_alpha: float = 0.5,
+        discopop_temperature: float = 0.05,
+        nll_coef: float = 0.0,
+        ld_alpha: float | None = None,
+        use_weighting: bool = False,
+        reference_free: bool = False,
+        precompute_ref_log_probs: bool = False,
+        ref_cache: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
+        self.loss_types = {_pair_loss(name): float(weight) for name, weight in mixture.items()}
+        self.hparams["loss_type"] = {
+            name if isinstance(name, str) else function_name(name): weight for name, weight in self.loss_types.items()
+        }
+        self._sorts = bool(SORTS_THE_BATCH.intersection(self.loss_types))
+        if ld_alpha is not None and not 0.0 <= ld_alpha <= 1.0:
+            raise ValueError(f"ld_alpha must lie in [0, 1], got {ld_alpha}")
+        if self._moves and (precompute_ref_log_probs or reference_free):
+            raise ValueError(
+                "ref_model_sync_steps moves a reference model, and with precompute_ref_log_probs or reference_free "
+                "there is none: leave one of them out"
+            )
+        if reference_free and (precompute_ref_log_probs or self.hparams["ref_model"] is not None):
+            raise ValueError("reference_free uses no reference: leave ref_model and precompute_ref_log_probs out")
+        self._check_loss()
+        self._at_start = True  # the policy is still what it was loaded as
+
+    def _check_loss(self) -> None:
+        """Evaluate the loss of one pair: every bad knob shows here, not an hour into the run."""
+        zero, one = torch.zeros(1), torch.ones(1)
+        reference = None if self.hparams["reference_free"] else zero
+        self._dpo_loss(
+            chosen=zero,
+            rejected=zero,
+            ref_chosen=reference,
+            ref_rejected=reference,
+            chosen_lengths=one,
+            rejected_lengths=one,
+            weights=one if self.hparams["use_weighting"] else None,
+        )
+
+    def _dpo_loss(self, **arguments: Any) -> LossOutput:
+        return dpo_loss(
+            **arguments, loss_type=self.loss_types, **{name: self.hparams[name] for name in _LOSS_ARGUMENTS}
+        )
+
+    # ------------------------------------------------------------------ the reference
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model has to be at hand during training."""
+        return not (self.hparams["precompute_ref_log_probs"] or self.hparams["reference_free"])
+
+    @contextmanager
+    def reference_for_once(self) -> Iterator[nn.Module]:
+        """A model for the pass before training: the policy where it still is the reference, else one loaded for it."""
+        if self.hparams["ref_model"] is None and (has_adapter(self.policy) or self._at_start):
+            if has_adapter(self.policy):
+                with self.reference_model() as model:
+                    yield model
+            else:
+                yield self.policy
+        else:
+            yield self.build_reference().to(self.device)
+
+    def _precompute(self, loaders: Any) -> None:
+        """Give the pairs behind these loaders their reference log-probs."""
+        if not self.hparams["precompute_ref_log_probs"]:
+            return
+        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+            examples = getattr(loader, "examples", None)
+            if isinstance(examples, PreferenceExamples) and examples.ref_logprobs is None:
+                folder = self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs"
+                compute = partial(self._computed, examples)
+                examples.ref_logprobs = cached_reference(examples, self._cache_key, Path(folder), self.trainer, compute)
+
+    def _cache_key(self) -> Iterator[Any]:
+        """What the reference's log-probs depend on beside the data."""
+        yield model_fingerprint(self.hparams["ref_model"] or self.hparams["model"])
+        yield self.hparams["ld_alpha"], str(self.trainer.precision), function_name(type(self).answer_logprobs)
+
+    def _computed(self, examples: PreferenceExamples) -> Tensor:
+        def logprobs(model: nn.Module, batch: PreferenceBatch) -> Tensor:
+            return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
+
+        with self.reference_for_once() as model:
+            return compute_reference(
+                examples, model, logprobs, self.trainer, max_tokens=self.hparams["max_tokens_per_forward"]
+            )
+
+    def on_train_start(self) -> None:
+        """Compute what the reference says, before the policy moves."""
+        self._precompute(self.trainer.train_dataloader)
+        self._precompute(self.trainer.val_dataloaders)
+        self._at_start = False
+
+    def on_validation_start(self) -> None:
+        """Compute what the reference says about validation pairs, unless that is known."""
+        self._precompute(self.trainer.val_dataloaders)
+
+    def on_predict_start(self) -> None:
+        """Compute what the reference says about these pairs, unless that is known."""
+        self._precompute(self.trainer.predict_dataloaders)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Build the network if nobody has, and bring the reference to where it was."""
+        super().on_load_checkpoint(checkpoint)
+        self._at_start = False
+
+    # ------------------------------------------------------------------ one micro-batch
+
+    def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
+        """One number per answer from those of its tokens; of the policy and of the reference alike.
+
+        Args:
+            batch: B pairs.
+            logprobs: (2B, T-1).
+
+        Returns:
+            (2B,) sums over the tokens of the answer, in which those behind the shared length count ``ld_alpha``.
+        """
+        alpha = self.hparams["ld_alpha"]
+        if alpha is None:
+            return super().answer_logprobs(batch, logprobs)
+        lengths = batch.loss_mask.sum(-1)
+        shared = torch.minimum(batch.chosen(lengths), batch.rejected(lengths)).repeat_interleave(2)
+        return length_desensitized_logprobs(logprobs, batch.loss_mask, shared, alpha=alpha)
+
+    def prepare(self, batch: PreferenceBatch) -> PreferenceBatch:
+        """Fill in the reference's log-probs, unless they came with the data.
+
+        Args:
+            batch: B pairs.
+
+        Raises:
+            RuntimeError: If they were to be computed before training and the pairs do not have them.
+        """
+        if self.hparams["reference_free"] or batch.ref_logprobs is not None:
+            return batch
+        if self.hparams["precompute_ref_log_probs"]:
+            raise RuntimeError(
+                "precompute_ref_log_probs found no PreferenceExamples behind this batch's loader: use "
+                "PreferenceDataModule, or a StepLoader over PreferenceExamples"
+            )
+        with torch.no_grad(), self.reference_model() as reference:
+            logprobs = policy_output(reference, batch, batch.loss_mask).logprobs
+            return dataclasses.replace(batch, ref_logprobs=self.answer_logprobs(batch, logprobs))
+
+    def pair_weights(self, batch: PreferenceBatch, out: PolicyOutput) -> Tensor:
+        """Weights of WPO: the probability that the policy itself writes both answers, per token.
+
+        ``log Σ_v p_v² = 2 log p_t - log p'_t`` for any token t, where p' is the distribution at temperature 1/2.
+
+        Args:
+            batch: B pairs.
+            out: What the current policy says about them.
+
+        Returns:
+            (B,).
+        """
+        with torch.no_grad():
+            sharp = policy_output(self.policy, batch, batch.loss_mask, temperature=0.5).logprobs
+        logprobs = out.logprobs.detach()
+        weights = wpo_weights(logprobs, batch.loss_mask, 2 * logprobs - sharp)
+        return batch.chosen(weights) * batch.rejected(weights)
+
+    def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
+        """The objective of one micro-batch; the one method to override for another.
+
+        Args:
+            batch: B pairs, with the reference's log-probs.
+            out: What the current policy says about them.
+        """
+        arguments = self.pair_arguments(batch, out)
+        if batch.ref_logprobs is not None and not self.hparams["reference_free"]:
+            arguments["ref_chosen"] = batch.chosen(batch.ref_logprobs)
+            arguments["ref_rejected"] = batch.rejected(batch.ref_logprobs)
+        if self.hparams["use_weighting"]:
+            arguments["weights"] = self.pair_weights(batch, out)
+        if not self._sorts:
+            return self._dpo_loss(**arguments)
+        arguments.pop("mask")  # these sort the batch: either all its pairs count, or it trains nothing
+        result = self._dpo_loss(**arguments)
+        return LossOutput(result.loss * batch.pair_mask.any(), result.metrics)
+
+    def predict_step(self, batch: PreferenceBatch, batch_idx: int) -> dict[str, Tensor]:
+        """Log-probs of both answers of each pair and their implicit rewards ``β (log π - log π_ref)``, (B,) each."""
+        with torch.no_grad():
+            batch = self.prepare(batch)
+            logps = self.answer_logprobs(batch, self.policy_output(batch).logprobs)
+            reference = torch.zeros_like(logps) if batch.ref_logprobs is None else batch.ref_logprobs
+            rewards = self.hparams["beta"] * (logps - reference)
+        named = {"logps": logps, "rewards": rewards}
+        return {
+            f"{name}/{side}": part(values).cpu()
+            for name, values in named.items()
+            for side, part in (("chosen", batch.chosen), ("rejected", batch.rejected))
+        }
+
+
+def _pair_loss(name: Any) -> Any:
+    """A named loss stays a name; a dotted name becomes what it stands for."""
+    dotted = isinstance(name, str) and ("." in name or name.startswith("<"))
+    return resolve_function(name, "loss_type") if dotted else name

@@ -1,0 +1,164 @@
+"""``ReferenceModule``: a policy beside a reference model of its own choice, which may follow it (TR-DPO)."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.models import has_adapter, load_causal_lm, unwrap
+from rlhfkit.models.load import disable_dropout
+from rlhfkit.modules.base import PolicyModule
+from rlhfkit.rollout.transfer import ModuleWeights
+
+
+class ReferenceModule(PolicyModule):
+    """A :class:`PolicyModule` whose reference model can be named, and can move.
+
+    The reference is where the policy starts (a frozen copy, or the policy with its adapters switched off) unless
+    ``ref_model`` names another one.
+
+    Args:
+        model: Folder or hub name of the policy.
+        ref_model: Folder or hub name of the reference; ``None``: where the policy starts.
+        ref_model_sync_steps: τ: every so many optimizer steps the reference moves towards the policy (TR-DPO,
+            Gorbatovski et al., 2024, arXiv:2404.09656; TRL uses 512); ``None``: it never moves.
+        ref_model_mixup_alpha: α of that move, ``ref ← α policy + (1 - α) ref``; 0.6 as in the paper and TRL.
+        **kwargs: See :class:`PolicyModule`.
+
+    Raises:
+        ValueError: If an argument is out of range, or there is no reference model to move.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        ref_model: str | None = None,
+        ref_model_sync_steps: int | None = None,
+        ref_model_mixup_alpha: float = 0.6,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        if ref_model_sync_steps is not None and ref_model_sync_steps < 1:
+            raise ValueError(f"ref_model_sync_steps must be at least 1 or None, got {ref_model_sync_steps}")
+        if not 0.0 <= ref_model_mixup_alpha <= 1.0:
+            raise ValueError(f"ref_model_mixup_alpha must lie in [0, 1], got {ref_model_mixup_alpha}")
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model has to be at hand during training; override it."""
+        return True
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether that is the model that the policy starts from."""
+        return self.uses_reference and self.hparams["ref_model"] is None
+
+    @property
+    def _moves(self) -> bool:
+        return self.hparams["ref_model_sync_steps"] is not None
+
+    def configure_model(self) -> None:
+        """Build the policy, and the reference model where one has to be at hand."""
+        super().configure_model()
+        if self.uses_reference and self.hparams["ref_model"] is not None and not hasattr(self, "reference"):
+            self.reference = self.build_reference()
+            # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
+            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+        if self._moves and (has_adapter(self.policy) or not hasattr(self, "reference")):
+            raise ValueError(
+                "ref_model_sync_steps moves a full copy of the policy, and here there is none (adapters are trained, "
+                "or no reference model is held): leave it out"
+            )
+
+    def build_reference(self) -> nn.Module:
+        """Load the reference model, frozen."""
+        if self.hparams["ref_model"] is None:
+            return self.build_policy().requires_grad_(False).eval()
+        reference = load_causal_lm(
+            self.hparams["ref_model"],
+            dtype=self.model_dtype,
+            attention=self.hparams["attention"],
+            trust_remote_code=self.hparams["trust_remote_code"],
+        )
+        disable_dropout(reference)
+        return reference.requires_grad_(False).eval()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, and let the reference follow when it is time."""
+        super().optimizer_step(*args, **kwargs)
+        # Lightning counts the step afterwards.
+        if self._moves and (self.trainer.global_step + 1) % self.hparams["ref_model_sync_steps"] == 0:
+            mix_into(self.reference, self.policy, self.hparams["ref_model_mixup_alpha"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A reference that moves is saved; one that does not is loaded again by name."""
+        super().on_save_checkpoint(checkpoint)
+        if self._moves:
+            checkpoint["reference"] = reference_weights(self.reference, keep=self.global_rank == 0)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Build the network if nobody has, and bring the reference to where it was."""
+        super().on_load_checkpoint(checkpoint)
+        if self._moves and "reference" in checkpoint:
+            load_reference_weights(self.reference, checkpoint["reference"])
+
+
+@contextmanager
+def _whole(parameter: nn.Parameter, *, write: bool = False) -> Iterator[None]:
+    """The full value of a ZeRO-3 parameter inside the context, where rank 0 may change it; a collective."""
+    if not hasattr(parameter, "ds_id"):
+        yield
+        return
+    from deepspeed import zero
+
+    with zero.GatheredParameters([parameter], modifier_rank=0 if write else None):
+        yield
+
+
+@torch.no_grad()
+def mix_into(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+    """``reference ← alpha * policy + (1 - alpha) * reference``, one weight at a time. A collective when sharded.
+
+    Args:
+        reference: Changed in place; bare or wrapped.
+        policy: Of the same architecture.
+        alpha: In [0, 1].
+    """
+    for old, new in zip(unwrap(reference).parameters(), unwrap(policy).parameters(), strict=True):
+        with _whole(new), _whole(old, write=True):
+            old.lerp_(new.to(old.dtype), alpha)
+
+
+def reference_weights(reference: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Full weights on the CPU. A collective when sharded.
+
+    Args:
+        reference: Bare or wrapped.
+        keep: Whether this rank wants them; the others only take part.
+    """
+    weights = {}
+    for name, tensor in ModuleWeights(reference, check_finite=False):
+        if keep:
+            weights[name] = tensor.to("cpu", copy=True)
+    return weights
+
+
+@torch.no_grad()
+def load_reference_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Inverse of :func:`reference_weights`, on all ranks. A collective.
+
+    Args:
+        reference: Changed in place; bare or wrapped.
+        weights: Of rank 0; the other ranks' may be empty.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for name, parameter in unwrap(reference).named_parameters():
+        with _whole(parameter, write=True):
+            if name in weights:
+                parameter.copy_(weights[name])
+            if distributed and not hasattr(parameter, "ds_id"):
+                torch.distributed.broadcast(parameter.data, src=0)
