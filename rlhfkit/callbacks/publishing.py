@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from rlhfkit.callbacks.ranks import ReadToTheEnd, everywhere, same_everywhere
-from rlhfkit.models.load import precision_dtype
+from rlhfkit.models.load import base_model_name, precision_dtype
 from rlhfkit.rollout.engine import RolloutEngine
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -48,7 +48,9 @@ class WeightPublisher:
             everywhere(
                 trainer,
                 lambda: self.engine.start(
-                    module.hparams["model"], dtype=dtype, trust_remote_code=module.hparams["trust_remote_code"]
+                    base_model_name(module.hparams["model"]),
+                    dtype=dtype,
+                    trust_remote_code=module.hparams["trust_remote_code"],
                 ),
             )
             weights = ReadToTheEnd(ModuleWeights(module.policy, dtype=dtype))

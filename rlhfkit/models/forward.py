@@ -34,9 +34,11 @@ class TokenizedBatch(Protocol):
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The Hugging Face model inside a DeepSpeed engine or DDP wrapper, or the model itself."""
+    """The Hugging Face model inside a DeepSpeed engine, a DDP or a peft wrapper, or the model itself."""
     inner = getattr(model, "module", None)
-    return inner if isinstance(inner, nn.Module) else model
+    model = inner if isinstance(inner, nn.Module) else model
+    peft_base = getattr(model, "get_base_model", None)
+    return model if peft_base is None else peft_base()
 
 
 def _has_plain_head(model: nn.Module) -> bool:

@@ -1,12 +1,16 @@
 """Hugging Face models and tokenizers by name, the way every module loads them."""
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from rlhfkit.models.adapters import adapter_base, add_lora, load_adapter
 from rlhfkit.models.attention import PACKED_ATTENTION, register_packed_attention, supports_packing
+from rlhfkit.models.lora import LoRA
+from rlhfkit.models.quantization import Quantization, quantization_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,21 +47,56 @@ def existing_name(name: str) -> str:
     return str(Path(name).expanduser()) if looks_like_path else name
 
 
+def base_model_name(name: str) -> str:
+    """The model behind a name: that of an adapter's folder, or the name itself. Engines are started with it.
+
+    Args:
+        name: Folder or hub name.
+    """
+    base = adapter_base(name)
+    return name if base is None else existing_name(base)
+
+
+def require_attention(attention: str | None) -> None:
+    """Refuse flash attention that is not installed, with the cure.
+
+    Args:
+        attention: Transformers' ``attn_implementation``.
+
+    Raises:
+        ImportError: If its package is missing.
+    """
+    from transformers.utils import is_flash_attn_2_available
+
+    if attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise ImportError(
+            "attention='flash_attention_2' needs a GPU and the package flash-attn (pip install 'rlhfkit[flash]'); "
+            "attention=None takes our packed attention, which runs everywhere"
+        )
+
+
 def load_causal_lm(
     name: str,
     *,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     gradient_checkpointing: bool = False,
+    lora: LoRA | None = None,
+    quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
     """Load a causal language model for training.
+
+    A folder that holds an adapter is loaded onto its base model, and the adapter is what will be trained.
 
     Args:
         name: Folder or hub name.
         dtype: Type of the weights.
         attention: Transformers' ``attn_implementation``; ``None``: our packed attention where the model allows it.
         gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Freeze the weights and train new adapters.
+        quantization: Hold the frozen weights in 4 bits (``nf4``: QLoRA, Dettmers et al., 2023, arXiv:2305.14314). Needs
+            bitsandbytes, and adapters to train.
         trust_remote_code: Run Python code that comes with the model. Off unless asked.
 
     Returns:
@@ -65,17 +104,30 @@ def load_causal_lm(
 
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
+        ValueError: If ``lora`` is given for a folder that holds an adapter, or ``quantization`` without adapters.
+        ImportError: If flash attention or bitsandbytes is asked for and not installed.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name = existing_name(name)
+    base = base_model_name(name)
+    if lora is not None and base != name:
+        raise ValueError(f"{name} holds an adapter already, which is trained on; leave lora out, or merge it first")
+    if quantization is not None and lora is None and base == name:
+        raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
+    require_attention(attention)
     register_packed_attention()
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     if attention is None and supports_packing(config):
         attention = PACKED_ATTENTION
+    more = {} if quantization is None else {"quantization_config": quantization_config(quantization, dtype)}
     model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        base, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code, **more
     )
+    if base != name:
+        load_adapter(model, name)
+    elif lora is not None:
+        add_lora(model, lora, base=name)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -87,12 +139,14 @@ def disable_dropout(model: nn.Module) -> None:
     Args:
         model: Changed in place: ``Dropout`` layers, and probabilities that attention layers hold as plain numbers.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
+            if module.p and ".lora_dropout." in name:
+                warnings.warn(f"the adapters' dropout of {module.p} is switched off like all others", stacklevel=2)
             module.p = 0.0
-        for name in ("attention_dropout", "activation_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        for attribute in ("attention_dropout", "activation_dropout", "dropout"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
@@ -107,7 +161,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrained
     """
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(existing_name(name), trust_remote_code=trust_remote_code)
+    name = existing_name(name)
+    if not (Path(name) / "tokenizer_config.json").exists():
+        name = base_model_name(name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

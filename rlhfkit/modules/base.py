@@ -1,7 +1,9 @@
 """``PolicyModule``: what every module with a language model shares: loading, optimizer, saving, forward, logging."""
 
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,8 +14,19 @@ from torch import Tensor, nn
 from rlhfkit.data.experience import Experience
 from rlhfkit.data.packing import balanced_partition
 from rlhfkit.losses import aggregate
-from rlhfkit.models import PolicyOutput, load_causal_lm, load_tokenizer, policy_output, unwrap
+from rlhfkit.models import (
+    LoRA,
+    PolicyOutput,
+    adapter_disabled,
+    has_adapter,
+    load_causal_lm,
+    load_tokenizer,
+    policy_output,
+    unwrap,
+)
+from rlhfkit.models.adapters import frozen_beside_adapters, remember_start
 from rlhfkit.models.load import precision_dtype
+from rlhfkit.models.quantization import Quantization
 from rlhfkit.rollout.transfer import ModuleWeights
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -26,7 +39,7 @@ class PolicyModule(L.LightningModule):
     ``configure_model``, so that sharded strategies can build it sharded.
 
     Args:
-        model: Folder or hub name of the policy.
+        model: Folder or hub name of the policy; a folder that holds an adapter is trained on.
         lr: Peak learning rate of AdamW.
         weight_decay: AdamW's decoupled weight decay.
         betas: AdamW's two averaging factors (0.9 and 0.95: OpenRLHF's default).
@@ -34,6 +47,8 @@ class PolicyModule(L.LightningModule):
         lr_schedule: ``constant``, ``linear`` or ``cosine`` (both decay to 0 at the end of training) after warm-up.
         attention: Transformers' ``attn_implementation``; ``None``: packed attention where the model allows it.
         gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters and freeze the policy's own weights; checkpoints hold the adapters only.
+        quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA); needs ``lora``.
         max_tokens_per_forward: Tokens per forward pass where no gradient is needed (OpenRLHF's default is 16192).
         trust_remote_code: Run Python code that comes with the model. Off unless asked.
 
@@ -42,8 +57,9 @@ class PolicyModule(L.LightningModule):
     """
 
     policy: nn.Module
-    frozen_children: ClassVar[tuple[str, ...]] = ()
+    frozen_children: ClassVar[tuple[str, ...]] = ("reference",)
     """Children that are never trained and can be loaded again by name: left out of checkpoints."""
+    reference: nn.Module
 
     def __init__(
         self,
@@ -56,6 +72,8 @@ class PolicyModule(L.LightningModule):
         lr_schedule: str = "constant",
         attention: str | None = None,
         gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
+        quantization: Quantization | None = None,
         max_tokens_per_forward: int = 16384,
         trust_remote_code: bool = False,
     ) -> None:
@@ -67,6 +85,8 @@ class PolicyModule(L.LightningModule):
         if max_tokens_per_forward < 1:
             raise ValueError(f"max_tokens_per_forward must be at least 1, got {max_tokens_per_forward}")
         self.save_hyperparameters()
+        self.lora = LoRA.of(lora)
+        self.hparams["lora"] = None if self.lora is None else self.lora.plain()  # safe to load, unlike an object
         self._tokenizer: Any = None
 
     # ------------------------------------------------------------------ building
@@ -90,13 +110,44 @@ class PolicyModule(L.LightningModule):
             dtype=self.model_dtype,
             attention=self.hparams["attention"],
             gradient_checkpointing=self.hparams["gradient_checkpointing"],
+            lora=self.lora,
+            quantization=self.hparams["quantization"],
             trust_remote_code=self.hparams["trust_remote_code"],
         )
 
     def configure_model(self) -> None:
         """Build the network once; Lightning calls this again before validation."""
-        if not hasattr(self, "policy"):
-            self.policy = self.build_policy()
+        if hasattr(self, "policy"):
+            return
+        self.policy = self.build_policy()
+        if not self.needs_reference:
+            return
+        if has_adapter(self.policy):
+            remember_start(self.policy)
+            return
+        self.reference = self.build_policy().requires_grad_(False).eval()
+        # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
+        warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss asks for :meth:`reference_model`; override it."""
+        return False
+
+    @contextmanager
+    def reference_model(self) -> Iterator[nn.Module]:
+        """The model that training started from, for a while: a frozen copy, or the policy without its adapters.
+
+        Example::
+
+            with torch.no_grad(), self.reference_model() as reference:
+                logprobs = policy_output(reference, batch, mask).logprobs
+        """
+        if hasattr(self, "reference"):
+            yield self.reference
+        else:
+            with adapter_disabled(self.policy):
+                yield self.policy
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimizer trains: one group for each child with parameters that require a gradient.
@@ -167,20 +218,29 @@ class PolicyModule(L.LightningModule):
             self._trainer.strategy.barrier()
         return Path(folder)
 
-    def _is_frozen(self, name: str) -> bool:
-        return name.startswith(tuple(f"{child}." for child in self.frozen_children))
+    def _can_be_loaded_again(self) -> Callable[[str], bool]:
+        """Which names of the state are of frozen children, or of frozen weights beside adapters."""
+        children = tuple(f"{child}." for child in self.frozen_children)
+        frozen = {f"{child}.{name}" for child, m in self.named_children() for name in frozen_beside_adapters(m)}
+
+        def again(name: str) -> bool:
+            weight = "".join(name.rpartition(".weight")[:2])  # weights of 4 bits have state beside them: weight.absmax
+            return name.startswith(children) or name in frozen or weight in frozen
+
+        return again
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen children out."""
+        """Leave out what is loaded by name: frozen children, and what adapters leave as it was."""
+        again = self._can_be_loaded_again()
         state = checkpoint.get("state_dict") or {}
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if not self._is_frozen(name)}
+        checkpoint["state_dict"] = {name: value for name, value in state.items() if not again(name)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build the network if nobody has, so that ``load_from_checkpoint`` has something to fill."""
         self.configure_model()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; the frozen children may be missing, everything else must fit.
+        """Load weights; frozen children and the weights beside adapters may be missing, everything else must fit.
 
         Args:
             state_dict: Weights by name.
@@ -191,7 +251,8 @@ class PolicyModule(L.LightningModule):
             RuntimeError: If names do not fit; it lists them.
         """
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
-        wrong = [name for name in result.missing_keys if not self._is_frozen(name)] + list(result.unexpected_keys)
+        again = self._can_be_loaded_again()
+        wrong = [name for name in result.missing_keys if not again(name)] + list(result.unexpected_keys)
         if strict and wrong:
             raise RuntimeError(
                 f"the checkpoint does not fit {self.hparams['model']!r}: {wrong[:8]} are missing or unknown"

@@ -1,7 +1,6 @@
 """``OnPolicyModule``: what all modules that learn from their own samples share, whatever the advantage estimator."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,9 +60,6 @@ class OnPolicyModule(PolicyModule):
     Raises:
         ValueError: If an argument is out of range.
     """
-
-    reference: nn.Module
-    frozen_children = ("reference",)
 
     def __init__(
         self,
@@ -128,13 +124,10 @@ class OnPolicyModule(PolicyModule):
         disable_dropout(policy)
         return policy
 
-    def configure_model(self) -> None:
-        """Build the policy, and a frozen copy of where it starts if the KL penalty needs one."""
-        super().configure_model()
-        if self.hparams["kl_coef"] and not hasattr(self, "reference"):
-            self.reference = self.build_policy().requires_grad_(False).eval()
-            # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
-            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL penalty."""
+        return bool(self.hparams["kl_coef"])
 
     # ------------------------------------------------------------------ one iteration
 
@@ -160,17 +153,29 @@ class OnPolicyModule(PolicyModule):
             A copy with advantages, and, where needed, old log-probs (for all but the first update, whose own log-probs
             are the old ones) and reference log-probs.
         """
-        penalised = bool(self.hparams["kl_coef"])
-        rows = experience.update >= 0 if penalised and self.hparams["kl_in_reward"] else experience.update > 0
+        in_reward = self.needs_reference and self.hparams["kl_in_reward"]
+        rows = experience.update >= 0 if in_reward else experience.update > 0
         experience = dataclasses.replace(
             experience,
             old_logprobs=self.sharded_logprobs(self.policy, experience, rows) if bool(rows.any()) else None,
-            ref_logprobs=self.sharded_logprobs(self.reference, experience) if penalised else None,
+            ref_logprobs=self.reference_logprobs(experience) if self.needs_reference else None,
         )
         advantages = self.advantages(experience)
         if advantages.dim() == 1:
             advantages = advantages[:, None].expand_as(experience.action_mask)
         return dataclasses.replace(experience, advantages=advantages)
+
+    def reference_logprobs(self, experience: Experience) -> Tensor:
+        """Log-probs under the model that training started from. A collective.
+
+        Args:
+            experience: B sequences, the same on every rank.
+
+        Returns:
+            (B, T-1) float32 on the CPU.
+        """
+        with self.reference_model() as reference:
+            return self.sharded_logprobs(reference, experience)
 
     def token_rewards(self, experience: Experience, rewards: Tensor) -> Tensor:
         """Rewards per token: the sample's on its last action, and the KL penalty on each where it is in the reward.

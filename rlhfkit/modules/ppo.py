@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rlhfkit.data.experience import Experience
 from rlhfkit.losses import KLEstimator, LossOutput, gae, value_loss, whiten
 from rlhfkit.models.heads import load_scalar_model, scalar_output
+from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.on_policy import OnPolicyModule
 
 
@@ -96,7 +97,7 @@ class PPOModule(OnPolicyModule):
     def build_critic(self) -> nn.Module:
         """Load the critic; override to wrap or change it."""
         return load_scalar_model(
-            self.hparams["critic"] or self.hparams["model"],
+            self.hparams["critic"] or base_model_name(self.hparams["model"]),
             dtype=self.model_dtype,
             attention=self.hparams["attention"],
             gradient_checkpointing=self.hparams["gradient_checkpointing"],

@@ -1,7 +1,8 @@
 """``ModuleWeights``: full weights out of any strategy, in order, a bucket at a time.
 
 The policy may be a plain module, wrapped by DDP, ``torch.compile`` or a DeepSpeed engine, cut into ZeRO-3 shards, or
-made of DTensors (FSDP2, tensor parallel). Whoever publishes it sees none of that: Hugging Face names, full tensors.
+made of DTensors (FSDP2, tensor parallel); it may carry LoRA adapters and hold its weights in 4 bits. Whoever publishes
+it sees none of that: Hugging Face names, full tensors, adapters merged.
 
 Both sides of a transfer derive the same :func:`plan_buckets` from the same metadata, so a bucket travels as one block
 of bytes with no header.
@@ -16,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlhfkit.models.merging import merged_weights
 from rlhfkit.rollout.engine import WeightInfo
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """64 MiB: large enough to run at the speed of the link, small enough that a gathered ZeRO-3 bucket fits anywhere."""
 
 _ALIGNMENT = 64  # bytes; keeps views of mixed types legal and copies aligned to cache lines
-_WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class ModuleWeights:
 
     Raises:
         ValueError: If the module has no parameters.
-        NotImplementedError: If it carries LoRA adapters that were not merged.
+        NotImplementedError: If it carries adapters that cannot be merged on the fly (others than LoRA and DoRA).
     """
 
     def __init__(
@@ -103,21 +104,13 @@ class ModuleWeights:
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
         self.check_finite = check_finite
-        self._parameters = _named_parameters(module)
-        if not self._parameters:
+        self._weights = merged_weights(module)
+        if not self._weights:
             raise ValueError(f"{type(module).__name__} has no parameters to publish")
-        # Refused, not dropped: an engine without the adapters would sample from another policy and say nothing.
-        if any(".lora_" in name for name, _ in self._parameters):
-            raise NotImplementedError(
-                "the policy carries LoRA adapters, which cannot be published yet: merge them first (merge_and_unload())"
-            )
 
     def metadata(self) -> list[WeightInfo]:
         """Name, full shape and type of each tensor; gathers nothing."""
-        return [
-            WeightInfo(name, tuple(getattr(parameter, "ds_shape", parameter.shape)), self.dtype or parameter.dtype)
-            for name, parameter in self._parameters
-        ]
+        return [WeightInfo(weight.name, weight.shape, self.dtype or weight.dtype) for weight in self._weights]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor, valid until the next is drawn.
@@ -128,42 +121,28 @@ class ModuleWeights:
         if self.check_finite:
             self._raise_if_not_finite()
         for bucket in plan_buckets(self.metadata(), self.bucket_bytes):
-            members = self._parameters[bucket.first : bucket.first + len(bucket.offsets)]
-            with _gathered([parameter for _, parameter in members]):
-                for name, parameter in members:
-                    yield name, _full(parameter).to(self.dtype or parameter.dtype)
+            members = self._weights[bucket.first : bucket.first + len(bucket.offsets)]
+            with _gathered([part for weight in members for part in weight.parts]):
+                for weight in members:
+                    yield weight.name, weight.compute().to(self.dtype or weight.dtype)
 
     def _raise_if_not_finite(self) -> None:
         """One pass over this rank's own shards; the verdicts of all ranks are joined, so all raise or none does."""
-        finite = torch.stack([torch.isfinite(_own_part(p)).all().cpu() for _, p in self._parameters]).to(torch.uint8)
+        verdicts = [
+            torch.stack([torch.isfinite(_own_part(part)).all().cpu() for part in weight.parts]).all()
+            for weight in self._weights
+        ]
+        finite = torch.stack(verdicts).to(torch.uint8)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             if dist.get_backend() == "nccl":
                 finite = finite.cuda()
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        bad = [name for (name, _), good in zip(self._parameters, finite.tolist(), strict=True) if not good]
+        bad = [weight.name for weight, good in zip(self._weights, finite.tolist(), strict=True) if not good]
         if bad:
             raise ValueError(
                 f"{len(bad)} of {len(finite)} weights are not finite (first: {bad[0]!r}), so nothing was published: the"
                 " policy has diverged; lower the learning rate, clip gradients, and resume from the last checkpoint"
             )
-
-
-def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters by Hugging Face name, tied ones once (engines tie again, as the model's configuration says)."""
-    while isinstance(inner := getattr(module, "module", None), nn.Module):  # DeepSpeedEngine, DistributedDataParallel
-        module = inner
-    named: list[tuple[str, nn.Parameter]] = []
-    seen: set[int] = set()
-    for name, parameter in module.named_parameters():  # leaves out an object it has yielded before
-        shard = getattr(parameter, "ds_id", None)
-        if shard is not None and shard in seen:
-            continue
-        if shard is not None:
-            seen.add(shard)
-        for wrapper in _WRAPPER_NAMES:
-            name = name.replace(wrapper, "")
-        named.append((name, parameter))
-    return named
 
 
 def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -173,12 +152,6 @@ def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
     from deepspeed import zero
 
     return zero.GatheredParameters(parameters)
-
-
-def _full(parameter: nn.Parameter) -> Tensor:
-    """The whole tensor; a collective for a DTensor."""
-    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return whole.detach()
 
 
 def _own_part(parameter: Any) -> Tensor:

@@ -114,8 +114,9 @@ class TestModuleWeights:
             ModuleWeights(nn.Identity())
         from peft import LoraConfig, get_peft_model
 
-        adapted = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(r=1, target_modules=["0"]))
-        with pytest.raises(NotImplementedError, match="merge them first"):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        adapted = get_peft_model(layers, LoraConfig(r=1, target_modules=["0"], modules_to_save=["1"]))
+        with pytest.raises(NotImplementedError, match="leave out modules_to_save"):
             ModuleWeights(adapted)
 
     @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""Weights as a model without adapters would have them: adapters added, 4 bits expanded; the model is left alone."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.models.adapters import adapter_layers
+from rlhfkit.models.forward import unwrap
+
+_WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_BASE = ".base_layer"  # peft puts the layer that an adapter belongs to under this name
+
+
+@dataclass(frozen=True)
+class MergedWeight:
+    """One weight under its Hugging Face name, computed when asked for."""
+
+    name: str
+    parameter: nn.Parameter
+    """As the model holds it: a shard, 4 bits, or the weight itself."""
+    layer: Any = None
+    """The LoRA layer around it, if its adapter is to be added."""
+
+    @property
+    def parts(self) -> list[nn.Parameter]:
+        """What has to be whole before :meth:`compute`: the parameter and its adapter's."""
+        if self.layer is None:
+            return [self.parameter]
+        adapter = _active(self.layer)
+        parts = [self.layer.lora_A[adapter], self.layer.lora_B[adapter]]
+        parts += [self.layer.lora_magnitude_vector[adapter]] if _is_dora(self.layer, adapter) else []
+        return [self.parameter, *(part.weight for part in parts)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole weight."""
+        state = getattr(self.parameter, "quant_state", None)
+        return tuple(getattr(self.parameter, "ds_shape", self.parameter.shape) if state is None else state.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of :meth:`compute`."""
+        state = getattr(self.parameter, "quant_state", None)
+        return self.parameter.dtype if state is None else state.dtype
+
+    def compute(self) -> Tensor:
+        """The whole weight; a collective for a DTensor."""
+        weight = _whole(self.parameter)
+        if self.layer is None:
+            return weight
+        adapter = _active(self.layer)
+        # Summed in float32 at least and rounded once, as far as the type allows what the two parts do in a forward.
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        merged = weight.to(exact) + self.layer.get_delta_weight(adapter).detach().to(exact)
+        if _is_dora(self.layer, adapter):
+            length = self.layer.lora_magnitude_vector[adapter].weight.detach().to(exact)
+            rows = merged.T if self.layer.fan_in_fan_out else merged
+            rows = rows * (length / torch.linalg.norm(rows, dim=1))[:, None]
+            merged = rows.T if self.layer.fan_in_fan_out else rows
+        return merged.to(weight.dtype)
+
+
+def merged_weights(module: nn.Module) -> list[MergedWeight]:
+    """All weights by Hugging Face name, tied ones once (whoever loads them ties again, as the configuration says).
+
+    Args:
+        module: Bare, or wrapped by DDP, ``torch.compile``, peft or a DeepSpeed engine.
+
+    Raises:
+        NotImplementedError: If peft has trained something else than LoRA or DoRA matrices of linear layers.
+    """
+    while (inner := unwrap(module)) is not module:
+        module = inner
+    layers = adapter_layers(module)
+    found: list[MergedWeight] = []
+    seen: set[int] = set()
+    for name, parameter in module.named_parameters():  # leaves out an object it has yielded before
+        shard = getattr(parameter, "ds_id", None)
+        if shard is not None and shard in seen:
+            continue
+        if shard is not None:
+            seen.add(shard)
+        owner, _, kind = name.rpartition(".")
+        if layers and _of_adapter(name):
+            continue
+        layer = layers.get(owner.removesuffix(_BASE)) if owner.endswith(_BASE) and kind == "weight" else None
+        for wrapper in (*_WRAPPER_NAMES, "base_layer.") if layers else _WRAPPER_NAMES:
+            name = name.replace(wrapper, "")
+        found.append(MergedWeight(name, parameter, layer))
+    for one in found:
+        _ = one.parts  # refuses what cannot be merged now, not in the middle of a transfer
+    return found
+
+
+def _of_adapter(name: str) -> bool:
+    """Whether a parameter is an adapter's own."""
+    if "modules_to_save" in name or (".lora_" in name and name.endswith(".bias")) or "lora_embedding" in name:
+        raise NotImplementedError(
+            f"{name!r} is trained by peft but is no LoRA matrix of a linear layer, so it cannot be merged on the fly: "
+            "leave out modules_to_save, lora_bias and embeddings"
+        )
+    return ".lora_" in name
+
+
+def _active(layer: Any) -> str:
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1:
+        raise NotImplementedError(f"exactly one adapter can be merged, {active} are active")
+    return active[0]
+
+
+def _is_dora(layer: Any, adapter: str) -> bool:
+    variants = getattr(layer, "lora_variant", {})
+    if adapter in variants and adapter not in layer.lora_magnitude_vector:
+        raise NotImplementedError(
+            f"adapters of type {type(variants[adapter]).__name__} cannot be merged on the fly; LoRA and DoRA can"
+        )
+    return adapter in layer.lora_magnitude_vector
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    if hasattr(parameter, "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(parameter.data, parameter.quant_state)
+    whole = cast(Any, parameter).full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole.detach()
