@@ -81,28 +81,30 @@ def _span(style: PromptFormat, messages: Messages, turn: int, text: str) -> tupl
         return None
     content = _common(text, replaced)
     behind = len(text) - min(_common(text[::-1], replaced[::-1]), len(text) - content)
-    closing = (
-        replaced if turn == len(messages) - 1 else style.render(_replaced(messages[: turn + 1], turn), generation=False)
-    )
-    closing = closing.rpartition(_SENTINEL)[2]
+    alone = replaced  # up to this turn, so that what the template writes behind it ends there
+    if turn < len(messages) - 1:
+        alone = style.render(_replaced(messages[: turn + 1], turn), generation=False)
+    closing = alone.rpartition(_SENTINEL)[2]
     closing = closing[: _common(text[behind:], closing)]
     ends = [closing.index(token) + len(token) for token in special_tokens(style.tokenizer) if token in closing]
-    start = _start(style, messages[:turn], text, content)
+    start = _start(style, messages[:turn], text, content, alone)
     end = behind + min(ends, default=len(closing))
     return (start, end) if start < end else None
 
 
-def _start(style: PromptFormat, before: Messages, text: str, content: int) -> int:
+def _start(style: PromptFormat, before: Messages, text: str, content: int, alone: str) -> int:
     """Behind the generation prompt, or where the content begins if the template does not write that prompt here."""
     if not before:
         return content
     asked = style.render(before, generation=True)
     if text.startswith(asked):
         return len(asked)
-    plain = style.render(before, generation=False)
-    header = asked[_common(asked, plain) :]
+    header = asked[_common(asked, style.render(before, generation=False)) :]
     place = text.rfind(header, 0, content) if header else -1
-    return content if place < 0 else place + len(header)
+    if place >= 0:
+        return place + len(header)
+    between = alone[len(asked) : alone.index(_SENTINEL)] if alone.startswith(asked) else ""
+    return content - len(between) if text.endswith(between, 0, content) else content
 
 
 def _replaced(messages: Messages, turn: int) -> list[Mapping[str, Any]]:
@@ -164,7 +166,10 @@ def span_mask(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[in
 
 
 def _mask_by_prefixes(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-    """The same without offsets: a place in the text is where the tokens of the text up to there leave the whole's."""
+    """The same without offsets: a place in the text is where the tokens of the text up to there leave the whole's.
+
+    Where white space at that place is merged differently at the end of a text, its tokens are selected too.
+    """
 
     def tokens(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])
