@@ -4,6 +4,7 @@ Both answers of a pair keep the same prompt tokens. Truncation cuts the ends of 
 which an answer has nothing left, or whose answers are the same tokens, says nothing about preferences and is left out.
 """
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.collate import TokenExample
 from rlhfkit.data.preferences import PreferenceExamples
-from rlhfkit.datamodules.chat import PromptFormat, is_chat
+from rlhfkit.datamodules.chat import PromptFormat, as_messages, is_chat
 from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, TokenExamples, common_prefix
 
 if TYPE_CHECKING:
@@ -50,19 +51,6 @@ def split_texts(chosen: str, rejected: str) -> int:
 class PreferenceBuilder(ExampleBuilder):
     """Turns rows into preference pairs."""
 
-    def __init__(self, style: PromptFormat, max_length: int, overlong: str, source: str) -> None:
-        """Set the rules.
-
-        Args:
-            style: How prompts and chats are written.
-            max_length: Tokens of a prompt with an answer.
-            overlong: ``"truncate"``, ``"drop"`` or ``"error"``.
-            source: Where the rows come from, for messages.
-        """
-        super().__init__(style, max_length, overlong, source)
-        as_it_is = PromptFormat(style.tokenizer, apply_chat_template=False, system=style.system)
-        self._transcripts = ExampleBuilder(as_it_is, max_length, overlong, source)
-
     def build_pairs(
         self, rows: "Dataset", *, chosen: str, rejected: str, prompt: str | None, margin: str | None
     ) -> PreferenceExamples:
@@ -82,56 +70,62 @@ class PreferenceBuilder(ExampleBuilder):
             ValueError: If a value has the wrong type, a pair is too long under ``overlong="error"``, or no pair is
                 left.
         """
-        margins = None if margin is None else [self._number(value, margin, i) for i, value in enumerate(rows[margin])]
+        columns = {"chosen": chosen, "rejected": rejected, "prompt": prompt}
+        answers = self.kept(rows, columns, lambda: self._make_pairs(rows, columns))
+        for what, count in sorted(answers.counts.items()):
+            if count:
+                text = _LEFT_OUT[what].format(limit=self.max_length)
+                log.warning("%s: %d of %d pairs %s", self.source, count, len(rows), text)
+        if margin is None:
+            return PreferenceExamples(answers)
+        margins = [self._number(value, margin, row) for row, value in enumerate(rows[margin])]
+        return PreferenceExamples(answers, margins=[margins[row] for row in answers.rows[::2]])
+
+    def _make_pairs(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
         counts: Counter[str] = Counter()
         made_from: list[int] = []
-        recipes = (
-            recipe
-            for index, row in enumerate(rows)
-            for recipe in self._pair(row, f"{self.source}, row {index},", chosen, rejected, prompt)
-        )
-        answers = TokenExamples(self._fitting_pairs(self._cooked(recipes), made_from, counts))
+        tokenised = self.tokenised(rows, lambda builder, row, where: builder._pair(row, where, columns))
+        answers = TokenExamples(self._fitting_pairs(tokenised, made_from, counts))
+        answers.rows, answers.counts = made_from, dict(counts)
         if not made_from:
             raise ValueError(
                 f"{self.source}: none of its {len(rows)} rows makes a preference pair within max_length "
-                f"{self.max_length} ({dict(counts)}): raise max_length or check the columns"
+                f"{self.max_length} ({answers.counts}): raise max_length or check the columns"
             )
-        for what, count in sorted((+counts).items()):
-            text = _LEFT_OUT[what].format(limit=self.max_length)
-            log.warning("%s: %d of %d pairs %s", self.source, count, len(rows), text)
-        answers.rows = [row for row in made_from for _ in range(2)]
-        return PreferenceExamples(answers, margins=None if margins is None else [margins[row] for row in made_from])
+        return answers
 
     def _number(self, value: Any, column: str, row: int) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"column {column!r} of {self.source}, row {row}, must hold a number, it holds {value!r}")
         return float(value)
 
-    def _pair(
-        self, row: Mapping[str, Any], where: str, chosen: str, rejected: str, prompt: str | None
-    ) -> tuple[Recipe, Recipe]:
+    def _pair(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> list[Recipe]:
         """Recipes of both answers of a row."""
-        better, worse = row[chosen], row[rejected]
+        prompt = columns["prompt"]
+        better, worse = (row[str(columns[name])] for name in ("chosen", "rejected"))
         chats = is_chat(better), is_chat(worse)
         if not all(chats) and not (isinstance(better, str) and isinstance(worse, str)):
             raise ValueError(
-                f"columns {chosen!r} and {rejected!r} of {where} must both hold text or both hold chat messages (role "
-                f"and content), they hold {str(better)[:60]!r} and {str(worse)[:60]!r}"
+                f"columns {columns['chosen']!r} and {columns['rejected']!r} of {where} must both hold text or both "
+                f"hold chat messages (role and content), they hold {str(better)[:60]!r} and {str(worse)[:60]!r}"
             )
         if prompt is not None:
             question = row[prompt]
             self.style.check(question, f"column {prompt!r} of {where}")
             if all(chats):
                 better, worse = _without_prompt(question, better, worse)
-            return self.completion(question, better, where), self.completion(question, worse, where)
+            return [self.completion(question, answer, where) for answer in (better, worse)]
         if all(chats):
+            better, worse = as_messages(better), as_messages(worse)
             turns = split_conversations(better, worse)
             recipes = [self._dialogue(messages, turns, where) for messages in (better, worse)]
         else:
+            plain = copy.copy(self)  # these texts are whole dialogues already
+            plain.style = PromptFormat(self.tokenizer, apply_chat_template=False, system=self.style.system)
+            plain.style.check(better, f"column {columns['chosen']!r} of {where}")
             start = split_texts(better, worse)
-            self._transcripts.style.check(better, f"column {chosen!r} of {where}")
-            recipes = [self._transcripts.completion(text[:start], text[start:], where) for text in (better, worse)]
-        return recipes[0], recipes[1]
+            recipes = [plain.completion(text[:start], text[start:], where) for text in (better, worse)]
+        return recipes
 
     def _dialogue(self, messages: Sequence[Any], turns: int, where: str) -> Recipe:
         """A conversation of which the first turns are the prompt."""
@@ -162,13 +156,14 @@ class PreferenceBuilder(ExampleBuilder):
                 counts["same"] += 1
             else:
                 counts["truncated"] += longest > self.max_length
-                made_from.append(row)
+                made_from += [row, row]
                 yield from pair
 
 
 def _without_prompt(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any]]:
     """Two answers without the prompt's messages, which data often repeats at the beginning of both."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    chosen, rejected = as_messages(chosen), as_messages(rejected)
+    messages = as_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     count = len(messages)
     repeated = all(answer[:count] == messages and len(answer) > count for answer in (chosen, rejected))
     return (chosen[count:], rejected[count:]) if repeated else (chosen, rejected)

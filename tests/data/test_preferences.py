@@ -1,0 +1,80 @@
+"""Properties of preference batches: pairs stay pairs, whatever is done to a batch."""
+
+import pytest
+import torch
+
+from rlhfkit.data import PreferenceBatch, PreferenceExample, PreferenceExamples, StepTotals, collate_preferences
+
+PAIRS = [
+    PreferenceExample.from_token_ids([5, 6], [7, 8, 1], [9, 1], margin=0.5),
+    PreferenceExample.from_token_ids([5], [7, 1], [9, 9, 9, 1], margin=2.0),
+    PreferenceExample.from_token_ids([4, 4, 4], [1], [2], margin=-1.0),
+]
+
+
+class Answers:
+    """2N answers in a list."""
+
+    def __init__(self, pairs: list[PreferenceExample]) -> None:
+        self.answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
+        self.lengths = [len(answer.input_ids) for answer in self.answers]
+        self.targets = [answer.targets for answer in self.answers]
+
+    def __getitem__(self, index: int):
+        return self.answers[index]
+
+
+def test_chosen_and_rejected_are_neighbours_and_the_mask_selects_the_answers() -> None:
+    batch = collate_preferences(PAIRS)
+    assert (len(batch), batch.pairs) == (6, 3)
+    learned = [row[mask].tolist() for row, mask in zip(batch.input_ids[:, 1:], batch.loss_mask, strict=True)]
+    assert learned == [[7, 8, 1], [9, 1], [7, 1], [9, 9, 9, 1], [1], [2]]
+    assert batch.chosen(batch.loss_mask.sum(-1)).tolist() == [3, 2, 1]
+    assert batch.rejected(batch.loss_mask.sum(-1)).tolist() == [2, 4, 1]
+    assert batch.chosen(batch.margins).tolist() == [0.5, 2.0, -1.0] == batch.rejected(batch.margins).tolist()
+    assert batch.pair_mask.tolist() == [True, True, True]
+    assert batch.ref_logprobs is None
+
+
+def test_totals_count_pairs_and_tokens_of_chosen_answers() -> None:
+    examples = PreferenceExamples(Answers(PAIRS), margins=[0.5, 2.0, -1.0])
+    assert examples.lengths == [9, 8, 8]
+    assert examples.targets == [3, 2, 1]
+    assert [examples[i] for i in range(3)] == PAIRS
+    batch = collate_preferences(PAIRS[:1], StepTotals(tokens=6.0, sequences=3.0, micro_batches=3))
+    assert batch.pair_denominator == 1.0
+    assert batch.mean_chosen_length == 2.0
+    assert collate_preferences(PAIRS).mean_chosen_length is None
+
+
+def test_pairs_survive_select_concat_moving_and_saving() -> None:
+    batch = collate_preferences(PAIRS)
+    turned = batch.select_pairs([2, 0])
+    assert turned.chosen(turned.margins).tolist() == [-1.0, 0.5]
+    assert turned.input_ids.shape == (4, 5)
+    assert turned.rejected(turned.loss_mask.sum(-1)).tolist() == [1, 2]
+    joined = PreferenceBatch.concat([batch.select_pairs([0]), batch.select_pairs([1, 2])]).to("cpu")
+    assert torch.equal(joined.input_ids, batch.input_ids)
+    assert torch.equal(joined.margins, batch.margins)
+    again = PreferenceBatch.from_state_dict(batch.state_dict())
+    assert torch.equal(again.loss_mask, batch.loss_mask)
+    empty = batch.without_targets()
+    assert not empty.pair_mask.any()
+    with pytest.raises(ValueError, match="two rows each, got 3 rows"):
+        batch.select([0, 1, 2])
+
+
+def test_reference_log_probs_travel_with_the_pairs() -> None:
+    examples = PreferenceExamples(Answers(PAIRS))
+    examples.ref_logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]])
+    batch = collate_preferences([examples[2], examples[0]])
+    assert batch.ref_logprobs.tolist() == [-5.0, -6.0, -1.0, -2.0]
+    with pytest.raises(ValueError, match="ref_logprobs is set in 1 of 2 pairs"):
+        collate_preferences([examples[0], PreferenceExamples(Answers(PAIRS))[1]])
+
+
+def test_what_does_not_fit_is_rejected() -> None:
+    with pytest.raises(ValueError, match="got 6 answers and 2 margins"):
+        PreferenceExamples(Answers(PAIRS), margins=[1.0, 2.0])
+    with pytest.raises(ValueError, match="at least one example, got none"):
+        collate_preferences([])

@@ -1,0 +1,204 @@
+"""Properties of preference data: where the prompt ends, what is cut, what is left out, and steps in a real Trainer."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from tiny_models import tiny_tokenizer
+
+from rlhfkit.data import PreferenceBatch
+from rlhfkit.datamodules import PreferenceDataModule
+
+Write = Callable[..., str]
+ROWS = [{"prompt": f"{i}+1=", "chosen": "x" * (i % 4) + str(i + 1), "rejected": "y" * (i % 3 + 1)} for i in range(11)]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def module(data: Any, **options: Any) -> PreferenceDataModule:
+    made = PreferenceDataModule(data, **({"tokenizer": tiny_tokenizer()} | options))
+    made.setup("fit")
+    return made
+
+
+def read(data: PreferenceDataModule) -> list[tuple[str, str]]:
+    """Both answers of each pair: the whole text with everything that is not the answer in front of a bar."""
+    pairs = []
+    for index in range(len(data.examples)):
+        pair, texts = data.examples[index], []
+        for answer in (pair.chosen, pair.rejected):
+            tokens = tiny_tokenizer().convert_ids_to_tokens(answer.input_ids)
+            start = answer.loss_mask.index(True)
+            assert all(answer.loss_mask[start:])
+            text = "".join(tokens[:start]) + "|" + "".join(tokens[start:])
+            texts.append(text.replace("<eos>", "$"))
+        pairs.append((texts[0], texts[1]))
+    return pairs
+
+
+def test_answers_and_their_end_of_sequence_token_are_selected(write_rows: Write) -> None:
+    data = module(write_rows(ROWS[:2]))
+    assert read(data) == [("0+1=|1$", "0+1=|y$"), ("1+1=|x2$", "1+1=|yy$")]
+    assert data.examples.lengths == [12, 14]
+    assert data.examples.targets == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": [user("1")], "chosen": [assistant("x")], "rejected": [assistant("y")]}, "<u>1;<a>|"),
+        ({"prompt": "1", "chosen": "x", "rejected": "y"}, "<u>1;<a>|"),
+        ({"prompt": "1", "chosen": [user("1"), assistant("x")], "rejected": [user("1"), assistant("y")]}, "<u>1;<a>|"),
+        ({"chosen": [user("1"), assistant("x")], "rejected": [user("1"), assistant("y")]}, "<u>1;<a>|"),
+        (
+            {
+                "chosen": [user("1"), assistant("o"), user("2"), assistant("x")],
+                "rejected": [user("1"), assistant("o"), user("2"), assistant("y")],
+            },
+            "<u>1;<a>o;<u>2;<a>|",
+        ),
+    ],
+    ids=["explicit chat", "explicit text", "prompt repeated", "implicit", "implicit, several turns"],
+)
+def test_prompt_of_a_conversation_is_found(row: dict[str, Any], expected: str) -> None:
+    assert read(module([row], tokenizer=chat_tokenizer())) == [(f"{expected}x;$", f"{expected}y;$")]
+
+
+def test_system_message_comes_in_front_of_both() -> None:
+    row = {"chosen": [user("1"), assistant("x")], "rejected": [user("1"), assistant("y")]}
+    data = module([row], tokenizer=chat_tokenizer(), system="s")
+    assert read(data) == [("<s>s;<u>1;<a>|x;$", "<s>s;<u>1;<a>|y;$")]
+
+
+def test_each_conversation_keeps_an_answer_of_its_own() -> None:
+    longer = [user("1"), assistant("x"), user("2"), assistant("z")]
+    data = module([{"chosen": longer, "rejected": longer[:2]}], tokenizer=chat_tokenizer())
+    assert [pair.rejected.targets for pair in [data.examples[0]]] == [3]  # x;$
+
+
+def test_implicit_prompt_of_texts_ends_before_white_space_and_has_no_template() -> None:
+    row = {"chosen": "Q: 2+2 A: 4", "rejected": "Q: 2+2 A: 5"}
+    assert read(module([row], tokenizer=chat_tokenizer())) == [("Q: 2+2 A:| 4$", "Q: 2+2 A:| 5$")]
+    with pytest.raises(ValueError, match="no prompt column, so its texts are whole dialogues"):
+        module([row], tokenizer=chat_tokenizer(), apply_chat_template=True)
+
+
+def test_both_answers_have_the_same_prompt_tokens_where_a_token_straddles_the_border() -> None:
+    """With a merge "=5" the prompt of "2=5" ends inside a token: "=" is then part of both answers."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    merging = Tokenizer(models.BPE({"2": 0, "=": 1, "5": 2, "=5": 3, "<eos>": 4, "7": 5}, [("=", "5")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, eos_token="<eos>")
+    data = module([{"prompt": "2=", "chosen": "5", "rejected": "7"}], tokenizer=tokenizer)
+    pair = data.examples[0]
+    assert (pair.chosen.input_ids, pair.chosen.loss_mask) == ([0, 3, 4], [False, True, True])
+    assert (pair.rejected.input_ids, pair.rejected.loss_mask) == ([0, 1, 5, 4], [False, True, True, True])
+
+
+def test_truncation_cuts_answers_and_never_the_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        {"prompt": "12345", "chosen": "abcdef", "rejected": "xy"},
+        {"prompt": "1", "chosen": "a", "rejected": "b"},
+        {"prompt": "12345678", "chosen": "a", "rejected": "b"},  # no room for an answer
+        {"prompt": "1", "chosen": "aaaaaaaab", "rejected": "aaaaaaaac"},  # differ behind the limit only
+        {"prompt": "1", "chosen": "a", "rejected": "a"},
+    ]
+    with caplog.at_level(logging.WARNING):
+        data = module(rows, max_length=8)
+    assert read(data) == [("12345|abc", "12345|xy$"), ("1|a$", "1|b$")]
+    assert "1 of 5 pairs were truncated at max_length 8" in caplog.text
+    assert "1 of 5 pairs have no answer within max_length 8" in caplog.text
+    assert "2 of 5 pairs have the same tokens in both answers" in caplog.text
+
+
+def test_overlong_pairs_are_dropped_or_refused_as_told(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "1", "chosen": "a", "rejected": "b" * 20}, {"prompt": "1", "chosen": "a", "rejected": "b"}]
+    assert read(module(rows, max_length=8, overlong="drop")) == [("1|a$", "1|b$")]
+    assert "1 of 2 pairs are longer than max_length 8 and dropped" in caplog.text
+    with pytest.raises(ValueError, match="row 0, has 22 tokens, more than max_length 8"):
+        module(rows, max_length=8, overlong="error")
+    with pytest.raises(ValueError, match="none of its 1 rows makes a preference pair"):
+        module(rows[:1], max_length=8, overlong="drop")
+
+
+def test_margins_stay_with_their_pairs() -> None:
+    rows = [{"prompt": "1", "chosen": c, "rejected": "b", "margin": m} for c, m in [("a", 1), ("b", 2), ("c", 0.5)]]
+    data = module(rows)
+    assert [data.examples[i].margin for i in range(2)] == [1.0, 0.5]
+    renamed = [{"gap" if key == "margin" else key: value for key, value in row.items()} for row in rows]
+    assert module(renamed).examples.margins is None
+    assert module(renamed, margin="gap").examples.margins == [1.0, 0.5]
+    words = [row | {"gap": word} for row, word in zip(ROWS, ["near", "far"], strict=False)]
+    with pytest.raises(ValueError, match="row 0, must hold a number, it holds 'near'"):
+        module(words, margin="gap")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (ROWS, {"chosen": "best"}, "chosen='best' is not a column"),
+        (ROWS, {"prompt": "question"}, "prompt='question' is not a column"),
+        ([{"chosen": "a", "rejected": [assistant("b")]}], {}, "must both hold text or both hold chat messages"),
+        (ROWS, {"messages": "m"}, "has no argument 'messages'"),
+    ],
+    ids=["chosen", "prompt", "mixed", "argument"],
+)
+def test_mistakes_are_named(rows: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module(rows, **options)
+
+
+class Seen(L.LightningModule):
+    """Remembers the pairs of each optimizer step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.batches: list[PreferenceBatch] = []
+
+    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> torch.Tensor:
+        self.batches.append(batch)
+        return self.weight
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_trainer_gets_steps_of_pairs_with_their_totals(write_rows: Write) -> None:
+    seen = Seen()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=2, enable_model_summary=False, **quiet)
+    trainer.fit(seen, PreferenceDataModule(write_rows(ROWS), micro_batch_size=2, tokenizer=tiny_tokenizer()))
+    assert sum(batch.pairs for batch in seen.batches) == 11
+    for first, second in zip(seen.batches[::2], seen.batches[1::2], strict=True):
+        together = PreferenceBatch.concat([first, second])
+        lengths = together.chosen(together.loss_mask).sum(-1).float()
+        assert together.mean_chosen_length == pytest.approx(float(lengths.mean()))
+        assert together.step_sequences == together.pairs
+        for chosen, rejected, mask in zip(
+            together.chosen(together.input_ids),
+            together.rejected(together.input_ids),
+            together.chosen(together.loss_mask),
+            strict=True,
+        ):
+            prompt = int(mask.int().argmax()) + 1
+            assert torch.equal(chosen[:prompt], rejected[:prompt])  # a pair is still a pair
