@@ -4,25 +4,30 @@ Shapes: B sequences, T tokens, N real tokens of the batch, H hidden size.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.models.attention import PACKED_ATTENTION, register_packed_attention, supports_packing
+from rlhfkit.losses.masked import full_precision
+from rlhfkit.models.adapters import add_lora
 from rlhfkit.models.forward import TokenizedBatch, model_inputs, unwrap
-from rlhfkit.models.load import disable_dropout, existing_name
+from rlhfkit.models.load import disable_dropout, existing_name, pretrained_arguments
+from rlhfkit.models.lora import LoRA
+from rlhfkit.models.quantization import Quantization
+from rlhfkit.models.saving import save_weights
 
 
 class ScalarHead(nn.Linear):
-    """The last layer, always in float32: bfloat16 would round a reward of 5 to multiples of 1/32."""
+    """The last layer, in float32 at least: bfloat16 would round a reward of 5 to multiples of 1/32."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """From (..., H) to (..., outputs) float32."""
+        """From (..., H) to (..., outputs)."""
         with torch.autocast(hidden.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.float()
-            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+            bias = None if self.bias is None else full_precision(self.bias)
+            return nn.functional.linear(full_precision(hidden), full_precision(self.weight), bias)
 
 
 class ScalarModel(nn.Module):
@@ -93,7 +98,7 @@ class ScalarModel(nn.Module):
         """
         weights = self.state_dict() if state_dict is None else state_dict
         inner = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-        cast(Any, self.model).save_pretrained(folder, state_dict=inner)
+        save_weights(self.model, folder, inner)
 
 
 def load_scalar_model(
@@ -104,6 +109,8 @@ def load_scalar_model(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     gradient_checkpointing: bool = False,
+    lora: LoRA | None = None,
+    quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> ScalarModel:
     """Load a critic or reward model, or make one of a causal language model. Dropout is off.
@@ -118,6 +125,8 @@ def load_scalar_model(
         dtype: Type of the weights.
         attention: Transformers' ``attn_implementation``; ``None``: our packed attention where the model allows it.
         gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train the head and new adapters, and freeze everything else.
+        quantization: Hold the frozen weights in 4 bits; needs ``lora``.
         trust_remote_code: Run Python code that comes with the model. Off unless asked.
 
     Returns:
@@ -125,26 +134,28 @@ def load_scalar_model(
 
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
-        ValueError: If ``head_std`` is negative, or the model is a classifier of another kind.
+        ValueError: If ``head_std`` is negative, the model is a classifier of another kind, or ``quantization`` is given
+            without ``lora``.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     if head_std is not None and head_std < 0:
         raise ValueError(f"head_std must not be negative, got {head_std}")
+    if quantization is not None and lora is None:
+        raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
     name = existing_name(name)
-    register_packed_attention()
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    arguments = pretrained_arguments(name, dtype, attention, quantization, trust_remote_code)
+    config = arguments["config"]
     is_new = _needs_head(config, name, stepwise)
     config.num_labels = 2 if stepwise else 1
-    if attention is None and supports_packing(config):
-        attention = PACKED_ATTENTION
     kind = AutoModelForTokenClassification if stepwise else AutoModelForSequenceClassification
-    loaded = kind.from_pretrained(
-        name, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-    )
+    loaded = kind.from_pretrained(name, **arguments)
     model = ScalarModel(loaded)
     if is_new:
         _initialize(cast(nn.Linear, loaded.score), head_std)
+    if lora is not None:
+        add_lora(loaded, lora, base=name)
+        loaded.score.requires_grad_(True)
     disable_dropout(model)
     if gradient_checkpointing:
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -167,11 +178,22 @@ def _needs_head(config: Any, name: str, stepwise: bool) -> bool:
 
 def _initialize(head: nn.Linear, std: float | None) -> None:
     std = 1.0 / (head.in_features + 1) if std is None else std
-    noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
+    # Not in the default type, which is float64 in a Trainer(precision="64-true") and has other numbers.
+    shape, generator = (head.out_features, head.in_features), torch.Generator().manual_seed(0)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float32)
+    with torch.no_grad(), _whole(list(head.parameters())):
         head.weight.copy_(noise * std)
         if head.bias is not None:
             head.bias.zero_()
+
+
+def _whole(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Parameters that ZeRO stage 3 has sharded while they were made, in one piece to be written."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    from deepspeed import zero
+
+    return zero.GatheredParameters(parameters, modifier_rank=0)
 
 
 def scalar_output(
