@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit._version import __version__
 
 if TYPE_CHECKING:
-    from rlhfkit.callbacks import HFExport, NonFiniteGuard, RolloutCallback, SampleTable, TrainingCurves
+    from rlhfkit.callbacks import EMA, HFExport, NonFiniteGuard, RolloutCallback, SampleTable, TrainingCurves
     from rlhfkit.data import Experience, Prompt, Sample
     from rlhfkit.datamodules import (
         PreferenceDataModule,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 _HOMES = {
+    "EMA": "callbacks",
     "CPOModule": "modules",
     "DPOModule": "modules",
     "DynamicSampling": "rollout",
@@ -83,6 +84,7 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 """Homes that load Lightning anyway."""
 
 __all__ = [
+    "EMA",
     "CPOModule",
     "DPOModule",
     "DynamicSampling",

@@ -1,0 +1,141 @@
+"""EMA against its definition, under plain Lightning and on two ranks of DeepSpeed."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks import ema_cases
+from callbacks.ema_cases import DECAY, averaged, difference, fit
+from rlhfkit import EMA, HFExport, RolloutCallback
+from rlhfkit.models import load_causal_lm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
+import ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ema")
+    ema_cases.prepare(folder)
+    return folder
+
+
+def test_the_average_is_its_definition_and_leaves_no_trace(folder: Path) -> None:
+    run = fit(folder, EMA(DECAY))
+    assert len(run.history) == 6
+    assert difference(run.average, averaged(run.history)) < 1e-6
+    assert difference(run.average, run.history[-1]) > 1e-3
+    assert run.same_afterwards
+    plain = fit(folder, EMA(DECAY, validate=False))
+    assert difference(plain.history[-1], run.history[-1]) == 0.0
+
+
+def test_start_and_interval_choose_the_steps(folder: Path) -> None:
+    run = fit(folder, EMA(DECAY, start_step=1, every_n_steps=2))
+    assert difference(run.average, averaged(run.history[2::2])) < 1e-6
+
+
+def test_decay_0_is_the_weights_themselves(folder: Path) -> None:
+    run = fit(folder, EMA(0.0))
+    assert difference(run.average, run.history[-1]) == 0.0
+
+
+def test_in_bfloat16_the_average_is_still_one_in_float32(folder: Path) -> None:
+    """With d = 0.999 one step moves the average by less than bfloat16 can tell."""
+    ema = EMA(0.999)
+    run = fit(folder, ema, precision="bf16-true")
+    kept = ema.state_dict()["average"]
+    exact = averaged(run.history, 0.999)
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
+    for name, tensor in kept.items():
+        torch.testing.assert_close(tensor.double(), exact[name.removeprefix("policy.")].flatten(), rtol=1e-5, atol=1e-6)
+    assert {tensor.dtype for tensor in run.average.values()} == {torch.bfloat16}
+
+
+def test_validation_sees_the_average_and_checkpoints_the_weights(folder: Path, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saver = ModelCheckpoint(tmp_path, monitor="val/loss", save_top_k=-1, filename="{epoch}", save_last=False)
+    run = fit(folder, EMA(DECAY), callbacks=[saver], enable_checkpointing=True)
+    for epoch in range(2):
+        history = run.history[: 3 * epoch + 3]
+        assert difference(run.validated[epoch], averaged(history)) < 1e-6
+        state = torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=False)["state_dict"]
+        saved = {name.removeprefix("policy."): tensor for name, tensor in state.items()}
+        assert difference(history[-1], saved) == 0.0
+    without = fit(folder, EMA(DECAY, validate=False))
+    assert difference(without.validated[1], run.history[-1]) == 0.0
+
+
+def test_a_resumed_average_is_the_straight_one_bitwise(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "four.ckpt"
+    straight = fit(folder, EMA(DECAY), callbacks=[ema_cases.SaveAfter(4, path)])
+    resumed = fit(folder, EMA(DECAY), path=path)
+    assert len(resumed.history) < len(straight.history)
+    assert difference(resumed.average, straight.average) == 0.0
+
+
+def test_the_average_is_exported_and_so_are_the_weights(folder: Path, tmp_path: Path) -> None:
+    ema = EMA(DECAY, export=HFExport(tmp_path / "ema", every_n_epochs=1))
+    run = fit(folder, ema, callbacks=[HFExport(tmp_path / "last")])
+    for name, expected in (
+        ("ema", run.average),
+        ("ema-epoch1", averaged(run.history[:3])),
+        ("last", run.history[-1]),
+    ):
+        assert difference(dict(load_causal_lm(str(tmp_path / name)).state_dict()), expected) < 1e-6, name
+
+
+def test_an_error_in_validation_leaves_the_trained_weights_in_place(folder: Path) -> None:
+    class Fails(ema_cases.L.Callback):
+        def on_validation_batch_start(self, trainer: Any, *rest: Any) -> None:
+            if not trainer.sanity_checking:
+                raise OSError("disk full")
+
+    ema, kept = EMA(DECAY), {}
+    module = ema_cases.SFTModule(str(folder / "model"), lr=1e-2)
+
+    class Keep(ema_cases.L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            kept.update(ema_cases.weights(trainer, module))
+
+    source = str(folder / "data.jsonl")
+    data = ema_cases.SFTDataModule(source, validation_data=source, micro_batch_size=8, max_length=32)
+    with pytest.raises(OSError, match="disk full"):
+        ema_cases.trainer(folder, [ema, Keep(), Fails()]).fit(module, data)
+    assert difference(kept, dict(module.policy.state_dict())) == 0.0
+
+
+@pytest.mark.distributed
+def test_two_ranks_of_deepspeed_average_their_shares(folder: Path, tmp_path: Path) -> None:
+    reports = ranks.run("callbacks.ema_cases:on_ranks", 2, tmp_path, data=str(folder), stages=[0, 2, 3])
+    total = sum(tensor.numel() for tensor in load_causal_lm(str(folder / "model")).parameters())
+    for stage in "023":
+        zero, one = reports[0][stage], reports[1][stage]
+        assert zero["average"] < 1e-6, stage
+        assert zero["moved"] > 1e-3
+        assert zero["validated"] == 0.0
+        assert zero["same_afterwards"]
+        assert one["same_afterwards"]
+        assert zero["resumed"] == 0.0
+        assert zero["share"] + one["share"] == total
+
+
+def test_rollouts_and_validation_of_the_average_exclude_each_other() -> None:
+    rollouts = RolloutCallback(lambda samples: [0.0] * len(samples))
+
+    class Run:
+        callbacks = [rollouts]
+
+    with pytest.raises(ValueError, match=r"EMA\(validate=False\)"):
+        EMA().setup(Run(), None, "fit")
+    EMA(validate=False).setup(Run(), None, "fit")
+
+
+@pytest.mark.parametrize("arguments", [{"decay": 1.0}, {"decay": -0.1}, {"start_step": -1}, {"every_n_steps": 0}])
+def test_bad_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        EMA(**arguments)
