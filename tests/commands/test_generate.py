@@ -89,7 +89,7 @@ def test_a_model_that_was_trained_on_is_noticed(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     output = run(str(model), tmp_path / "out.jsonl")
     tiny_model(tmp_path / "model", seed=1)
-    with pytest.raises(ValueError, match="was written with other settings.*weights"):
+    with pytest.raises(ValueError, match=r"was written with other settings.*weights"):
         run(str(model), output)
     before = output.read_text()
     run(str(model), output, overwrite=True)
@@ -110,7 +110,8 @@ def test_columns_can_be_chosen_and_never_clash(model: str, tmp_path: Path) -> No
 def test_chat_prompts_go_through_the_template_and_come_back_as_they_were(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model")
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    said = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = said + "{% if add_generation_prompt %}[a]{% endif %}"
     tokenizer.save_pretrained(folder)
     chat = [{"role": "user", "content": "1+1"}]
     output = run(str(folder), tmp_path / "out.jsonl", [{"question": chat}], system="Be brief")
