@@ -75,6 +75,43 @@ def require_attention(attention: str | None) -> None:
         )
 
 
+def pretrained_arguments(
+    name: str,
+    dtype: torch.dtype,
+    attention: str | None,
+    quantization: Quantization | None,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """What ``from_pretrained`` of any class of models is called with; the ``config`` among it may be changed.
+
+    Args:
+        name: Folder or hub name.
+        dtype: Type of the weights.
+        attention: See :func:`load_causal_lm`.
+        quantization: See :func:`load_causal_lm`.
+        trust_remote_code: See :func:`load_causal_lm`.
+
+    Raises:
+        ImportError: If flash attention or bitsandbytes is asked for and not installed.
+    """
+    from transformers import AutoConfig
+
+    require_attention(attention)
+    register_packed_attention()
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if attention is None and supports_packing(config):
+        attention = PACKED_ATTENTION
+    arguments = {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "trust_remote_code": trust_remote_code,
+    }
+    if quantization is not None:
+        arguments["quantization_config"] = quantization_config(quantization, dtype)
+    return arguments
+
+
 def load_causal_lm(
     name: str,
     *,
@@ -107,7 +144,7 @@ def load_causal_lm(
         ValueError: If ``lora`` is given for a folder that holds an adapter, or ``quantization`` without adapters.
         ImportError: If flash attention or bitsandbytes is asked for and not installed.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     name = existing_name(name)
     base = base_model_name(name)
@@ -115,14 +152,8 @@ def load_causal_lm(
         raise ValueError(f"{name} holds an adapter already, which is trained on; leave lora out, or merge it first")
     if quantization is not None and lora is None and base == name:
         raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
-    require_attention(attention)
-    register_packed_attention()
-    config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-    if attention is None and supports_packing(config):
-        attention = PACKED_ATTENTION
-    more = {} if quantization is None else {"quantization_config": quantization_config(quantization, dtype)}
     model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code, **more
+        base, **pretrained_arguments(base, dtype, attention, quantization, trust_remote_code)
     )
     if base != name:
         load_adapter(model, name)

@@ -94,6 +94,25 @@ def merged_weights(module: nn.Module) -> list[MergedWeight]:
     return found
 
 
+def adapter_weights(module: nn.Module) -> list[MergedWeight]:
+    """The trained adapter's own weights under the model's names.
+
+    Args:
+        module: Bare or wrapped.
+
+    Raises:
+        ValueError: If there is none, or something else is trained too, which a file of the adapter would not hold.
+    """
+    while (inner := unwrap(module)) is not module:
+        module = inner
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    others = [name for name, _ in trained if ".lora_" not in name]
+    if not trained or others:
+        reason = f"{others[0]!r} is trained beside it" if others else "there is none"
+        raise ValueError(f"the adapter of {type(module).__name__} cannot be written alone: {reason}; write it merged")
+    return [MergedWeight(name, parameter) for name, parameter in trained]
+
+
 def _of_adapter(name: str) -> bool:
     """Whether a parameter is an adapter's own."""
     if "modules_to_save" in name or (".lora_" in name and name.endswith(".bias")) or "lora_embedding" in name:

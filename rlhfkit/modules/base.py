@@ -4,10 +4,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 
@@ -22,17 +20,16 @@ from rlhfkit.models import (
     load_causal_lm,
     load_tokenizer,
     policy_output,
-    unwrap,
 )
-from rlhfkit.models.adapters import frozen_beside_adapters, remember_start
+from rlhfkit.models.adapters import remember_start
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.models.quantization import Quantization
-from rlhfkit.rollout.transfer import ModuleWeights
+from rlhfkit.modules.saving import SavedModule
 
 SCHEDULES = ("constant", "linear", "cosine")
 
 
-class PolicyModule(L.LightningModule):
+class PolicyModule(SavedModule):
     """A LightningModule around one causal language model, ``self.policy``.
 
     Subclasses write ``training_step`` (and usually a short ``loss``). Automatic optimization; the network is built in
@@ -57,8 +54,6 @@ class PolicyModule(L.LightningModule):
     """
 
     policy: nn.Module
-    frozen_children: ClassVar[tuple[str, ...]] = ("reference",)
-    """Children that are never trained and can be loaded again by name: left out of checkpoints."""
     reference: nn.Module
 
     def __init__(
@@ -196,67 +191,6 @@ class PolicyModule(L.LightningModule):
             cast = owner._buffers[leaf]
             if cast is not None and cast.dtype in (torch.float16, torch.bfloat16):
                 owner._buffers[leaf] = buffer.to(cast.device)
-        return result
-
-    # ------------------------------------------------------------------ saving
-
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write policy and tokenizer so that ``from_pretrained`` and every engine can load them. A collective.
-
-        Args:
-            folder: Made when missing.
-
-        Returns:
-            The folder.
-        """
-        weights = {name: tensor.cpu().clone() for name, tensor in ModuleWeights(self.policy)}
-        if self.global_rank == 0:
-            model: Any = unwrap(self.policy)
-            model.save_pretrained(folder, state_dict=weights)
-            self.tokenizer.save_pretrained(folder)
-        if self._trainer is not None:
-            self._trainer.strategy.barrier()
-        return Path(folder)
-
-    def _can_be_loaded_again(self) -> Callable[[str], bool]:
-        """Which names of the state are of frozen children, or of frozen weights beside adapters."""
-        children = tuple(f"{child}." for child in self.frozen_children)
-        frozen = {f"{child}.{name}" for child, m in self.named_children() for name in frozen_beside_adapters(m)}
-
-        def again(name: str) -> bool:
-            weight = "".join(name.rpartition(".weight")[:2])  # weights of 4 bits have state beside them: weight.absmax
-            return name.startswith(children) or name in frozen or weight in frozen
-
-        return again
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave out what is loaded by name: frozen children, and what adapters leave as it was."""
-        again = self._can_be_loaded_again()
-        state = checkpoint.get("state_dict") or {}
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if not again(name)}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network if nobody has, so that ``load_from_checkpoint`` has something to fill."""
-        self.configure_model()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; frozen children and the weights beside adapters may be missing, everything else must fit.
-
-        Args:
-            state_dict: Weights by name.
-            strict: Raise when names do not fit.
-            assign: See :meth:`torch.nn.Module.load_state_dict`.
-
-        Raises:
-            RuntimeError: If names do not fit; it lists them.
-        """
-        result = super().load_state_dict(state_dict, strict=False, assign=assign)
-        again = self._can_be_loaded_again()
-        wrong = [name for name in result.missing_keys if not again(name)] + list(result.unexpected_keys)
-        if strict and wrong:
-            raise RuntimeError(
-                f"the checkpoint does not fit {self.hparams['model']!r}: {wrong[:8]} are missing or unknown"
-            )
         return result
 
     # ------------------------------------------------------------------ forward

@@ -101,6 +101,8 @@ class PPOModule(OnPolicyModule):
             dtype=self.model_dtype,
             attention=self.hparams["attention"],
             gradient_checkpointing=self.hparams["gradient_checkpointing"],
+            lora=self.lora,
+            quantization=self.hparams["quantization"],
             trust_remote_code=self.hparams["trust_remote_code"],
         )
 

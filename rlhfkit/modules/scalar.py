@@ -42,6 +42,8 @@ class ScalarModule(PolicyModule):
             dtype=self.model_dtype,
             attention=self.hparams["attention"],
             gradient_checkpointing=self.hparams["gradient_checkpointing"],
+            lora=self.lora,
+            quantization=self.hparams["quantization"],
             trust_remote_code=self.hparams["trust_remote_code"],
         )
         # Transformers' classifiers find the last token by skipping padding tokens. Where the end-of-sequence token is
@@ -78,7 +80,7 @@ class ScalarModule(PolicyModule):
         self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         count = len(self.claims(batch, out.detach())[0])
         # A micro-batch without anything to learn has no least reward, and no weight in the mean either.
-        metrics = {name: value if count else value.new_zeros(()) for name, value in result.metrics.items()}
+        metrics = {name: value.float() if count else 0.0 for name, value in result.metrics.items()}
         self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=count)
         return result.loss
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhfkit.models.merging import merged_weights
+from rlhfkit.models.merging import MergedWeight, adapter_weights, merged_weights
 from rlhfkit.rollout.engine import WeightInfo
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
@@ -104,9 +104,12 @@ class ModuleWeights:
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
         self.check_finite = check_finite
-        self._weights = merged_weights(module)
+        self._weights = self._weights_of(module)
         if not self._weights:
             raise ValueError(f"{type(module).__name__} has no parameters to publish")
+
+    def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
+        return merged_weights(module)
 
     def metadata(self) -> list[WeightInfo]:
         """Name, full shape and type of each tensor; gathers nothing."""
@@ -143,6 +146,17 @@ class ModuleWeights:
                 f"{len(bad)} of {len(finite)} weights are not finite (first: {bad[0]!r}), so nothing was published: the"
                 " policy has diverged; lower the learning rate, clip gradients, and resume from the last checkpoint"
             )
+
+
+class AdapterWeights(ModuleWeights):
+    """The trained LoRA adapter alone, under the model's own names.
+
+    Raises:
+        ValueError: If the module has none, or something else is trained beside it.
+    """
+
+    def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
+        return adapter_weights(module)
 
 
 def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
