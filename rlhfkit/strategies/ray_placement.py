@@ -1,0 +1,120 @@
+"""A Ray session and a placement group with one bundle per rank, or an error that names what is missing."""
+
+import importlib.util
+import os
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+_PATIENCE_SECONDS = 10.0
+
+
+class PlacementError(RuntimeError):
+    """Ray has no room for the ranks."""
+
+
+def require_ray() -> Any:
+    """The ``ray`` module.
+
+    Raises:
+        ModuleNotFoundError: Names the extra to install.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ModuleNotFoundError(
+            "Starting ranks with Ray (launcher='ray', or any notebook with several devices) needs Ray, which is not"
+            " installed: pip install 'rlhfkit[rollout]', or 'rlhfkit[cpu]' on a machine without GPUs."
+        )
+    import ray
+
+    return ray
+
+
+def join_or_start_ray(num_cpus: float) -> None:
+    """Use the session of this process, else the cluster in ``RAY_ADDRESS``, else start Ray on this machine.
+
+    A session started here stays until this process ends, for the next run and for rollout engines.
+
+    Args:
+        num_cpus: What the ranks will claim. A machine with fewer cores is overcommitted, and all its cores are left
+            for engines.
+    """
+    ray = require_ray()
+    if ray.is_initialized():
+        return
+    # Ranks send their text themselves, in step with the progress bar.
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
+    else:
+        cpus = int(num_cpus) + (os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+
+
+def placement_strategy(num_ranks: int, num_nodes: int) -> str:
+    """How the bundles are spread over machines.
+
+    One machine: ``STRICT_PACK``, all on the same, where ranks share memory and fast links; Ray waits for one that is
+    large enough rather than taking two. One rank on each of several machines: ``STRICT_SPREAD``, as asked. Several on
+    several: ``PACK``, which fills machines one after another; Ray has no "k on each", and an uneven split trains the
+    same, as ranks are numbered by what was got.
+    """
+    if num_nodes == 1:
+        return "STRICT_PACK"
+    return "STRICT_SPREAD" if num_ranks == num_nodes else "PACK"
+
+
+def reserve(bundle: dict[str, float], num_ranks: int, num_nodes: int, timeout: float) -> Any:
+    """A placement group of one bundle per rank, once Ray has placed all of them.
+
+    Args:
+        bundle: Resources of one rank.
+        num_ranks: Number of bundles.
+        num_nodes: Machines they are meant for; see :func:`placement_strategy`.
+        timeout: Seconds; a cluster may have to start machines first.
+
+    Raises:
+        PlacementError: When the time is up; says what is needed and what the cluster has.
+    """
+    import ray
+
+    strategy = placement_strategy(num_ranks, num_nodes)
+    group = ray.util.placement_group([bundle] * num_ranks, strategy=strategy)
+    try:
+        if not group.wait(min(timeout, _PATIENCE_SECONDS)):
+            missing = shortage(bundle, num_ranks, num_nodes)
+            rank_zero_info(f"Waiting up to {timeout:g} s for Ray to place {num_ranks} ranks: {missing}")
+            if not group.wait(max(timeout - _PATIENCE_SECONDS, 0)):
+                raise PlacementError(
+                    f"Ray could not place {num_ranks} rank(s) of {_text(bundle)} ({strategy}) within {timeout:g} s:"
+                    f" {shortage(bundle, num_ranks, num_nodes)} End what else uses the cluster, add machines, or change"
+                    " Trainer(devices=...), RLHFDeepSpeedStrategy(num_nodes=..., resources_per_rank=...,"
+                    " init_timeout=...)."
+                )
+    except BaseException:
+        ray.util.remove_placement_group(group)
+        raise
+    return group
+
+
+def shortage(bundle: dict[str, float], num_ranks: int, num_nodes: int) -> str:
+    """What keeps the ranks from being placed, in words."""
+    import ray
+
+    total, free = ray.cluster_resources(), ray.available_resources()
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    lacking = []
+    for name, each in bundle.items():
+        need, have = each * num_ranks, total.get(name, 0.0)
+        if have < need:
+            lacking.append(f"{need:g} {name} are needed and the cluster has {have:g}.")
+        elif free.get(name, 0.0) < need:
+            lacking.append(f"{need:g} {name} are needed and {free.get(name, 0.0):g} of {have:g} are free.")
+        elif num_nodes == 1 and max(node.get(name, 0.0) for node in machines) < need:
+            most = max(node.get(name, 0.0) for node in machines)
+            lacking.append(f"{need:g} {name} are needed on one machine and the largest has {most:g} (num_nodes=1).")
+    if num_nodes > len(machines):
+        lacking.append(f"{num_nodes} machines are needed and the cluster has {len(machines)}.")
+    return " ".join(lacking) or f"no machines have {_text(bundle)} free together, {num_ranks} times."
+
+
+def _text(bundle: dict[str, float]) -> str:
+    return " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())

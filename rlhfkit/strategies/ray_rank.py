@@ -1,0 +1,141 @@
+"""What runs in Ray's processes: one ``RankActor`` per rank, and the ``Mailbox`` through which ranks talk to the driver.
+
+Ray gets these classes by value (:mod:`rlhfkit.strategies.ray_launcher` says so), because finding them by name would
+import torch and Lightning before a rank has its environment. For the same reason the top of this file imports only the
+standard library.
+"""
+
+import asyncio
+import io
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+Event = tuple[Any, ...]
+"""``("line", rank, stream, text)``, ``("hook", ...)`` of the bar, ``("failed", failure)`` or ``("flushed",)``."""
+
+
+class Mailbox:
+    """Events of all ranks for the driver; those of one rank stay in order."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._arrived = asyncio.Event()
+
+    async def post(self, *event: Any) -> None:
+        """Leave an event."""
+        self._events.append(event)
+        self._arrived.set()
+
+    async def collect(self) -> list[Event]:
+        """Everything since the last call; waits for at least one event."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        events, self._events = self._events, []
+        return events
+
+
+class LineStream(io.TextIOBase):
+    """A ``sys.stdout`` whose complete lines are handed on; of lines that a bar redraws, the last state."""
+
+    encoding = "utf-8"
+
+    def __init__(self, send: Callable[[str], None]) -> None:
+        self._send, self._rest, self._lock = send, "", threading.Lock()
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Send what is complete, keep the rest."""
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                self._send(line.rstrip("\r").rsplit("\r", 1)[-1])
+        return len(text)
+
+    def finish(self) -> None:
+        """Send a last line without an end."""
+        if self._rest:
+            self.write("\n")
+
+
+class RankActor:
+    """One rank: a process of its own that Ray has placed."""
+
+    def whereabouts(self) -> dict[str, Any]:
+        """Where Ray has put this process: machine, a free port there, GPUs, process id."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        context = ray.get_runtime_context()
+        return {
+            "node": context.get_node_id(),
+            "host": socket.gethostname(),
+            "address": ray.util.get_node_ip_address(),
+            "port": port,
+            "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
+            "pid": os.getpid(),
+        }
+
+    def prepare(self, rank: int, environment: dict[str, str], path: list[str], folder: str, mailbox: Any) -> None:
+        """Become a rank; must come before anything imports torch.
+
+        Args:
+            rank: Number among all ranks.
+            environment: Variables to set.
+            path: The driver's ``sys.path``.
+            folder: The driver's working directory, so that relative paths mean the same.
+            mailbox: Actor handle of a :class:`Mailbox`.
+        """
+        os.environ.update(environment)
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        self._rank, self._mailbox = rank, mailbox
+        post = mailbox.post.remote
+        sys.stdout = LineStream(lambda line: post("line", rank, "stdout", line))
+        sys.stderr = LineStream(lambda line: post("line", rank, "stderr", line))
+
+    def run(self, work: bytes) -> Any:
+        """Do the work; what it returns on rank 0, or the failure.
+
+        Args:
+            work: Of :func:`rlhfkit.strategies.ray_work.pack`.
+
+        Returns:
+            ``("done", result)``, or ``("failed", failure)`` as the event of the same name.
+        """
+        import ray
+
+        try:
+            from rlhfkit.strategies.ray_work import perform
+
+            return "done", perform(work, self._rank, self._mailbox.post.remote, self._report)
+        except BaseException as error:  # SystemExit too: the driver must learn why this rank has ended
+            return "failed", self._report(error)
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, LineStream):
+                    stream.finish()
+            ray.get(self._mailbox.post.remote("flushed"))  # so has everything before it
+
+    def _report(self, error: BaseException) -> dict[str, Any]:
+        """Tell the driver about an error at once; what is done about it here may take long, or for ever."""
+        import ray.cloudpickle
+
+        try:
+            pickled = ray.cloudpickle.dumps(error.with_traceback(None))
+        except Exception:
+            pickled = None
+        text = "".join(traceback.format_exception(error))
+        failure = {"rank": self._rank, "error": pickled, "type": type(error).__name__, "traceback": text}
+        self._mailbox.post.remote("failed", failure)
+        return failure
