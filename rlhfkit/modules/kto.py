@@ -1,6 +1,5 @@
 """``KTOModule``: Kahneman–Tversky optimisation (Ethayarajh et al., 2024, arXiv:2402.01306)."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,13 @@ from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, s
 from rlhfkit.losses.kto import KTOLossType
 from rlhfkit.models import policy_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.reference import ReferenceModule
 
 ADVISED_RATIO = (1.0, 1.5)
 """Between which the paper puts ``λ_D n_D / (λ_U n_U)``, see :func:`~rlhfkit.losses.kto_loss`."""
 
 
-class KTOModule(PolicyModule):
+class KTOModule(ReferenceModule):
     """A policy that learns from single answers, each labelled desirable or not.
 
     The reference point, an estimate of ``KL(π ‖ π_ref)``, is exact over the optimizer step: its first micro-batch
@@ -38,16 +37,14 @@ class KTOModule(PolicyModule):
         undesirable_weight: λ_U.
         loss_type: ``kto``, or ``apo_zero_unpaired`` (D'Oosterlinck et al., 2024, arXiv:2408.06266), which needs no
             reference point and so no mismatched pairs.
-        **kwargs: See :class:`PolicyModule`.
+        **kwargs: See :class:`ReferenceModule` (a reference of another name, one that moves) and :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
     """
 
-    reference: nn.Module
     kl: Tensor
     """() float32, reference point of the optimizer step that is running."""
-    frozen_children = ("reference",)
 
     def __init__(
         self,
@@ -74,18 +71,6 @@ class KTOModule(PolicyModule):
         disable_dropout(policy)
         return policy
 
-    def build_reference(self) -> nn.Module:
-        """Load the reference model; override for another than where the policy starts."""
-        return self.build_policy()
-
-    def configure_model(self) -> None:
-        """Build the policy and a frozen copy of where it starts."""
-        super().configure_model()
-        if not hasattr(self, "reference"):
-            self.reference = self.build_reference().requires_grad_(False).eval()
-            # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
-            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
-
     # ------------------------------------------------------------------ forward
 
     def answer_logprobs(self, model: nn.Module, batch: TokenBatch) -> Tensor:
@@ -110,7 +95,8 @@ class KTOModule(PolicyModule):
         Returns:
             (B,).
         """
-        return self.answer_logprobs(self.reference, batch)
+        with self.reference_model() as reference:
+            return self.answer_logprobs(reference, batch)
 
     @torch.no_grad()
     def kl_estimate(self, mismatched: Sequence[TokenBatch]) -> Tensor:

@@ -18,15 +18,16 @@ STEP, EPOCHS, LR = 8, 2, 2e-3
 KNOBS = {"beta": 0.5, "desirable_weight": 1.2, "undesirable_weight": 0.7}
 
 
+def made(folder: Path, **arguments: Any) -> "PlainSGD":
+    """The module; it starts away from its reference, so that the reference point counts."""
+    return PlainSGD(str(folder / "model"), ref_model=str(folder / "reference"), lr=LR, **KNOBS, **arguments)
+
+
 class PlainSGD(KTOModule):
-    """SGD shows a wrong factor that Adam would hide. It starts away from its reference, so that the estimate counts."""
+    """SGD shows a wrong factor that Adam would hide."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
-
-    def build_reference(self) -> torch.nn.Module:
-        folder = Path(self.hparams["model"]).parent / "reference"
-        return load_causal_lm(str(folder), dtype=self.model_dtype, attention=self.hparams["attention"])
+        return torch.optim.SGD(self.parameter_groups(), lr=self.hparams["lr"])
 
 
 class Steps(L.Callback):
@@ -75,7 +76,7 @@ def trainer(folder: Path, **arguments: Any) -> L.Trainer:
 def fit(folder: Path, accumulate: int, *, attention: str | None = None, ranks: int = 1, **arguments: Any) -> Steps:
     """One run in steps of 8 answers, however they are split."""
     steps = Steps()
-    module = PlainSGD(str(folder / "model"), lr=LR, attention=attention, **KNOBS)
+    module = made(folder, attention=attention)
     run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
     run.fit(module, data(folder, STEP // accumulate // ranks))
     return steps

@@ -13,10 +13,12 @@ from modules import kto_cases
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
 from rlhfkit.data.collate import TokenBatch
 from rlhfkit.data.unpaired import UnpairedBatch
+from rlhfkit.models import LoRA
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
 import ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:the data has")
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl.json").read_text())["kto"]
 
 
@@ -109,14 +111,15 @@ def test_loss_reference_point_and_metrics_are_those_of_trl(case: dict[str, Any],
     assert {"rewards/chosen", "rewards/rejected", "rewards/margins"} <= set(metrics)
 
 
-def test_it_learns_which_answers_are_wanted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [{"lr": 3e-3}, {"lr": 2e-2, "lora": LoRA(rank=4)}], ids=["full", "lora"])
+def test_it_learns_which_answers_are_wanted(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """The optimum is known: every implicit reward has the sign of its label and the loss goes to 0."""
     model = str(tiny_model(tmp_path / "model"))
     rows = [
         {"prompt": f"{i}:", "completion": word, "label": word == "good"} for i in range(16) for word in ("good", "evil")
     ]
     data = UnpairedPreferenceDataModule(rows, validation_data=rows, micro_batch_size=8, max_length=16)
-    module = KTOModule(model, lr=3e-3, beta=0.5)
+    module = KTOModule(model, beta=0.5, **arguments)
     run = kto_cases.trainer(tmp_path, max_epochs=6)
     before = run.validate(module, data, verbose=False)[0]
     assert before["val/loss"] == pytest.approx(0.5, abs=1e-6)  # policy = reference: every sigmoid is at 0
@@ -125,12 +128,13 @@ def test_it_learns_which_answers_are_wanted(tmp_path: Path) -> None:
     assert after["val/loss"] < 0.1
     assert after["val/rewards/margins"] > 4
     assert (after["val/count/chosen"], after["val/count/rejected"]) == (16, 16)
+    assert hasattr(module, "reference") == ("lora" not in arguments)  # adapters are their own reference
     for batch in data.val_dataloader():
         assert torch.equal(module.predict_step(batch, 0) > 0, batch.desirable)
 
 
 def test_validation_does_not_depend_on_the_micro_batch_size(folder: Path) -> None:
-    module = kto_cases.PlainSGD(str(folder / "model"), **kto_cases.KNOBS)
+    module = kto_cases.made(folder)
     seen = []
     for size in (24, 5):
         source = kto_cases.data(folder, size, validation_data=str(folder / "data.jsonl"))
@@ -150,10 +154,10 @@ def test_a_resumed_run_is_the_straight_one(folder: Path, tmp_path: Path, step: i
                 trainer.save_checkpoint(tmp_path / "stopped.ckpt")
 
     steps = kto_cases.Steps()
-    module = kto_cases.PlainSGD(str(folder / "model"), lr=kto_cases.LR, **kto_cases.KNOBS)
+    module = kto_cases.made(folder)
     first = kto_cases.trainer(tmp_path, accumulate_grad_batches=2, callbacks=[Stop()], max_epochs=1)
     first.fit(module, kto_cases.data(folder, 4))
-    module = kto_cases.PlainSGD(str(folder / "model"), lr=kto_cases.LR, **kto_cases.KNOBS)
+    module = kto_cases.made(folder)
     second = kto_cases.trainer(tmp_path, accumulate_grad_batches=2, callbacks=[steps])
     second.fit(module, kto_cases.data(folder, 4), ckpt_path=tmp_path / "stopped.ckpt", weights_only=False)
     done = step // 2
