@@ -21,7 +21,8 @@ def score(
     data: Source,
     output: str | os.PathLike[str],
     *,
-    reward: Reward,
+    reward: Reward | None = None,
+    reward_model: str | None = None,
     prompt: str = "prompt",
     completion: str = "completion",
     answer: str | None = None,
@@ -46,6 +47,8 @@ def score(
         data: Where the completions are, e.g. what ``rlhfkit generate`` wrote.
         output: File to write or to continue.
         reward: Dotted path of a reward function, or a reward class with its arguments.
+        reward_model: Instead of ``reward``: folder or hub name of a reward model of the completions' tokenizer, which
+            reads their token ids (``ModelReward`` with its arguments is for others).
         prompt: Column of the prompts: text or chat messages.
         completion: Column of the completions.
         answer: Column of the reference answers; ``None``: there are none.
@@ -61,16 +64,17 @@ def score(
         The output file.
 
     Raises:
-        ValueError: If a column is missing, the reward returns anything but one number or ``None`` each, or the output
-            was written with other settings.
+        ValueError: If not exactly one of ``reward`` and ``reward_model`` is given, a column is missing, the reward
+            returns anything but one number or ``None`` each, or the output was written with other settings.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    judge = _judge(reward, reward_model)
     rows = read_rows(data, split=split, subset=subset)
     check_columns(rows, data, prompt=prompt, completion=completion, answer=answer)
     settings = {
         "data": [describe(data), len(rows), *_stamp(data)],
-        "reward": reward_name(reward),
+        "reward": reward_model or reward_name(judge),
         "columns": [prompt, completion, answer],
     }
     unscored = 0
@@ -84,13 +88,24 @@ def score(
             for index, line in enumerate(lines, start=start):
                 reference = None if answer is None else answer_extractor(line[answer])
                 samples.append(as_sample(line, index, prompt, completion, reference))
-            score_samples(reward, samples, timeout=timeout)
+            score_samples(judge, samples, timeout=timeout)
             unscored += sum(sample.reward is None for sample in samples)
             writer.write(line | _reward_columns(sample) for line, sample in zip(lines, samples, strict=True))
             advance(len(lines))
     if unscored:
         log.warning("%d lines of %s could not be scored; their reward is null", unscored, describe(data))
     return Path(output)
+
+
+def _judge(reward: Reward | None, reward_model: str | None) -> Reward:
+    """What scores."""
+    if reward_model is None and reward is not None:
+        return reward
+    if reward_model is None or reward is not None:
+        raise ValueError(f"give either a reward or a reward_model, got {reward!r} and {reward_model!r}")
+    from rlhfkit.rewards.model import ModelReward
+
+    return ModelReward(reward_model)
 
 
 def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str, answer: Any = None) -> Sample:

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import AutoModelForSequenceClassification
 
 from rlhfkit import Sample
 from rlhfkit.cli import main
 from rlhfkit.commands.score import score
 from rlhfkit.data.recipes import read_lines
+from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.rewards import WeightedSum, exact_match
 
 LINES = [
@@ -92,6 +96,26 @@ def test_the_command_line_takes_functions_and_classes(tmp_path: Path) -> None:
     assert rewards == [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
 
 
+def test_a_reward_model_reads_the_sampled_tokens(tmp_path: Path) -> None:
+    load_scalar_model(str(tiny_model(tmp_path / "policy")), head_std=1.0).save_pretrained(tmp_path / "reward")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "reward")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
+    lines = [
+        {"prompt": "1+1=", "completion": text, "prompt_ids": tokenizer("1+1=")["input_ids"], "completion_ids": ids}
+        for text in ("2", "11")
+        for ids in [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    ]
+    output = score(lines, tmp_path / "out.jsonl", reward_model=str(tmp_path / "reward"), progress=False)
+    for line in read_lines(output):
+        ids = torch.tensor([line["prompt_ids"] + line["completion_ids"]])
+        with torch.no_grad():
+            expected = float(model(input_ids=ids).logits)
+        assert line["reward"] == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="completion='response' is not a column of the given rows"):
         run(tmp_path / "out.jsonl", completion="response")
+    with pytest.raises(ValueError, match="either a reward or a reward_model, got None and None"):
+        run(tmp_path / "out.jsonl", reward=None)
