@@ -1,0 +1,192 @@
+"""Modules that train adapters: what is saved, what is the reference, what the engine gets, and 4-bit weights."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from tiny_models import tiny_model
+
+from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
+from rlhfkit.models import load_causal_lm
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    tiny_model(folder / "model")
+    rows = [{"prompt": f"{i}+{i}=", "completion": "x" * (i % 5 + 1) + str(2 * i)} for i in range(24)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def fit(folder: Path, module: SFTModule, epochs: int = 2, **arguments: Any) -> tuple[L.Trainer, list[float]]:
+    """Train on the 24 rows, one update an epoch; the losses."""
+    losses: list[float] = []
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=epochs, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder), callbacks=[Keep()],
+    )  # fmt: skip
+    trainer.fit(module, SFTDataModule(str(folder / "data.jsonl"), micro_batch_size=24, max_length=64), **arguments)
+    return trainer, losses
+
+
+def weights(module: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.policy.state_dict().items()}
+
+
+@pytest.mark.parametrize("lora", [LoRA(rank=4), LoRA(rank=4, dora=True, dropout=0.1)], ids=["lora", "dora"])
+def test_a_checkpoint_holds_adapters_only_and_resumes_bitwise(folder: Path, tmp_path: Path, lora: LoRA) -> None:
+    def module() -> SFTModule:
+        return SFTModule(str(folder / "model"), lr=1e-2, lora=lora)
+
+    L.seed_everything(0, verbose=False)
+    straight = module()
+    _, losses = fit(folder, straight, epochs=4)
+    assert losses[-1] < losses[0]
+    L.seed_everything(0, verbose=False)
+    half = module()
+    trainer, _ = fit(folder, half, epochs=2)
+    path = tmp_path / "half.ckpt"
+    trainer.save_checkpoint(path)
+    state = torch.load(path, weights_only=True)  # hyperparameters are plain values
+    assert state["hyper_parameters"]["lora"] == lora.plain()
+    trained = {f"policy.{name}" for name, parameter in half.policy.named_parameters() if parameter.requires_grad}
+    assert set(state["state_dict"]) == trained
+    assert len(state["optimizer_states"][0]["state"]) == len(trained)
+
+    loaded = SFTModule.load_from_checkpoint(path)
+    assert loaded.lora == lora
+    assert all(torch.equal(tensor, weights(half)[name]) for name, tensor in weights(loaded).items())
+    if lora.dropout == 0:  # else the straight run's generator has moved on
+        resumed = module()
+        fit(folder, resumed, epochs=4, ckpt_path=path)
+        assert all(torch.equal(tensor, weights(straight)[name]) for name, tensor in weights(resumed).items())
+    base = load_causal_lm(str(folder / "model")).state_dict()
+    for name, tensor in weights(straight).items():
+        if ".lora_" not in name:
+            assert torch.equal(tensor, base[name.replace(".base_layer", "")])
+
+
+def test_an_exported_adapter_is_trained_on_with_itself_as_the_reference(folder: Path, tmp_path: Path) -> None:
+    first = SFTModule(str(folder / "model"), lr=1e-2, lora=LoRA(rank=4))
+    fit(folder, first)
+    first.save_pretrained(tmp_path / "adapter", adapter=True)
+    assert (tmp_path / "adapter" / "tokenizer_config.json").exists()
+    second = GRPOModule(str(tmp_path / "adapter"), kl_coef=0.1)
+    second.configure_model()
+    assert not hasattr(second, "reference")
+    ids = torch.tensor([[5, 9, 20, 33, 7]])
+    with torch.no_grad():
+        before = first.policy(input_ids=ids).logits
+        for parameter in second.policy.parameters():
+            if parameter.requires_grad:
+                parameter += 0.01
+        with second.reference_model() as reference:
+            assert torch.equal(reference(input_ids=ids).logits, before)
+        assert not torch.allclose(second.policy(input_ids=ids).logits, before, atol=1e-2)
+
+
+@pytest.fixture(scope="module")
+def rl_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """GRPO with adapters and a KL penalty; what it has seen."""
+    seen: dict[str, Any] = {"probes": [], "kl": [], "rewards": []}
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if "first" not in seen:
+                seen["first"] = batch
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            experience = trainer.callbacks[0].experience
+            seen["kl"].append(float(trainer.callback_metrics["policy/kl"]))
+            seen["rewards"].append(float(experience.rewards.mean()))
+            seen["probes"].append(trainer.callbacks[0].publisher.difference)
+
+    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
+    trainer, module, data, _ = setup_run(
+        tmp_path_factory.mktemp("grpo"),
+        module_arguments={"lora": LoRA(rank=8, alpha=32), "kl_coef": 1e-3, "lr": 2e-2},
+        data_arguments={"rollout_batch_size": 16, "micro_batch_size": 64},
+        rollouts=rollouts,
+        callbacks=[Keep()],
+        max_epochs=12,
+        accumulate_grad_batches=1,
+    )
+    trainer.fit(module, data)
+    return seen | {"module": module}
+
+
+def test_reinforcement_learning_with_adapters_learns(rl_run: dict[str, Any]) -> None:
+    # 128 samples an iteration; a random policy has about 0.1 with a standard error of about 0.01.
+    assert sum(rl_run["rewards"][-3:]) / 3 > sum(rl_run["rewards"][:2]) / 2 + 0.1
+
+
+def test_the_engine_samples_from_the_merged_policy(rl_run: dict[str, Any]) -> None:
+    assert max(rl_run["probes"]) <= 1e-5
+
+
+def test_the_reference_is_the_policy_before_its_adapters(rl_run: dict[str, Any]) -> None:
+    module = rl_run["module"]
+    assert not hasattr(module, "reference")
+    batch = rl_run["first"]
+    assert torch.allclose(batch.ref_logprobs, batch.rollout_logprobs, atol=1e-5)
+    assert max(rl_run["kl"][-3:]) > 0.01
+
+
+def test_weights_of_4_bits_are_trained_beside_saved_and_merged(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    module = SFTModule(str(folder / "model"), lr=1e-2, lora=LoRA(rank=4), quantization="nf4")
+    trainer, losses = fit(folder, module, epochs=6)
+    assert losses[-1] < losses[0] - 0.3
+    assert module.policy.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
+    path = tmp_path / "q.ckpt"
+    trainer.save_checkpoint(path)
+    names = torch.load(path, weights_only=True)["state_dict"]
+    assert all(".lora_" in name for name in names)
+    module = SFTModule.load_from_checkpoint(path)
+    module.save_pretrained(tmp_path / "merged")
+    merged = load_causal_lm(str(tmp_path / "merged"))
+    ids = torch.tensor([[5, 9, 20, 33, 7]])
+    with torch.no_grad():
+        ours, theirs = module.policy(input_ids=ids).logits, merged(input_ids=ids).logits
+        full = load_causal_lm(str(folder / "model"))(input_ids=ids).logits
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert not torch.allclose(ours, full, atol=0.1)
+
+
+def test_dropout_of_adapters_is_not_switched_off_silently(folder: Path) -> None:
+    module = GRPOModule(str(folder / "model"), lora=LoRA(rank=2, dropout=0.1))
+    with pytest.warns(UserWarning, match=r"adapters' dropout of 0.1 is switched off"):
+        module.configure_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GRPOModule(str(folder / "model"), lora=LoRA(rank=2)).configure_model()
+
+
+def test_the_command_line_takes_lora_as_options_or_yaml(folder: Path, tmp_path: Path) -> None:
+    from rlhfkit.cli import run
+
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model:\n  class_path: rlhfkit.SFTModule\n  init_args:\n    model: {folder / 'model'}\n"
+        "    lora:\n      rank: 4\n      targets: [q_proj, v_proj]\n"
+        f"data:\n  class_path: rlhfkit.SFTDataModule\n  init_args:\n    data: {folder / 'data.jsonl'}\n"
+    )
+    quiet = ["--trainer.fast_dev_run=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    done = run(["fit", "--config", str(config), "--model.init_args.lora.alpha=32", *quiet])
+    assert done.model.lora == LoRA(rank=4, alpha=32, targets=("q_proj", "v_proj"))
