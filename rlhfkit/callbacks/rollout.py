@@ -8,18 +8,21 @@ progress, logging, checkpoints.
 import dataclasses
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from rlhfkit.callbacks.generation import Generation, GenerationAhead
+from rlhfkit.callbacks.phases import Phases
 from rlhfkit.callbacks.publishing import WeightPublisher
 from rlhfkit.callbacks.ranks import everywhere, same_everywhere
 from rlhfkit.callbacks.summary import iteration_metrics, reward_values
 from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
-from rlhfkit.rewards.base import Reward, score_samples
+from rlhfkit.rewards.base import Reward
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling, FilledIteration
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 
@@ -44,6 +47,10 @@ class RolloutCallback(Callback):
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
         dynamic_sampling: Sample further prompts in place of those whose groups teach nothing (DAPO); ``None``: train on
             every group.
+        max_staleness: Iterations that sampling may be ahead of learning. 0: they take turns. 1 or more: they overlap,
+            in a thread, and samples may be that many iterations old when they are trained on; give the module a
+            ``correction`` for it.
+        rollout_timeout: Seconds that the samples of one iteration may take when they are made ahead.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
             weights were published; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
 
@@ -59,6 +66,8 @@ class RolloutCallback(Callback):
         sampling: SamplingSpec | None = None,
         validation_sampling: SamplingSpec | None = None,
         dynamic_sampling: DynamicSampling | None = None,
+        max_staleness: int = 0,
+        rollout_timeout: float = 7200.0,
         probe_tolerance: float | None = None,
     ) -> None:
         if not callable(reward):
@@ -74,7 +83,19 @@ class RolloutCallback(Callback):
         self.sampling = sampling or SamplingSpec()
         greedy = dataclasses.replace(self.sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self.validation_sampling = validation_sampling or greedy
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness must be 0 (take turns) or more iterations, got {max_staleness}")
+        if rollout_timeout <= 0:
+            raise ValueError(f"rollout_timeout must be a positive number of seconds, got {rollout_timeout}")
+        if max_staleness and dynamic_sampling is not None:
+            raise ValueError(
+                "dynamic_sampling draws prompts by what earlier ones gave, and max_staleness ahead of that: use one"
+            )
         self.dynamic_sampling = dynamic_sampling
+        self.phases = Phases()
+        """How long each part of each iteration took on this rank; ``phases.write_trace(path)`` draws it."""
+        self.generation = Generation(engine, reward, self.phases)
+        self.ahead = GenerationAhead(self.generation, max_staleness, rollout_timeout) if max_staleness else None
         self.publisher = WeightPublisher(engine, probe_tolerance)
         self.iteration = 0
         self.samples: list[Sample] = []
@@ -131,6 +152,7 @@ class RolloutCallback(Callback):
         module = trainer.lightning_module
         shape, sampling = self._shape(trainer), self._training_sampling()
         self.publish()
+        started = trainer.global_step
         with trainer.profiler.profile("rollout.generate_and_score"):
             drawn = self._fill(shape.sequences // sampling.group_size, sampling)
         self.samples = [sample for group in drawn.groups for sample in group]
@@ -144,12 +166,15 @@ class RolloutCallback(Callback):
         for share in plan:
             for micro_batch in share:
                 experience.update[micro_batch.rows] = micro_batch.update
-        with trainer.profiler.profile("rollout.prepare"):
+        with trainer.profiler.profile("rollout.prepare"), self.phases.record("prepare", self.iteration):
             self.experience = module.prepare(experience)
         probe = {"rollout/probe_difference": self.publisher.difference}
         self._metrics = iteration_metrics(self.samples, self.experience) | probe
         if self.dynamic_sampling is not None:
             self._metrics |= drawn.metrics()
+        if self.ahead is not None:
+            ages = started - experience.versions[experience.action_mask]
+            self._metrics |= {"rollout/staleness": float(ages.float().mean()) if len(ages) else 0.0}
         self._used = drawn.used
         self._inside = True
         averaged = trainer.accumulate_grad_batches * trainer.world_size
@@ -164,7 +189,11 @@ class RolloutCallback(Callback):
             return [samples[first : first + size] for first in range(0, len(samples), size)]
 
         if self.dynamic_sampling is None:
-            groups = draw(0, wanted)
+            if self.ahead is None:
+                groups = draw(0, wanted)
+            else:
+                samples = self.ahead.sample(self._attached(), wanted, sampling, self.iteration)
+                groups = [samples[first : first + size] for first in range(0, len(samples), size)]
             return FilledIteration(groups, wanted, wanted, 1, groups)
         drawn = self.dynamic_sampling.fill(wanted, data.num_prompts, draw)
         if drawn.accepted < wanted:
@@ -202,38 +231,18 @@ class RolloutCallback(Callback):
         Returns:
             ``len(prompts) * group_size`` samples, group by group.
         """
-        trainer = self._attached()
-        world, rank = trainer.world_size, trainer.global_rank
-        share = list(prompts)[rank::world] if not self.engine.shared else list(prompts) if rank == 0 else []
-        parts = everywhere(trainer, lambda: self._sample_share(share, sampling, iteration))
-        if self.engine.shared:
-            return parts[0]
-        size = sampling.group_size
-        groups = [part[first : first + size] for part in parts for first in range(0, len(part), size)]
-        position = {prompt.index: place for place, prompt in enumerate(prompts)}
-        groups.sort(key=lambda group: position[group[0].prompt.index])
-        return [sample for group in groups for sample in group]
-
-    def _sample_share(self, prompts: list[Prompt], sampling: SamplingSpec, iteration: int) -> list[Sample]:
-        if not prompts:
-            return []
-        samples = self.engine.generate(prompts, sampling, iteration=iteration)
-        if len(samples) != len(prompts) * sampling.group_size:
-            raise RuntimeError(
-                f"the engine was asked for {len(prompts)} x {sampling.group_size} samples and returned {len(samples)}"
-            )
-        tokenizer = self._attached().lightning_module.tokenizer
-        texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
-        for sample, text in zip(samples, texts, strict=True):
-            sample.text = text
-        score_samples(self.reward, samples)
-        return samples
+        return self.generation.sample(self._attached(), prompts, sampling, iteration)
 
     # ------------------------------------------------------------------ publish
 
     def publish(self) -> None:
         """Give the engine the current weights, if it has others, and check that they arrived. A collective."""
-        self.publisher.publish(self._attached())
+        with self._engine_to_itself(), self.phases.record("publish", self.iteration):
+            self.publisher.publish(self._attached())
+
+    def _engine_to_itself(self) -> AbstractContextManager[None]:
+        """Inside, no thread uses the engine."""
+        return nullcontext() if self.ahead is None else self.ahead.held()
 
     # ------------------------------------------------------------------ hooks
 
@@ -281,6 +290,7 @@ class RolloutCallback(Callback):
         """Log the iteration and publish the new policy."""
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
         pl_module.log_dict(self._metrics, sync_dist=True)
+        pl_module.log_dict(self.phases.metrics(self.iteration - 1), sync_dist=True)
         if "rollout/reward" in self._metrics:
             pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
         self.publish()
@@ -293,7 +303,8 @@ class RolloutCallback(Callback):
             self.validation_samples = []
         self.publish()
         prompts = [prompt for share in everywhere(trainer, lambda: list(batch)) for prompt in share]
-        samples = self.sample(prompts, self.validation_sampling, iteration=-1)
+        with self._engine_to_itself():
+            samples = self.sample(prompts, self.validation_sampling, iteration=-1)
         self.validation_samples += samples
         for name, values in reward_values(samples).items():
             mean, shown = sum(values) / len(values), name == "reward"
@@ -302,11 +313,17 @@ class RolloutCallback(Callback):
     def teardown(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends. After ``trainer.validate`` it stays, for whatever comes next."""
         if stage == "fit":
-            self.engine.close()
+            self._close()
 
     def on_exception(self, trainer: Any, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Free the engine after an error or an interrupt; Lightning calls no ``teardown`` then."""
+        self._close()
+
+    def _close(self) -> None:
         self.engine.close()
+        if self.ahead is not None:
+            self.ahead.close()
+            self.ahead = GenerationAhead(self.generation, self.ahead.max_staleness, self.ahead.timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and its metrics; prompts are the DataModule's to remember, weights the module's."""

@@ -1,0 +1,91 @@
+"""``Phases``: where the time of an iteration goes, as metrics and as a trace for a browser."""
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Phase(NamedTuple):
+    """One stretch of work."""
+
+    name: str
+    start: float
+    """Seconds, of :func:`time.perf_counter`."""
+    seconds: float
+    thread: str
+    iteration: int
+
+
+class Phases:
+    """Records named stretches of work, from any thread; they may overlap."""
+
+    def __init__(self) -> None:
+        self.events: list[Phase] = []
+        """Everything so far, in the order in which it ended."""
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def record(self, name: str, iteration: int) -> Iterator[None]:
+        """Measure what happens inside, errors included.
+
+        Args:
+            name: E.g. ``"generate"``.
+            iteration: That it is a part of.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            event = Phase(name, start, time.perf_counter() - start, threading.current_thread().name, iteration)
+            with self._lock:
+                self.events.append(event)
+
+    def metrics(self, iteration: int) -> dict[str, float]:
+        """Seconds by phase.
+
+        Args:
+            iteration: Whose.
+
+        Returns:
+            ``time/<phase>``.
+        """
+        totals: dict[str, float] = defaultdict(float)
+        with self._lock:
+            for event in self.events:
+                if event.iteration == iteration:
+                    totals[f"time/{event.name}"] += event.seconds
+        return dict(totals)
+
+    def write_trace(self, path: str | Path) -> Path:
+        """Write everything in the Trace Event Format, which chrome://tracing and ui.perfetto.dev show.
+
+        Args:
+            path: A ``.json`` file; its folder is made when missing.
+
+        Returns:
+            The path.
+        """
+        with self._lock:
+            events = [
+                {
+                    "name": event.name,
+                    "cat": "rollout",
+                    "ph": "X",
+                    "ts": round(event.start * 1e6),
+                    "dur": round(event.seconds * 1e6),
+                    "pid": os.getpid(),
+                    "tid": event.thread,
+                    "args": {"iteration": event.iteration},
+                }
+                for event in self.events
+            ]
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return path

@@ -1,0 +1,141 @@
+"""``BackgroundRollouts``: jobs in one thread beside the training loop, with a way to hold them while weights change."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class BackgroundRollouts(Generic[T]):
+    """Runs jobs one after the other in the order in which they were submitted; each has a number.
+
+    Args:
+        name: Of the thread, for people who look at a hanging process.
+    """
+
+    def __init__(self, name: str = "rollouts") -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[int, Callable[[], T]] = OrderedDict()
+        self._done: dict[int, tuple[T | None, BaseException | None]] = {}
+        self._running: int | None = None
+        self._holds = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, number: int, job: Callable[[], T]) -> None:
+        """Queue a job, unless one of that number was submitted and not collected yet.
+
+        Args:
+            number: Of the job.
+            job: Called once, in the thread.
+
+        Raises:
+            RuntimeError: If this was closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("these background rollouts were closed")
+            if number in self._done or number in self._waiting or number == self._running:
+                return
+            self._waiting[number] = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def result(self, number: int, timeout: float) -> T:
+        """Wait for a job and take its result.
+
+        Args:
+            number: Of a job that was submitted.
+            timeout: Seconds.
+
+        Raises:
+            TimeoutError: If it takes longer; the message says where it was.
+            KeyError: If there is no such job.
+            BaseException: What the job raised.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while number not in self._done:
+                if number not in self._waiting and number != self._running:
+                    raise KeyError(f"job {number} was never submitted")
+                if not self._changed.wait(deadline - time.monotonic()):
+                    state = "still running" if number == self._running else f"waiting behind job {self._running}"
+                    raise TimeoutError(f"the rollouts of iteration {number} took longer than {timeout:g} s: {state}")
+            result, error = self._done.pop(number)
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # None is what the job returned, if that is its type
+
+    @contextmanager
+    def held(self, timeout: float) -> Iterator[None]:
+        """Inside, no job runs: the one that is running is waited for, the next one starts afterwards.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            TimeoutError: If the running job takes longer.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._holds += 1
+        try:
+            with self._changed:
+                while self._running is not None:
+                    if not self._changed.wait(deadline - time.monotonic()):
+                        raise TimeoutError(
+                            f"the rollouts of iteration {self._running} did not end within {timeout:g} s, so that the "
+                            "engine could not be given new weights"
+                        )
+            yield
+        finally:
+            with self._changed:
+                self._holds -= 1
+                self._changed.notify_all()
+
+    @property
+    def pending(self) -> list[int]:
+        """Numbers of the jobs that were submitted and not collected."""
+        with self._changed:
+            running = [] if self._running is None else [self._running]
+            return sorted([*self._done, *running, *self._waiting])
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Forget what has not started and wait a while for what has. A second call does nothing.
+
+        Args:
+            timeout: Seconds.
+        """
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._done.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (self._holds or not self._waiting):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                self._running, job = self._waiting.popitem(last=False)
+            result, error = None, None
+            try:
+                result = job()
+            except BaseException as raised:  # handed to whoever asks for the result
+                error = raised
+            with self._changed:
+                if not self._closed:
+                    self._done[self._running] = (result, error)
+                self._running = None
+                self._changed.notify_all()
