@@ -7,6 +7,11 @@ micro-batch carries the counts of its whole step, so that the gradient of a step
 The last window of an epoch may be short. Lightning divides each loss by ``accumulate_grad_batches`` there too, and
 averages over ranks there too, so ``step_micro_batches`` is ``accumulate * world_size`` in every step. And every rank
 must yield equally many batches, so where examples run out a rank gets one with nothing to learn.
+
+With a token budget, micro-batches are made once, of examples that fill the budget (best-fit-decreasing bins), and an
+epoch is a permutation of them: a step takes the next ``accumulate * world_size``. They are the same in all epochs, as
+their number has to be: Lightning asks for it before the first. Which examples share a micro-batch does not change a
+gradient, only which share a step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +19,7 @@ from math import ceil
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rlhfkit.data.collate import StepTotals
-from rlhfkit.data.packing import deal
+from rlhfkit.data.packing import best_fit_decreasing, deal
 from rlhfkit.data.shuffling import permutation
 
 
@@ -61,7 +66,8 @@ class StepLoader(Generic[B]):
         *,
         lengths: Sequence[int],
         targets: Sequence[int],
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
+        max_tokens_per_micro_batch: int | None = None,
         accumulate: int = 1,
         rank: int = 0,
         world_size: int = 1,
@@ -78,7 +84,8 @@ class StepLoader(Generic[B]):
             collate: Makes a batch of examples and the totals of their step.
             lengths: Tokens of each example; what micro-batches are balanced by.
             targets: Learned tokens of each example; what normalises the loss.
-            micro_batch_size: Examples per micro-batch on average.
+            micro_batch_size: Examples per micro-batch on average; or
+            max_tokens_per_micro_batch: Tokens per micro-batch at most.
             accumulate: Micro-batches per step and rank (``Trainer(accumulate_grad_batches)``).
             rank: This rank.
             world_size: Ranks.
@@ -90,14 +97,21 @@ class StepLoader(Generic[B]):
                 is then exact, which is what validation logs.
 
         Raises:
-            ValueError: If sizes are out of range, or there is nothing to train on.
+            ValueError: If sizes are out of range, both or none of the two sizes of a micro-batch are given, an example
+                is longer than the token budget, or there is nothing to train on.
         """
+        if (micro_batch_size is None) == (max_tokens_per_micro_batch is None):
+            raise ValueError(
+                "give the size of a micro-batch as micro_batch_size or as max_tokens_per_micro_batch, got "
+                f"{micro_batch_size=} and {max_tokens_per_micro_batch=}"
+            )
         for name, size in {
             "micro_batch_size": micro_batch_size,
+            "max_tokens_per_micro_batch": max_tokens_per_micro_batch,
             "accumulate": accumulate,
             "world_size": world_size,
         }.items():
-            if size < 1:
+            if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be between 0 and world_size - 1 = {world_size - 1}, got {rank}")
@@ -108,6 +122,7 @@ class StepLoader(Generic[B]):
         self.lengths = lengths
         self.targets = targets
         self.micro_batch_size = micro_batch_size
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.accumulate = accumulate
         self.rank = rank
         self.world_size = world_size
@@ -119,6 +134,10 @@ class StepLoader(Generic[B]):
         self._set_epoch = 0
         self._position = 0  # batches handed out in the epoch that is running
         self._start = 0  # batches that the next iterator leaves out: they were trained on before the run was resumed
+        self._bins: list[list[int]] | None = None
+        if max_tokens_per_micro_batch is not None:
+            ties = permutation(len(lengths), seed=seed, number=-1) if shuffle else None
+            self._bins = best_fit_decreasing(lengths, max_tokens_per_micro_batch, ties)
         if len(self) == 0:
             full = " and drop_last leaves out what does not fill one" if drop_last else ""
             raise ValueError(
@@ -126,18 +145,23 @@ class StepLoader(Generic[B]):
             )
 
     @property
+    def units(self) -> int:
+        """What an epoch is a permutation of: examples, or micro-batches that fill a token budget."""
+        return len(self.lengths) if self._bins is None else len(self._bins)
+
+    @property
     def window(self) -> int:
-        """Examples per optimizer step, all ranks together."""
-        return self.micro_batch_size * self.accumulate * self.world_size
+        """Units per optimizer step, all ranks together."""
+        return (self.micro_batch_size or 1) * self.accumulate * self.world_size
 
     def __len__(self) -> int:
         """Micro-batches per epoch, the same on every rank."""
-        full, rest = divmod(len(self.lengths), self.window)
+        full, rest = divmod(self.units, self.window)
         return full * self.accumulate + (0 if self.drop_last else self._micro_batches(rest))
 
-    def _micro_batches(self, examples: int) -> int:
-        """Micro-batches per rank of a window of that many examples."""
-        return ceil(examples / (self.micro_batch_size * self.world_size))
+    def _micro_batches(self, units: int) -> int:
+        """Micro-batches per rank of a window of that many units."""
+        return ceil(units / ((self.micro_batch_size or 1) * self.world_size))
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch, where no ``epoch`` callable was given.
@@ -148,14 +172,14 @@ class StepLoader(Generic[B]):
         self._set_epoch = epoch
 
     def order(self, epoch: int) -> list[int]:
-        """The examples in the order of an epoch, the same on every rank.
+        """The units in the order of an epoch, the same on every rank.
 
         Args:
             epoch: From 0.
         """
         if not self.shuffle:
-            return list(range(len(self.lengths)))
-        return permutation(len(self.lengths), seed=self.seed, number=epoch)
+            return list(range(self.units))
+        return permutation(self.units, seed=self.seed, number=epoch)
 
     def steps(self, epoch: int) -> Iterator[tuple[StepTotals, list[list[int]]]]:
         """All steps of an epoch, before they are dealt to ranks.
@@ -169,14 +193,26 @@ class StepLoader(Generic[B]):
         order = self.order(epoch)
         if self.drop_last:
             order = order[: len(order) // self.window * self.window]
-        epoch_totals = self._totals(order, len(self)) if self.whole_epoch else None
+        epoch_totals = self._totals(self._rows(order), len(self)) if self.whole_epoch else None
         for start in range(0, len(order), self.window):
-            rows = sorted(order[start : start + self.window])
-            wanted = self._micro_batches(len(rows)) * self.world_size
+            units = order[start : start + self.window]
+            yield epoch_totals or self._totals(self._rows(units), self.accumulate), self._split(units)
+
+    def _rows(self, units: Sequence[int]) -> Sequence[int]:
+        """The examples of units."""
+        return units if self._bins is None else [row for unit in units for row in self._bins[unit]]
+
+    def _split(self, units: Sequence[int]) -> list[list[int]]:
+        """The micro-batches of a step, fullest first, those of all ranks; an empty one where there are too few."""
+        wanted = self._micro_batches(len(units)) * self.world_size
+        if self._bins is not None:
+            filled = [self._bins[unit] for unit in units]
+            filled.sort(key=lambda rows: (-sum(self.lengths[row] for row in rows), rows[0]))
+        else:
+            rows = sorted(units)
             bins = deal([self.lengths[row] for row in rows], min(wanted, len(rows)))
-            micro_batches = [[rows[index] for index in chosen] for chosen in bins]
-            micro_batches += [[] for _ in range(wanted - len(bins))]
-            yield epoch_totals or self._totals(rows, self.accumulate), micro_batches
+            filled = [[rows[index] for index in chosen] for chosen in bins]
+        return filled + [[] for _ in range(wanted - len(filled))]
 
     def _totals(self, rows: Sequence[int], averaged: int) -> StepTotals:
         """Totals of these examples, whose loss is the average of that many micro-batches of every rank."""
@@ -209,6 +245,7 @@ class StepLoader(Generic[B]):
             "position": self._position % len(self),
             "examples": len(self.lengths),
             "micro_batch_size": self.micro_batch_size,
+            "max_tokens_per_micro_batch": self.max_tokens_per_micro_batch,
             "accumulate": self.accumulate,
             "world_size": self.world_size,
             "seed": self.seed,
@@ -224,9 +261,9 @@ class StepLoader(Generic[B]):
             ValueError: If the order of the data would not be the one that was saved.
         """
         own = self.state_dict()
-        changed = [name for name in own if name != "position" and own[name] != state[name]]
+        changed = [name for name in own if name != "position" and own[name] != state.get(name)]
         if changed and state["position"]:
-            differences = ", ".join(f"{name} was {state[name]} and is {own[name]}" for name in changed)
+            differences = ", ".join(f"{name} was {state.get(name)} and is {own[name]}" for name in changed)
             raise ValueError(
                 f"cannot continue inside an epoch whose steps have changed ({differences}): resume with the same "
                 "values, or from a checkpoint of the end of an epoch"

@@ -1,4 +1,4 @@
-"""Which kind of data a table holds, found by the names of its columns; what cannot be trained on is refused."""
+"""Which kind of data a table holds, found by the names of its columns."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -61,9 +61,6 @@ KNOWN_FORMATS = (
     PROMPTS,
 )
 
-UNSUPPORTED = ("tools", "images", "image", "videos", "video", "audio", "audios")
-"""Columns of other kinds of training. Leaving them out would train on something else than the data says."""
-
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Column with arguments of the chat template for one row."""
 
@@ -86,7 +83,6 @@ def find_columns(
         ValueError: If no format fits, several do, a named column is missing, values are missing, or there are columns
             of tools or images.
     """
-    refuse_unsupported(rows, source)
     check_columns(rows, source, **named)
     given = {argument: column for argument, column in named.items() if column is not None}
     fitting = [
@@ -102,24 +98,6 @@ def find_columns(
     if unused:
         log.info("%s: columns that are not used: %s", describe(source), ", ".join(sorted(unused)))
     return fitting[0]
-
-
-def refuse_unsupported(rows: "Dataset", source: Any) -> None:
-    """Raise if there are tools or images in the data.
-
-    Args:
-        rows: The data.
-        source: Where it came from, for messages.
-
-    Raises:
-        ValueError: If such a column has a value.
-    """
-    for column in UNSUPPORTED:
-        if column in rows.column_names and rows.data.column(column).null_count < len(rows):
-            raise ValueError(
-                f"{describe(source)} has a column {column!r}, which cannot be trained on yet: text only. To train "
-                "without it, remove the column from the data"
-            )
 
 
 def _fit(kind: DataFormat, found: Sequence[str], given: Mapping[str, str]) -> dict[str, str] | None:

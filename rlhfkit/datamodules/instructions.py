@@ -1,14 +1,19 @@
 """``SFTDataModule``: prompts with completions, conversations, or plain text, for supervised fine-tuning."""
 
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning as L
 
 from rlhfkit.data.collate import collate_tokens
 from rlhfkit.data.step_loader import CountedRows, StepLoader
+from rlhfkit.datamodules.cache import TokenCache
 from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.examples import ExampleBuilder, TokenExamples
+from rlhfkit.datamodules.formats import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
+from rlhfkit.datamodules.mixing import Mixture
 from rlhfkit.datamodules.sources import Source, check_columns, describe, load_tokenizer, no_loader, read_rows
 
 if TYPE_CHECKING:
@@ -20,31 +25,35 @@ log = logging.getLogger(__name__)
 class SFTDataModule(L.LightningDataModule):
     """Tokenised examples from files, the hub or memory, in optimizer steps that are the same on any number of ranks.
 
-    Three kinds of data, by the columns that are named:
+    Three kinds of data, told by their columns; columns that are called otherwise are named:
 
-    - prompt and completion (the default): only the completion and the end-of-sequence token are learned;
-    - ``messages="messages"``: chat messages through the tokenizer's template; only what the assistant says is learned,
-      by the template's ``{% generation %}`` marks where it has them;
-    - ``text="text"``: everything is learned, as in pretraining.
+    - ``messages`` (or ``conversations``): chat messages through the tokenizer's template; only what the assistant says
+      is learned;
+    - ``prompt`` and ``completion``: only the completion and the token that ends it are learned;
+    - ``text``: everything is learned, as in pretraining.
 
     Example::
 
         data = SFTDataModule("sft.jsonl", prompt="question", completion="answer", micro_batch_size=16)
     """
 
+    keeps_tokens: ClassVar[bool] = True
+    """Whether :meth:`_build` gives what was tokenised before, so that it is worth doing once for all ranks."""
+
     def __init__(
         self,
-        data: Source,
+        data: Source | Mapping[str, float] | Mixture,
         *,
-        prompt: str = "prompt",
-        completion: str = "completion",
+        prompt: str | None = None,
+        completion: str | None = None,
         messages: str | None = None,
         text: str | None = None,
         validation_data: Source | None = None,
         split: str = "train",
         validation_split: str = "test",
         subset: str | None = None,
-        micro_batch_size: int = 8,
+        micro_batch_size: int | None = None,
+        max_tokens_per_micro_batch: int | None = None,
         max_length: int = 2048,
         overlong: Literal["truncate", "drop", "error"] = "truncate",
         drop_last: bool = False,
@@ -54,20 +63,26 @@ class SFTDataModule(L.LightningDataModule):
         system: str | None = None,
         chat_template_arguments: dict[str, Any] | None = None,
         tokenizer: Any = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        num_proc: int = 1,
     ) -> None:
         """Remember what to read; nothing is opened before ``setup``.
 
         Args:
-            data: Where the examples are, see :data:`~rlhfkit.datamodules.sources.Source`.
-            prompt: Column of the prompts: text or chat messages, written as ``PromptDataModule`` writes them.
+            data: Where the examples are, see :data:`~rlhfkit.datamodules.sources.Source`; or several sources with their
+                weights, ``{"a.jsonl": 0.7, "b.jsonl": 0.3}``, see :class:`~rlhfkit.datamodules.mixing.Mixture`.
+            prompt: Column of the prompts: text or chat messages, written as ``PromptDataModule`` writes them. ``None``
+                here and below: found by its usual name, where the data has such columns.
             completion: Column of the completions: text, or the chat messages of the answer.
-            messages: Column of whole conversations; takes the place of prompt and completion.
-            text: Column of plain text; takes the place of prompt and completion.
+            messages: Column of whole conversations: chat messages, or ShareGPT's turns (``from`` and ``value``).
+            text: Column of plain text.
             validation_data: Where the validation examples are; same columns.
             split: Split of ``data``, where it has several.
             validation_split: Split of ``validation_data``, where it has several.
             subset: Configuration of a hub data set.
-            micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts).
+            micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts);
+                8 where ``max_tokens_per_micro_batch`` is not given.
+            max_tokens_per_micro_batch: Fill micro-batches up to this many tokens instead; at least ``max_length``.
             max_length: Tokens per sequence.
             overlong: What happens to longer sequences; ``"truncate"`` cuts their end. Counts are logged, and what has
                 nothing left to learn is left out.
@@ -78,31 +93,42 @@ class SFTDataModule(L.LightningDataModule):
             system: System message put in front; needs the chat template.
             chat_template_arguments: Passed to the template.
             tokenizer: A tokenizer or its name; ``None``: the LightningModule's attribute ``tokenizer``.
+            cache_dir: Folder where tokenised examples are kept for the next start, see
+                :class:`~rlhfkit.datamodules.cache.TokenCache`.
+            num_proc: Processes that tokenise.
 
         Raises:
-            ValueError: If an argument is out of range, or both ``messages`` and ``text`` are given.
+            ValueError: If an argument is out of range, or two exclude one another.
         """
         super().__init__()
         if messages is not None and text is not None:
             raise ValueError(f"name messages={messages!r} or text={text!r}, not both: they are two kinds of data")
-        if micro_batch_size < 1:
+        if micro_batch_size is not None and max_tokens_per_micro_batch is not None:
+            raise ValueError("give micro_batch_size or max_tokens_per_micro_batch, not both")
+        if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(f"{type(self).__name__}(micro_batch_size=...) must be at least 1, got {micro_batch_size}")
+        if max_tokens_per_micro_batch is not None and max_tokens_per_micro_batch < max_length:
+            raise ValueError(
+                f"max_tokens_per_micro_batch must be at least max_length {max_length}, so that each sequence fits, got "
+                f"{max_tokens_per_micro_batch}"
+            )
         if max_length < 2:
             raise ValueError(
                 f"max_length must be at least 2 (one token to learn and one in front of it), got {max_length}"
             )
         if overlong not in ("truncate", "drop", "error"):
             raise ValueError(f"overlong must be 'truncate', 'drop' or 'error', got {overlong!r}")
-        self.data = data
-        self.prompt = prompt
-        self.completion = completion
+        self.data = Mixture(data) if isinstance(data, Mapping) else data
+        self.prompt: Any = prompt  # text where a subclass has a default
+        self.completion: Any = completion
         self.messages = messages
         self.text = text
         self.validation_data = validation_data
         self.split = split
         self.validation_split = validation_split
         self.subset = subset
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size = micro_batch_size or 8
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.max_length = max_length
         self.overlong = overlong
         self.drop_last = drop_last
@@ -112,16 +138,21 @@ class SFTDataModule(L.LightningDataModule):
         self.system = system
         self.chat_template_arguments = dict(chat_template_arguments or {})
         self.tokenizer = tokenizer
+        self.token_cache = TokenCache(cache_dir, num_proc)
         self.examples: CountedRows | None = None
         """The training examples, after ``setup``."""
         self.validation_examples: CountedRows | None = None
         """The validation examples, after ``setup``."""
 
     def prepare_data(self) -> None:
-        """Download and convert once per machine, so that the other ranks find it done."""
-        read_rows(self.data, split=self.split, subset=self.subset)
+        """Download, convert and tokenise once per machine, so that the other ranks find it done."""
+        sources = [(source, self.split) for source in self._sources()]
         if self.validation_data is not None:
-            read_rows(self.validation_data, split=self.validation_split, subset=self.subset)
+            sources.append((self.validation_data, self.validation_split))
+        for source, split in sources:
+            rows = read_rows(source, split=split, subset=self.subset)
+            if self.keeps_tokens and self.token_cache.keeps(rows):
+                self._build(source, split, self._load_tokenizer())
 
     def setup(self, stage: str | None = None) -> None:
         """Read and tokenise; a second call does nothing.
@@ -134,20 +165,24 @@ class SFTDataModule(L.LightningDataModule):
         """
         if self.examples is not None:
             return
-        trainer = self.trainer
-        tokenizer = load_tokenizer(self.tokenizer, None if trainer is None else trainer.lightning_module)
+        tokenizer = self._load_tokenizer()
         if self.validation_data is not None:
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
-        self.examples = self._build(self.data, self.split, tokenizer)
+        examples = [self._build(source, self.split, tokenizer) for source in self._sources()]
+        self.examples = self.data.mix(examples, seed=self.seed) if isinstance(self.data, Mixture) else examples[0]
+
+    def _sources(self) -> list[Any]:
+        return self.data.sources if isinstance(self.data, Mixture) else [self.data]
+
+    def _load_tokenizer(self) -> Any:
+        return load_tokenizer(self.tokenizer, None if self.trainer is None else self.trainer.lightning_module)
 
     def _build(self, source: Source, split: str, tokenizer: Any) -> CountedRows:
         """Read a source and make examples of it; override for other columns."""
         rows = read_rows(source, split=split, subset=self.subset)
-        if self.messages is not None:
-            return self._tokenised(rows, source, tokenizer, messages=self.messages)
-        if self.text is not None:
-            return self._tokenised(rows, source, tokenizer, text=self.text)
-        return self._tokenised(rows, source, tokenizer, prompt=self.prompt, completion=self.completion)
+        named = {"messages": self.messages, "prompt": self.prompt, "completion": self.completion, "text": self.text}
+        columns = find_columns(rows, source, (CONVERSATION, PROMPT_COMPLETION, LANGUAGE_MODELLING), named)
+        return self._tokenised(rows, source, tokenizer, **columns)
 
     def _tokenised(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:
         """Examples of rows, by the columns that :meth:`ExampleBuilder.build` takes."""
@@ -158,7 +193,10 @@ class SFTDataModule(L.LightningDataModule):
             system=self.system,
             chat_template_arguments=self.chat_template_arguments,
         )
-        return ExampleBuilder(style, self.max_length, self.overlong, describe(source)).build(rows, **columns)
+        name = describe(source)
+        return ExampleBuilder(style, self.max_length, self.overlong, name, cache=self.token_cache).build(
+            rows, **columns
+        )
 
     def train_dataloader(self) -> StepLoader[Any]:
         """Micro-batches of this rank, with the exact totals of their optimizer step."""
@@ -185,7 +223,8 @@ class SFTDataModule(L.LightningDataModule):
             examples,
             lengths=examples.lengths,
             targets=examples.targets,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=None if self.max_tokens_per_micro_batch else self.micro_batch_size,
+            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             seed=self.seed,

@@ -78,7 +78,7 @@ class PreferenceDataModule(SFTDataModule):
             system=self.system,
             chat_template_arguments=self.chat_template_arguments,
         )
-        builder = PreferenceBuilder(style, self.max_length, self.overlong, describe(source))
+        builder = PreferenceBuilder(style, self.max_length, self.overlong, describe(source), cache=self.token_cache)
         pairs = builder.build_pairs(rows, chosen=self.chosen, rejected=self.rejected, prompt=prompt, margin=margin)
         where = "their common beginning" if prompt is None else f"column {prompt!r}"
         log.info("%s: %d pairs, prompts from %s, margins %s", describe(source), len(pairs), where, margin or "none")

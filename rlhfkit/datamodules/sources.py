@@ -22,6 +22,9 @@ FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", 
 
 _COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
 
+UNSUPPORTED = ("tools", "images", "image", "videos", "video", "audios", "audio")
+"""Columns of other kinds of training. Leaving them out would train on something else than the data says."""
+
 
 def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> "Dataset":
     """Open a source as a ``datasets.Dataset``; files are memory-mapped, not read into memory.
@@ -103,7 +106,7 @@ def _load(source: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
-    """Raise unless the named columns exist and have no missing values.
+    """Raise unless the named columns exist and have no missing values, and no column is of a kind we cannot train on.
 
     Args:
         rows: The data.
@@ -111,9 +114,15 @@ def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
         **columns: Column by the name of the argument it was given in; ``None``: not used.
 
     Raises:
-        ValueError: Naming the argument, the missing column and the columns there are.
+        ValueError: Naming the argument, the missing column and the columns there are, or a column of tools or images.
     """
     found = rows.column_names
+    for kind in UNSUPPORTED:
+        if kind in found and kind not in columns.values() and rows.data.column(kind).null_count < len(rows):
+            raise ValueError(
+                f"{describe(source)} has a column {kind!r}, which cannot be trained on yet (text only). To train "
+                "without it, remove it from the data"
+            )
     for argument, column in columns.items():
         if column is None:
             continue

@@ -36,6 +36,8 @@ class StepwiseDataModule(SFTDataModule):
         data = StepwiseDataModule("shepherd.jsonl", text="input", labels="value", step_token="ки")
     """
 
+    keeps_tokens = False
+
     def __init__(
         self,
         data: Source,

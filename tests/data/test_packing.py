@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfkit.data.packing import IterationShape, balanced_partition, iteration_shape, plan_updates
+from rlhfkit.data.packing import (
+    IterationShape,
+    balanced_partition,
+    best_fit_decreasing,
+    iteration_shape,
+    plan_updates,
+)
 
 token_counts = st.lists(st.integers(0, 4096), min_size=1, max_size=60)
 
@@ -152,3 +158,43 @@ def test_plans_that_do_not_divide_say_why() -> None:
         plan_updates([1] * 8, num_updates=4, accumulate=2, world_size=2)
     with pytest.raises(ValueError, match="at least 1, got 0, 1, 1"):
         plan_updates([1] * 8, num_updates=0, accumulate=1, world_size=1)
+
+
+def best_fit_by_hand(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Look at every bin for every item; of bins with equal room, the one that got it last."""
+    bins: list[list[int]] = []
+    touched: list[int] = []
+    for turn, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
+        rooms = [capacity - sum(lengths[other] for other in rows) for rows in bins]
+        fitting = [number for number, room in enumerate(rooms) if room >= lengths[index]]
+        if not fitting:
+            bins.append([index])
+            touched.append(turn)
+            continue
+        number = min(fitting, key=lambda number: (rooms[number], -touched[number]))
+        bins[number].append(index)
+        touched[number] = turn
+    return [sorted(rows) for rows in bins]
+
+
+@given(lengths=st.lists(st.integers(1, 100), max_size=60), spare=st.integers(0, 60))
+def test_bins_are_those_of_looking_at_every_bin(lengths: list[int], spare: int) -> None:
+    capacity = max(lengths, default=1) + spare
+    bins = best_fit_decreasing(lengths, capacity)
+    assert bins == best_fit_by_hand(lengths, capacity)
+    assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
+    assert max(totals(lengths, bins), default=0) <= capacity
+
+
+def test_bins_of_many_mixed_lengths_are_full() -> None:
+    generator = random.Random(0)
+    lengths = [min(int(generator.lognormvariate(5.5, 0.8)) + 1, 2048) for _ in range(5000)]
+    bins = best_fit_decreasing(lengths, 4096)
+    assert sum(lengths) / (len(bins) * 4096) > 0.995
+
+
+def test_ties_follow_the_order_that_is_given() -> None:
+    assert best_fit_decreasing([5, 5, 5, 5], 10) == [[0, 1], [2, 3]]
+    assert best_fit_decreasing([5, 5, 5, 5], 10, order=[3, 0, 2, 1]) == [[0, 3], [1, 2]]
+    with pytest.raises(ValueError, match="11 tokens does not fit into 10"):
+        best_fit_decreasing([3, 11], 10)

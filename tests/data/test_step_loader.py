@@ -128,18 +128,65 @@ def test_gradient_of_a_step_does_not_depend_on_how_it_is_split(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean-token-mean"])
+@pytest.mark.parametrize("budget", [12, 16])
+def test_with_a_token_budget_a_step_does_not_depend_on_the_ranks(budget: int, mode: str) -> None:
+    """4 micro-batches a step: of one rank, of two ranks, of four; the totals are those of the bins in the step."""
+    examples = make_examples(29, seed=2)
+    found = []
+    for accumulate, world in [(4, 1), (2, 2), (1, 4)]:
+        options = {"max_tokens_per_micro_batch": budget, "accumulate": accumulate, "world_size": world}
+        shares = [list(loader(examples, rank=rank, **options)) for rank in range(world)]
+        assert len({len(share) for share in shares}) == 1
+        assert all(int(batch.attention_mask.sum()) <= budget for share in shares for batch in share)
+        trained = sum(int(batch.loss_mask.sum()) for share in shares for batch in share)
+        assert trained == sum(example.targets for example in examples)
+        gradients = []
+        for step in windows(shares, accumulate):
+            model = Model()
+            for batch in step:
+                assert batch.step_tokens == sum(int(other.loss_mask.sum()) for other in step)
+                denominator = batch.token_denominator if mode == "token-mean" else batch.sequence_denominator
+                (aggregate(model(batch), batch.loss_mask, mode, denominator) / accumulate / world).backward()
+            gradients.append(model.table.grad)
+        found.append(gradients)
+    assert len(found[0]) > 2
+    for gradients in found[1:]:
+        for one, other in zip(gradients, found[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+def test_with_a_token_budget_epochs_have_one_length_and_resume_anywhere() -> None:
+    examples = make_examples(50, seed=4)
+    options = {"max_tokens_per_micro_batch": 20, "accumulate": 2}
+    epochs = [list(loader(examples, epoch=lambda epoch=epoch: epoch, **options)) for epoch in range(3)]
+    assert len({len(epoch) for epoch in epochs}) == 1
+    assert len({tuple(batch.input_ids.sum().item() for batch in epoch) for epoch in epochs}) == 3
+    for stop in (1, 5, len(epochs[1]) - 1):
+        stopped = loader(examples, epoch=lambda: 1, **options)
+        before = list(itertools.islice(iter(stopped), stop))
+        resumed = loader(examples, epoch=lambda: 1, **options)
+        resumed.load_state_dict(stopped.state_dict())
+        both = [batch.input_ids.tolist() for batch in [*before, *resumed]]
+        assert both == [batch.input_ids.tolist() for batch in epochs[1]]
+
+
 def test_whole_epoch_totals_make_the_plain_mean_of_losses_exact() -> None:
     examples = make_examples(29, seed=3)
     model = Model()
     everything = collate_tokens(examples)
     exact = aggregate(model(everything), everything.loss_mask)
-    for micro, world in [(3, 1), (2, 3), (7, 4)]:
+    sizes = [
+        {"micro_batch_size": 3},
+        {"micro_batch_size": 2},
+        {"micro_batch_size": 7},
+        {"max_tokens_per_micro_batch": 30},
+    ]
+    for size, world in zip(sizes, [1, 3, 4, 2], strict=True):
         losses = [
             aggregate(model(batch), batch.loss_mask, "token-mean", batch.token_denominator)
             for rank in range(world)
-            for batch in loader(
-                examples, micro_batch_size=micro, rank=rank, world_size=world, shuffle=False, whole_epoch=True
-            )
+            for batch in loader(examples, **size, rank=rank, world_size=world, shuffle=False, whole_epoch=True)
         ]
         torch.testing.assert_close(torch.stack(losses).mean(), exact, rtol=1e-12, atol=0)
 
@@ -205,6 +252,9 @@ def test_resuming_with_other_sizes_inside_an_epoch_is_an_error_and_at_its_end_is
     ("options", "message"),
     [
         ({"micro_batch_size": 0}, "micro_batch_size must be at least 1, got 0"),
+        ({}, "micro_batch_size or as max_tokens_per_micro_batch"),
+        ({"micro_batch_size": 1, "max_tokens_per_micro_batch": 9}, "got micro_batch_size=1 and"),
+        ({"max_tokens_per_micro_batch": 3}, "does not fit into 3"),
         ({"micro_batch_size": 1, "rank": 2, "world_size": 2}, "rank must be between 0 and world_size - 1 = 1, got 2"),
     ],
 )
