@@ -1,0 +1,129 @@
+"""``ModelReward``: the verdict of a trained reward model on samples.
+
+The model reads exactly the token ids that were sampled: text is never tokenised a second time, unless the reward model
+has another tokenizer or another way of writing dialogues, and then by a function that says how.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rlhfkit.data.collate import TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.experience import Sample
+from rlhfkit.data.packing import balanced_partition
+from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
+
+
+class ModelReward:
+    r"""Scores samples with a reward model: any sequence classifier with one label, such as ``RewardModule`` saves.
+
+    The model is loaded when it is first used, in every process that scores: with a ``LocalEngine`` each rank scores
+    what it sampled, with a shared engine rank 0 scores everything. It is never trained.
+
+    Example::
+
+        RolloutCallback(ModelReward("reward-model"), sampling=SamplingSpec(group_size=8))
+        ModelReward("other-family", text=lambda sample: f"User: {sample.prompt.text}\nAssistant: {sample.text}")
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        normalized: bool = True,
+        text: Callable[[Sample], str] | None = None,
+        max_tokens_per_forward: int = 16384,
+        dtype: str = "float32",
+        device: torch.device | str | None = None,
+        attention: str | None = None,
+        trust_remote_code: bool = False,
+        name: str = "reward_model",
+    ) -> None:
+        """Remember what to load.
+
+        Args:
+            model: Folder or hub name.
+            normalized: Shift and scale by the mean and standard deviation in the model's configuration, if it has them.
+            text: Writes what the model reads, for models with another tokenizer or chat template than the policy's.
+                ``None``: prompt and completion as the token ids they are.
+            max_tokens_per_forward: Tokens per forward pass.
+            dtype: Type of the weights: ``"float32"``, ``"bfloat16"`` ...; the head computes in float32 always.
+            device: Where it runs; ``None``: the process's accelerator, which a Trainer sets to the rank's own, else
+                the CPU.
+            attention: Transformers' ``attn_implementation``; ``None``: packed attention where the model allows it.
+            trust_remote_code: Run Python code that comes with the model. Off unless asked.
+            name: What it is called in logs.
+
+        Raises:
+            ValueError: If an argument is out of range.
+        """
+        if max_tokens_per_forward < 1:
+            raise ValueError(f"max_tokens_per_forward must be at least 1, got {max_tokens_per_forward}")
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"dtype must be the name of a torch type such as 'bfloat16', got {dtype!r}")
+        self.model = model
+        self.normalized = normalized
+        self.text = text
+        self.max_tokens_per_forward = max_tokens_per_forward
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.device = device
+        self.attention = attention
+        self.trust_remote_code = trust_remote_code
+        self.name = name
+        self._loaded: Any = None
+        self._tokenizer: Any = None
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """The reward of each sample.
+
+        Raises:
+            ValueError: If the samples are of another tokenizer than the model's, or have no token ids, and there is no
+                ``text``.
+        """
+        self._load()
+        token_ids = [self._read(sample) for sample in samples]
+        lengths = [len(ids) for ids in token_ids]
+        count = min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(lengths))
+        rewards = torch.zeros(len(lengths))
+        for rows in balanced_partition(lengths, max(count, 1)):
+            batch = collate_tokens([TokenExample(token_ids[row], [False] * lengths[row]) for row in rows])
+            rewards[rows] = self._score(batch)
+        return rewards.tolist()
+
+    @torch.no_grad()
+    def _score(self, batch: TokenBatch) -> torch.Tensor:
+        device = next(self._loaded.parameters()).device
+        return reward_output(self._loaded, batch.to(device), normalized=self.normalized).cpu()
+
+    def _load(self) -> None:
+        if self._loaded is not None:
+            return
+        device = self.device
+        if device is None:
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        self._tokenizer = load_tokenizer(self.model, trust_remote_code=self.trust_remote_code)
+        model = load_scalar_model(
+            self.model, dtype=self.dtype, attention=self.attention, trust_remote_code=self.trust_remote_code
+        )
+        self._loaded = model.requires_grad_(False).eval().to(device)
+
+    def _read(self, sample: Sample) -> list[int]:
+        """Token ids of a sample as the model reads it."""
+        if self.text is not None:
+            return self._tokenizer(self.text(sample))["input_ids"]
+        token_ids = sample.prompt.token_ids + sample.token_ids
+        if not token_ids:
+            raise ValueError(
+                f"a sample of prompt {sample.prompt.index} has no token ids: tell ModelReward how to write it, "
+                "text=lambda sample: ..."
+            )
+        # What the model takes the completion for; another tokenizer's ids would be words at random.
+        own = self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        if max(token_ids) >= len(self._tokenizer) or own != sample.text:
+            raise ValueError(
+                f"{self.model} has another tokenizer than the policy: it reads {own[:40]!r} where {sample.text[:40]!r} "
+                "was sampled. Tell ModelReward how to write a sample, text=lambda sample: ..."
+            )
+        return token_ids
