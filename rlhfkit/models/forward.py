@@ -41,7 +41,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model if peft_base is None else peft_base()
 
 
-def _has_plain_head(model: nn.Module) -> bool:
+def has_plain_head(model: nn.Module) -> bool:
     """Whether logits are ``lm_head(hidden)`` and nothing else, so that the head can be replaced."""
     config = cast(Any, model).config.get_text_config()
     changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale")
@@ -49,7 +49,7 @@ def _has_plain_head(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _head(model: nn.Module, forward: Any) -> Iterator[None]:
+def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
     """Let the output layer run ``forward`` for a while.
 
     The layer's own hooks still run around it, which is what gathers a ZeRO-3 shard before and frees it after.
@@ -137,7 +137,7 @@ def _chosen(
     entropy: bool,
 ) -> Tensor:
     """(M, 1) log-probs or (M, 2) log-probs and entropy of the M selected tokens."""
-    if not _has_plain_head(bare):
+    if not has_plain_head(bare):
         logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
         return torch.stack([column for column in dense if column is not None], -1)
@@ -154,5 +154,5 @@ def _chosen(
         )
         return torch.stack([column for column in out if column is not None], -1)
 
-    with _head(bare, forward):
+    with replaced_head(bare, forward):
         return model(**inputs, use_cache=False).logits

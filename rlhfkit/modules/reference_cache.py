@@ -139,13 +139,31 @@ def cached_reference(
     Returns:
         (N, 2) float32.
     """
+    what = f"reference log-probs of {len(examples)} pairs"
+    return kept_on_disk(lambda: [data_fingerprint(examples), *key()], folder, trainer, compute, what)
+
+
+def kept_on_disk(
+    key: Callable[[], list[Any]], folder: Path, trainer: L.Trainer, compute: Callable[[], Any], what: str
+) -> Any:
+    """Read tensors, or compute and keep them. A collective; only rank 0 touches the disk.
+
+    Args:
+        key: Everything that they depend on, with a telling ``repr``; asked on rank 0.
+        folder: Where the files are.
+        trainer: Tells the ranks.
+        compute: A collective that gives the same tensors on every rank.
+        what: They are, for the log.
+
+    Returns:
+        What ``compute`` gives.
+    """
     file, found = Path(), None
     if trainer.is_global_zero:
-        parts = [data_fingerprint(examples), *key()]
-        file = folder / f"{blake2b(repr(parts).encode(), digest_size=16).hexdigest()}.pt"
+        file = folder / f"{blake2b(repr(key()).encode(), digest_size=16).hexdigest()}.pt"
         if file.is_file():
             found = torch.load(file, weights_only=True)
-            log.info("reference log-probs of %d pairs were read from %s", len(examples), file)
+            log.info("%s were read from %s", what, file)
     found = trainer.strategy.broadcast(found)
     if found is not None:
         return found
@@ -155,5 +173,5 @@ def cached_reference(
         unfinished = file.with_suffix(".tmp")
         torch.save(values, unfinished)
         unfinished.replace(file)
-        log.info("reference log-probs of %d pairs were computed and kept in %s", len(examples), file)
+        log.info("%s were computed and kept in %s", what, file)
     return values

@@ -1,0 +1,105 @@
+"""Student and teacher compared at the selected tokens of a batch, a chunk of tokens at a time.
+
+Neither model's logits exist for all tokens: hidden states are kept, and the output layers run chunk by chunk, again in
+the backward pass. Shapes: B sequences, T tokens, M selected tokens, V vocabulary, H hidden size.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from rlhfkit.models.forward import TokenizedBatch, has_plain_head, model_inputs, replaced_head, unwrap
+
+TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
+"""What the teacher says about some of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K)."""
+
+
+@torch.no_grad()
+def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, packed: bool | None = None) -> TeacherRows:
+    """Run a frozen model; its logits can be asked for afterwards, chunk by chunk.
+
+    Args:
+        model: A Hugging Face causal language model, bare or wrapped.
+        batch: B sequences, padded on the right.
+        mask: (B, T-1) bool on the next-token axis, the selected tokens in row-major order.
+        packed: See :func:`~rlhfkit.models.policy_output`.
+
+    Returns:
+        Gives the logits of a slice of the M tokens.
+    """
+    bare = unwrap(model)
+    inputs, positions = _inputs(bare, batch, mask, packed)
+    layer = cast(Any, bare).get_output_embeddings()
+    kept: dict[str, Any] = {}
+
+    def select(hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, 1)[positions]
+        if not has_plain_head(bare):
+            return linear(rows, layer.weight, layer.bias)
+        # A ZeRO-3 shard is whole only while its layer runs, so it is copied.
+        kept["weight"] = layer.weight.clone() if hasattr(layer.weight, "ds_id") else layer.weight
+        kept["bias"] = layer.bias
+        return rows
+
+    with replaced_head(bare, select):
+        rows = model(**inputs, use_cache=False).logits
+    if not kept:
+        return lambda part: (rows[part], None)
+    return lambda part: (linear(rows[part], kept["weight"], kept["bias"]), None)
+
+
+def compare_logits(
+    model: nn.Module,
+    batch: TokenizedBatch,
+    mask: Tensor,
+    compare: Callable[[Tensor, Tensor, slice], Tensor],
+    *,
+    chunk_size: int,
+    packed: bool | None = None,
+) -> Tensor:
+    """Sum of a function of the logits of the selected tokens, with gradient.
+
+    Args:
+        model: A Hugging Face causal language model, bare or wrapped.
+        batch: B sequences, padded on the right.
+        mask: (B, T-1) bool on the next-token axis.
+        compare: Of the logits (m, V) of some selected tokens, the tokens themselves (m,) and the slice of the M that
+            they are; gives a tensor whose sum over the chunks is wanted. It runs again in the backward pass.
+        chunk_size: Tokens whose logits exist at a time.
+        packed: See :func:`~rlhfkit.models.policy_output`.
+
+    Returns:
+        That sum.
+    """
+    bare, mask = unwrap(model), mask.bool()
+    plain = has_plain_head(bare)
+    inputs, positions = _inputs(bare, batch, mask, packed)
+    targets = batch.input_ids[:, 1:][mask]
+    layer = cast(Any, bare).get_output_embeddings()
+
+    def compared(rows: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        def one(rows: Tensor, part: slice) -> Tensor:
+            return compare(head(rows), targets[part], part)
+
+        starts = range(0, max(len(rows), 1), chunk_size)  # without a token, a sum of 0 that has a gradient
+        parts = [slice(start, start + chunk_size) for start in starts]
+        return torch.stack([checkpoint(one, rows[part], part, use_reentrant=False) for part in parts]).sum(0)
+
+    def forward(hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, 1)[positions]
+        if not plain:
+            return linear(rows, layer.weight, layer.bias)
+        return compared(rows, lambda rows: linear(rows, layer.weight, layer.bias))
+
+    with replaced_head(bare, forward):
+        out = model(**inputs, use_cache=False).logits
+    return out if plain else compared(out, lambda rows: rows)
+
+
+def _inputs(bare: nn.Module, batch: TokenizedBatch, mask: Tensor, packed: bool | None) -> tuple[dict[str, Any], Tensor]:
+    inputs, places = model_inputs(bare, batch, packed)
+    return inputs, places[:, :-1][mask.bool()]
