@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rlhfkit.models import LoRA, PolicyOutput, ScalarModel
     from rlhfkit.modules import (
         CPOModule,
+        DistillationModule,
         DPOModule,
         GRPOModule,
         KTOModule,
@@ -40,10 +41,11 @@ if TYPE_CHECKING:
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 _HOMES = {
-    "EMA": "callbacks",
     "CPOModule": "modules",
     "DPOModule": "modules",
+    "DistillationModule": "modules",
     "DynamicSampling": "rollout",
+    "EMA": "callbacks",
     "Experience": "data",
     "GRPOModule": "modules",
     "HFExport": "callbacks",
@@ -84,10 +86,11 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 """Homes that load Lightning anyway."""
 
 __all__ = [
-    "EMA",
     "CPOModule",
     "DPOModule",
+    "DistillationModule",
     "DynamicSampling",
+    "EMA",
     "Experience",
     "GRPOModule",
     "HFExport",

@@ -1,6 +1,7 @@
 """One LightningModule per loss."""
 
 from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.distillation import DistillationModule
 from rlhfkit.modules.dpo import DPOModule
 from rlhfkit.modules.grpo import GRPOModule
 from rlhfkit.modules.kto import KTOModule
@@ -17,6 +18,7 @@ from rlhfkit.modules.sft import SFTModule
 __all__ = [
     "CPOModule",
     "DPOModule",
+    "DistillationModule",
     "GRPOModule",
     "KTOModule",
     "ORPOModule",
