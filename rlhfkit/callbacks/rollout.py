@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -21,6 +22,7 @@ from rlhfkit.callbacks.publishing import WeightPublisher
 from rlhfkit.callbacks.ranks import everywhere, same_everywhere
 from rlhfkit.callbacks.summary import iteration_metrics, reward_values
 from rlhfkit.data.experience import Experience, Prompt, Sample
+from rlhfkit.data.grouping import deal_groups
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
 from rlhfkit.rewards.base import Reward
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling, FilledIteration
@@ -157,11 +159,19 @@ class RolloutCallback(Callback):
             drawn = self._fill(shape.sequences // sampling.group_size, sampling)
         self.samples = [sample for group in drawn.groups for sample in group]
         experience = Experience.from_samples(self.samples, temperature=sampling.temperature or 1.0)
+        lengths = experience.lengths.tolist()
         plan = plan_updates(
-            experience.lengths.tolist(),
+            lengths,
             num_updates=shape.updates,
             accumulate=shape.micro_batches_per_rank // shape.updates,
             world_size=trainer.world_size,
+            split=partial(
+                deal_groups,
+                lengths=lengths,
+                prompts=experience.prompt_lengths.tolist(),
+                groups=experience.group.tolist(),
+                ranks=trainer.world_size,
+            ),
         )
         for share in plan:
             for micro_batch in share:

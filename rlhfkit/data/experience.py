@@ -113,6 +113,11 @@ class Experience(PaddedBatch):
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by it so that log-probs are those of the sampler."""
 
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """(B,) int64, tokens before the first that is trained on; 0 in a row without any."""
+        return torch.where(self.action_mask.any(-1), self.action_mask.long().argmax(-1) + 1, 0)
+
     @classmethod
     def from_samples(cls, samples: Sequence[Sample], *, temperature: float = 1.0) -> Self:
         """Stack samples, padding on the right.

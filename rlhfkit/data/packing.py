@@ -10,7 +10,7 @@ Everything here is arithmetic on lengths: no tensors, no randomness, the same an
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -168,6 +168,7 @@ def plan_updates(
     accumulate: int,
     world_size: int,
     order: Sequence[int] | None = None,
+    split: Callable[[list[int], int], list[list[int]]] | None = None,
 ) -> list[list[MicroBatch]]:
     """Divide an iteration into updates and micro-batches and deal these to the ranks.
 
@@ -182,6 +183,7 @@ def plan_updates(
         world_size: Ranks.
         order: Indices into ``lengths`` in training order, e.g. a permutation; an index that occurs in several updates
             is trained on in each of them. As they are when ``None``.
+        split: Divides the rows of an update into that many micro-batches; :func:`deal` by length when ``None``.
 
     Returns:
         ``plan[rank]``: the ``num_updates * accumulate`` micro-batches of a rank, in training order.
@@ -209,9 +211,13 @@ def plan_updates(
     plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
     for update in range(num_updates):
         window = sorted(rows[update * size : (update + 1) * size])
-        window_lengths = [lengths[row] for row in window]
-        for position, chosen in enumerate(deal(window_lengths, accumulate * world_size)):
-            plan[position % world_size].append(MicroBatch([window[index] for index in chosen], update))
+        if split is None:
+            dealt = deal([lengths[row] for row in window], accumulate * world_size)
+            bins = [[window[index] for index in chosen] for chosen in dealt]
+        else:
+            bins = split(window, accumulate * world_size)
+        for position, chosen in enumerate(bins):
+            plan[position % world_size].append(MicroBatch(chosen, update))
     return plan
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.experience import Experience
-from rlhfkit.data.packing import balanced_partition
+from rlhfkit.data.grouping import deal_groups
 from rlhfkit.losses import aggregate
 from rlhfkit.models import (
     LoRA,
@@ -251,7 +251,14 @@ class PolicyModule(SavedModule):
             bins = world * math.ceil(sum(lengths) / (world * self.hparams["max_tokens_per_forward"]))
             # Every rank runs equally many forward passes: a sharded model gathers its weights in each.
             bins = max(min(bins, len(wanted) // world * world), 1)
-            shares = balanced_partition(lengths, bins)
+            shares = deal_groups(
+                range(len(wanted)),
+                bins,
+                lengths=lengths,
+                prompts=experience.prompt_lengths[wanted].tolist(),
+                groups=experience.group[wanted].tolist(),
+                ranks=world,
+            )
             training = model.training
             model.eval()
             for share in shares[rank::world]:
