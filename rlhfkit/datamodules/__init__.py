@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhfkit.datamodules.instructions import SFTDataModule
+    from rlhfkit.datamodules.mixing import Mixture
     from rlhfkit.datamodules.preferences import PreferenceDataModule
     from rlhfkit.datamodules.prompts import PromptDataModule, final_answer
     from rlhfkit.datamodules.stepwise import StepwiseDataModule
     from rlhfkit.datamodules.unpaired import UnpairedPreferenceDataModule
 
 __all__ = [
+    "Mixture",
     "PreferenceDataModule",
     "PromptDataModule",
     "SFTDataModule",
@@ -19,6 +21,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Mixture": "rlhfkit.datamodules.mixing",
     "PreferenceDataModule": "rlhfkit.datamodules.preferences",
     "PromptDataModule": "rlhfkit.datamodules.prompts",
     "SFTDataModule": "rlhfkit.datamodules.instructions",

@@ -154,9 +154,11 @@ class ExampleBuilder:
 
     def _check_first(self, row: Mapping[str, Any], columns: Mapping[str, str | None]) -> None:
         """Warn if the template's marks leave out what ends a turn: the model would not learn to stop."""
-        column, builder = columns["messages"], self.for_row(row)
-        if column is None or not is_chat(row[column]) or self.tokenizer.chat_template is None:
+        column = columns["messages"]
+        if column is None:
             return
+        builder = self.for_row(row)
+        builder._check_chat(row[column], f"column {column!r} of {self.source}, row 0,")
         if write_conversation(builder.style, builder.style.messages(row[column])).stop == "left out":
             log.warning(
                 "%s: the chat template's {%% generation %%} marks leave out the end-of-turn token, so the model does "

@@ -121,7 +121,7 @@ def _explain(
     wanted = "; ".join(
         f"{kind.name}: " + " and ".join(" or ".join(names) for names in kind.columns.values()) for kind in formats
     )
-    example = next(iter(formats[0].columns))
+    example = next(iter(max(formats, key=lambda kind: len(kind.columns)).columns))
     message += f", which is none of the kinds it could be ({wanted}). Name columns that are called otherwise, e.g. "
     message += f"{example}='{found[0]}'"
     others = {kind.taken_by for kind in KNOWN_FORMATS if kind not in formats and _fit(kind, found, {}) is not None}

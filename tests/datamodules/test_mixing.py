@@ -1,0 +1,130 @@
+"""Several sources by weight: shares are those asked for, nothing comes twice before all came once, all can be repeated."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import tiny_tokenizer
+
+from rlhfkit.datamodules import Mixture, SFTDataModule
+
+Write = Callable[..., str]
+CHAT = [{"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "y"}]} for i in range(6)]
+TEXT = [{"text": f"text {i}"} for i in range(9)]
+
+
+def module(data: Any, **options: Any) -> SFTDataModule:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    made = SFTDataModule(data, tokenizer=tokenizer, **options)
+    made.setup("fit")
+    return made
+
+
+def texts(data: SFTDataModule) -> list[str]:
+    return [tiny_tokenizer().decode(data.examples[i].input_ids) for i in range(len(data.examples))]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=5),
+    weights=st.lists(st.integers(1, 20), min_size=5, max_size=5),
+    until=st.sampled_from(["all", "first"]),
+)
+def test_shares_are_the_weights_and_the_epoch_ends_where_it_should(
+    sizes: list[int], weights: list[int], until: Any
+) -> None:
+    weights = weights[: len(sizes)]
+    counts = Mixture([(str(i), weight) for i, weight in enumerate(weights)], until=until).counts(sizes)
+    length = sum(counts)
+    for count, weight in zip(counts, weights, strict=True):
+        assert abs(count - length * weight / sum(weights)) <= len(sizes)
+    used = [count - size for count, size in zip(counts, sizes, strict=True)]
+    if until == "all":
+        assert min(used) >= 0
+        assert 0 in used
+    else:
+        assert max(used) <= 0 or min(sizes) == 1
+        assert 0 in used
+
+
+def test_sources_of_different_formats_are_mixed(write_rows: Write) -> None:
+    sources = {write_rows(CHAT, "chat.jsonl"): 0.25, write_rows(TEXT, "text.parquet"): 0.75}
+    data = module(sources)
+    found = Counter(texts(data))
+    assert sum(count for text, count in found.items() if text.startswith("text")) == 18  # each twice
+    assert sum(count for text, count in found.items() if ";" in text) == 6  # each once
+    assert set(found.values()) == {1, 2}
+    assert len(found) == 15
+    assert data.examples.lengths == [len(data.examples[i].input_ids) for i in range(24)]
+    assert data.examples.targets == [data.examples[i].targets for i in range(24)]
+
+
+def test_no_example_is_repeated_until_the_first_source_is_used_up(
+    write_rows: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = {write_rows(CHAT, "chat.jsonl"): 3, write_rows(TEXT, "text.jsonl"): 2}
+    data = module(Mixture(sources, until="first"))
+    found = Counter(texts(data))
+    assert set(found.values()) == {1}
+    assert sum(text.startswith("text") for text in found) == 4
+    assert "5 of 9 examples are left out of the mixture" in caplog.text
+    assert texts(data) == texts(module(Mixture(sources, until="first")))
+    others = {tuple(sorted(texts(module(Mixture(sources, until="first"), seed=seed)))) for seed in range(8)}
+    assert len(others) > 1  # which four, the seed decides
+
+
+def test_without_shuffling_sources_take_turns(write_rows: Write) -> None:
+    data = module({write_rows(CHAT, "chat.jsonl"): 1, write_rows(CHAT[:3], "other.jsonl"): 1})
+    sources = [source for source, _ in data.examples.places]
+    assert sources == [0, 1] * 6
+
+
+def test_epochs_of_a_real_trainer_have_every_share(tmp_path: Path, write_rows: Write) -> None:
+    class Counting(L.LightningModule):
+        seen: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen += batch.lengths.tolist()
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    sources = {write_rows(CHAT, "chat.jsonl"): 0.25, write_rows(TEXT, "text.jsonl"): 0.75}
+    data = module(sources, micro_batch_size=5)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    learner = Counting()
+    trainer.fit(learner, data)
+    assert Counter(learner.seen) == {length: 2 * count for length, count in Counter(data.examples.lengths).items()}
+
+
+def test_shares_are_logged(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        module({write_rows(CHAT, "chat.jsonl"): 0.25, write_rows(TEXT, "text.jsonl"): 0.75})
+    assert "18 of an epoch's 24 examples, from 9" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "message"),
+    [
+        ({}, {}, "at least one source"),
+        ({"a.jsonl": 0.0}, {}, "positive weights"),
+        ({"a.jsonl": 1}, {"until": "last"}, "until must be 'all' or 'first', got 'last'"),
+    ],
+)
+def test_bad_mixtures_are_refused(weights: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mixture(weights, **options)
