@@ -3,15 +3,19 @@
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.collate import TokenExample
 from rlhfkit.data.step_loader import StepLoader
 from rlhfkit.data.stepwise import StepwiseExamples, collate_stepwise
 from rlhfkit.datamodules.chat import PromptFormat
-from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, common_prefix
+from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, common_prefix, log_counts
+from rlhfkit.datamodules.formats import STEPWISE, find_columns
 from rlhfkit.datamodules.instructions import SFTDataModule
 from rlhfkit.datamodules.sources import Source, check_columns, describe, read_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +40,13 @@ class StepwiseDataModule(SFTDataModule):
         data = StepwiseDataModule("shepherd.jsonl", text="input", labels="value", step_token="ки")
     """
 
-    keeps_tokens = False
-
     def __init__(
         self,
         data: Source,
         *,
-        prompt: str = "prompt",
-        completions: str = "completions",
-        labels: str = "labels",
+        prompt: str | None = None,
+        completions: str | None = None,
+        labels: str | None = None,
         separator: str = "\n",
         text: str | None = None,
         step_token: str | None = None,
@@ -54,7 +56,7 @@ class StepwiseDataModule(SFTDataModule):
 
         Args:
             data: Where the rows are, see :data:`~rlhfkit.datamodules.sources.Source`.
-            prompt: Column of the prompts: text or chat messages.
+            prompt: Column of the prompts: text or chat messages. ``None`` here and below: found by its usual name.
             completions: Column of lists of steps, each a text.
             labels: Column of lists of labels.
             separator: Written behind each step (a line break: TRL's default). May be a special token.
@@ -82,25 +84,22 @@ class StepwiseDataModule(SFTDataModule):
 
     def _build(self, source: Source, split: str, tokenizer: Any) -> StepwiseExamples:
         rows = read_rows(source, split=split, subset=self.subset)
-        columns = {"text": self.text} if self.text else {"prompt": self.prompt, "completions": self.completions}
-        check_columns(rows, source, labels=self.labels, **columns)
+        if self.text is None:
+            named = {"prompt": self.prompt, "completions": self.completions, "labels": self.labels}
+            columns = find_columns(rows, source, (STEPWISE,), named)
+        else:
+            columns = {"text": self.text, "labels": self.labels or "labels"}
+            check_columns(rows, source, **columns)
         style = PromptFormat(
             tokenizer,
             apply_chat_template=self.apply_chat_template,
             system=self.system,
             chat_template_arguments=self.chat_template_arguments,
         )
-        builder = StepwiseBuilder(self, style, describe(source))
-        answers = builder.build(rows)
-        # Cutting a sequence cuts its last steps, so the labels that are left are the first ones.
-        kept = [builder.labels[row][:steps] for row, steps in zip(answers.rows, answers.targets, strict=True)]
-        given, used = sum(map(len, builder.labels)), sum(answers.targets)
-        log.info("%s: %d steps of %d answers", describe(source), used, len(kept))
-        if used < given:
-            log.warning(
-                "%s: %d of %d steps lie behind max_length %d", describe(source), given - used, given, self.max_length
-            )
-        return StepwiseExamples(answers, kept)
+        name = describe(source)
+        builder = StepwiseBuilder(style, self.max_length, self.overlong, name, cache=self.token_cache)
+        ends = self.separator if self.step_token is None else self.step_token
+        return builder.build_steps(rows, columns, ends)
 
     def _step_loader(self, examples: Any, **arguments: Any) -> StepLoader[Any]:
         return StepLoader(examples, collate_stepwise, **arguments)
@@ -109,85 +108,101 @@ class StepwiseDataModule(SFTDataModule):
 class StepwiseBuilder(ExampleBuilder):
     """Turns rows into sequences that mark the last token of each step, and reads the labels."""
 
-    def __init__(self, data: StepwiseDataModule, style: PromptFormat, source: str) -> None:
-        """Set the rules.
+    def build_steps(self, rows: "Dataset", columns: Mapping[str, str], ends: str) -> StepwiseExamples:
+        """Tokenise rows; what is left out or cut is counted and logged.
 
         Args:
-            data: Names the columns.
-            style: How prompts are written.
-            source: Where the rows come from, for messages.
+            rows: The data.
+            columns: Of labels, and of prompts and completions or of texts.
+            ends: What a step ends with: the separator that is put behind it, or the token that texts have there.
+
+        Returns:
+            At least one answer.
 
         Raises:
-            ValueError: If ``step_token`` is not one token.
+            ValueError: If a value has the wrong type, steps and labels differ in number, ``ends`` is not one token of
+                a text, or no answer is left.
         """
-        super().__init__(style, data.max_length, data.overlong, source)
-        self.data = data
-        self.labels: list[list[float]] = []
-        """Of each row, one per step."""
-        self.step_token_id: int | None = None
-        if data.step_token is not None:
-            found = self.tokenizer(data.step_token, add_special_tokens=False)["input_ids"]
-            if len(found) != 1 or found[0] == self.tokenizer.unk_token_id:
-                raise ValueError(
-                    f"step_token must be one token of the tokenizer, {data.step_token!r} is {found}: add it to the "
-                    "tokenizer, or give steps as a list (column completions)"
-                )
-            self.step_token_id = found[0]
+        self.columns, self.ends = columns, ends
+        self.step_token_id = self._step_token_id(ends) if "text" in columns else None
+        labels = [self._labels(values, row) for row, values in enumerate(rows[columns["labels"]])]
+        answers = self.kept(rows, {**columns, "ends": ends}, lambda: self._make(rows, columns))
+        log_counts(self.source, len(rows), answers.counts, self.max_length)
+        # Cutting a sequence cuts its last steps, so the labels that are left are the first ones.
+        kept = [labels[row][:steps] for row, steps in zip(answers.rows, answers.targets, strict=True)]
+        given, used = sum(map(len, labels)), sum(answers.targets)
+        log.info("%s: %d steps of %d answers", self.source, used, len(kept))
+        if used < given:
+            log.warning(
+                "%s: %d of %d steps lie behind max_length %d", self.source, given - used, given, self.max_length
+            )
+        return StepwiseExamples(answers, kept)
 
     def _recipe(self, row: Mapping[str, Any], where: str, *columns: Any) -> Recipe:
-        labels = row[self.data.labels]
-        if not isinstance(labels, Sequence) or isinstance(labels, str):
-            raise ValueError(f"column {self.data.labels!r} of {where} must hold a list of labels, it holds {labels!r}")
-        self.labels.append([_label(value, f"column {self.data.labels!r} of {where}") for value in labels])
-        if self.data.text is not None:
-            return self._placeholders(self._text(row[self.data.text], self.data.text, where), where)
-        self.style.check(row[self.data.prompt], f"column {self.data.prompt!r} of {where}")
-        return self._steps(row[self.data.prompt], row[self.data.completions], where)
+        labels = row[self.columns["labels"]]
+        if "text" in self.columns:
+            return self._ended_by_token(
+                self._text(row[self.columns["text"]], self.columns["text"], where), labels, where
+            )
+        self.style.check(row[self.columns["prompt"]], f"column {self.columns['prompt']!r} of {where}")
+        return self._steps(row[self.columns["prompt"]], row[self.columns["completions"]], labels, where)
 
-    def _placeholders(self, text: str, where: str) -> Recipe:
+    def _ended_by_token(self, text: str, labels: Sequence[Any], where: str) -> Recipe:
         """Steps that end with the step token."""
-        labels = len(self.labels[-1])
 
         def finish(parts: list[list[int]]) -> TokenExample:
             mask = [token == self.step_token_id for token in parts[0]]
-            self._check_count(sum(mask), labels, where)
+            _check_count(sum(mask), len(labels), where)
             return TokenExample(parts[0], mask)
 
         return Recipe([text], False, finish)
 
-    def _steps(self, prompt: Any, steps: Any, where: str) -> Recipe:
+    def _steps(self, prompt: Any, steps: Any, labels: Sequence[Any], where: str) -> Recipe:
         """A list of steps; where each ends among the tokens is found by common token prefixes."""
-        if not isinstance(steps, Sequence) or isinstance(steps, str):
-            raise ValueError(
-                f"column {self.data.completions!r} of {where} must hold a list of steps, it holds {steps!r}"
-            )
-        self._check_count(len(steps), len(self.labels[-1]), where)
+        column = self.columns["completions"]
+        if not isinstance(steps, list):
+            raise ValueError(f"column {column!r} of {where} must hold a list of steps, it holds {steps!r}")
+        _check_count(len(steps), len(labels), where)
         borders = [self.style.prompt(prompt)]
         for step in steps:
-            borders.append(borders[-1] + self._text(step, self.data.completions, where) + self.data.separator)
+            borders.append(borders[-1] + self._text(step, column, where) + self.ends)
 
         def finish(parts: list[list[int]]) -> TokenExample:
             whole = parts[-1]
-            ends = [common_prefix(part, whole) - 1 for part in parts]
-            if any(end <= before for before, end in itertools.pairwise(ends)):
+            last = [common_prefix(part, whole) - 1 for part in parts]
+            if any(end <= before for before, end in itertools.pairwise(last)):
                 raise ValueError(f"{where} has a step without a token of its own: the tokenizer joins it with others")
-            last = set(ends[1:])
-            return TokenExample(whole, [position in last for position in range(len(whole))])
+            return TokenExample(whole, [position in last[1:] for position in range(len(whole))])
 
         return Recipe(borders, self.style.templated(prompt), finish)
 
+    def _step_token_id(self, token: str) -> int:
+        found = self.tokenizer(token, add_special_tokens=False)["input_ids"]
+        if len(found) != 1 or found[0] == self.tokenizer.unk_token_id:
+            raise ValueError(
+                f"step_token must be one token of the tokenizer, {token!r} is {found}: add it to the tokenizer, or "
+                "give steps as lists (column completions)"
+            )
+        return found[0]
+
+    def _labels(self, values: Any, row: int) -> list[float]:
+        """The labels of a row as probabilities that the steps are good."""
+        where = f"column {self.columns['labels']!r} of {self.source}, row {row},"
+        if not isinstance(values, list):
+            raise ValueError(f"{where} must hold a list of labels, it holds {values!r}")
+        return [self._label(value, where) for value in values]
+
     @staticmethod
-    def _check_count(steps: int, labels: int, where: str) -> None:
-        if steps != labels:
-            raise ValueError(f"{where} has {steps} steps and {labels} labels; each step needs one")
+    def _label(value: Any, where: str) -> float:
+        number = _WORDS.get(value.strip().lower()) if isinstance(value, str) else value
+        if number is None or not 0.0 <= float(number) <= 1.0:
+            raise ValueError(
+                f"{where} must hold booleans, 0 and 1, one of the words {', '.join(_WORDS)}, or probabilities, it "
+                f"holds {value!r}"
+            )
+        return float(number)
 
 
-def _label(value: Any, where: str) -> float:
-    """A label as the probability that the step is good."""
-    number = _WORDS.get(value.strip().lower()) if isinstance(value, str) else value
-    if number is None or not 0.0 <= float(number) <= 1.0:
-        raise ValueError(
-            f"{where} must hold booleans, 0 and 1, one of the words {', '.join(_WORDS)}, or probabilities, it holds "
-            f"{value!r}"
-        )
-    return float(number)
+def _check_count(steps: int, labels: int, where: str) -> None:
+    if steps != labels:
+        raise ValueError(f"{where} has {steps} steps and {labels} labels; each step needs one")

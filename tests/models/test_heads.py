@@ -68,7 +68,7 @@ def test_packed_and_padded_have_the_same_numbers_and_gradient(folder: str, batch
         seen.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
     assert len(seen[0]) == 1 + len(list(model.parameters()))
     for one, other in zip(*seen, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # the head is in float32
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)  # Llama's norms are in float32
 
 
 def test_only_wanted_tokens_have_a_number(folder: str, batch: TokenBatch) -> None:
