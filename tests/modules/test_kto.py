@@ -47,11 +47,12 @@ def test_training_is_the_loop_by_hand_however_it_is_split(
     assert min(points) > 1  # the reference point counts: with 0 the losses would differ
     run = kto_cases.fit(folder, accumulate, attention=attention, precision="64-true")
     windows = [sum(run.losses[start : start + accumulate]) for start in range(0, len(run.losses), accumulate)]
-    # The packed head and attention take their statistics in float32 here and there.
-    assert run.kl == pytest.approx(points, rel=1e-6)
-    assert windows == pytest.approx(losses, rel=1e-6)
+    # PyTorch's fused attention, which packed batches use, is good to float32 in float64 too.
+    tolerance = 1e-6 if attention is None else 1e-10
+    assert run.kl == pytest.approx(points, rel=tolerance)
+    assert windows == pytest.approx(losses, rel=tolerance)
     for name, tensor in run.weights.items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=tolerance * 1e-2)
 
 
 @pytest.mark.distributed

@@ -1,0 +1,197 @@
+"""DistillationModule against a loop written by hand, and itself on other splits, ranks and with kept teachers."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from modules import distillation_cases as cases
+from rlhfkit import DistillationModule, SFTDataModule
+from rlhfkit.models import LoRA, load_causal_lm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
+import ranks
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("distillation")
+    cases.prepare(folder)
+    return folder
+
+
+def forward_kl(student: Tensor, teacher: Tensor, _: Tensor) -> Tensor:
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def mixed(student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+    """0.3 JSD of weight 0.2 at temperature 2, and 0.7 cross-entropy."""
+    p, q = (student / 2).log_softmax(-1).exp(), (teacher / 2).log_softmax(-1).exp()
+    m = 0.2 * q + 0.8 * p
+    jsd = 0.2 * (q * (q / m).log()).sum(-1) + 0.8 * (p * (p / m).log()).sum(-1)
+    return 0.3 * jsd - 0.7 * student.gather(-1, targets[:, None])[:, 0]
+
+
+def bucketed(student: Tensor, teacher: Tensor, _: Tensor) -> Tensor:
+    """Reverse KL over the teacher's five likeliest tokens and one category of all others."""
+    q, ids = teacher.exp().topk(5, -1)
+    p = student.exp().gather(-1, ids)
+    p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
+    return (p * (p / q).log()).sum(-1)
+
+
+REVERSE = {"divergence": "reverse_kl", "top_k": 5}
+LOSSES = {
+    "forward_kl": ({}, forward_kl),
+    "mixed": ({"divergence": "jsd", "teacher_weight": 0.2, "temperature": 2.0, "distillation_coef": 0.3}, mixed),
+    "top_k": (REVERSE, bucketed),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_training_is_the_loop_by_hand_however_it_is_split(folder: Path, name: str) -> None:
+    knobs, token_loss = LOSSES[name]
+    losses, weights = cases.by_hand(folder, token_loss)
+    # PyTorch's fused attention, which packed batches use, is good to float32 in float64 too.
+    for accumulate, attention, tolerance in ((1, None, 1e-6), (4, None, 1e-6), (2, "eager", 1e-12)):
+        run = cases.fit(folder, accumulate, knobs | {"attention": attention}, precision="64-true")
+        windows = [sum(run.losses[at : at + accumulate]) for at in range(0, len(run.losses), accumulate)]
+        assert windows == pytest.approx(losses, rel=tolerance)
+        for key, tensor in run.weights.items():
+            torch.testing.assert_close(tensor, weights[key], rtol=1e-6, atol=tolerance)
+
+
+def test_a_teacher_kept_on_disk_is_the_teacher_beside_the_student(folder: Path, tmp_path: Path) -> None:
+    beside = cases.fit(folder, 2, REVERSE)
+    cache = REVERSE | {"precompute_teacher": True, "teacher_cache": str(tmp_path)}
+    computed = cases.fit(folder, 2, cache)
+    (file,) = tmp_path.iterdir()
+    written = file.stat().st_mtime_ns
+    read = cases.fit(folder, 2, cache)
+    assert file.stat().st_mtime_ns == written
+    assert read.losses == computed.losses
+    assert computed.losses == pytest.approx(beside.losses, rel=1e-5)
+    for name, tensor in computed.weights.items():
+        torch.testing.assert_close(tensor, beside.weights[name], rtol=1e-5, atol=1e-6)
+    cases.fit(folder, 2, cache | {"top_k": 3})
+    assert len(list(tmp_path.iterdir())) == 2  # another K is another file
+
+
+@pytest.mark.distributed
+def test_two_ranks_of_deepspeed_train_as_one(folder: Path, tmp_path: Path) -> None:
+    _, weights = cases.by_hand(folder, bucketed)
+    ranks.run("modules.distillation_cases:on_ranks", 2, tmp_path, data=str(folder), knobs=REVERSE)
+    for found in torch.load(tmp_path / "weights.pt"):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor.double(), weights[name], rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    # Adapters leave the output layer as it is, so they cannot say everything that the teacher says.
+    [({"lr": 3e-3}, 0.01), ({"lr": 2e-2, "lora": LoRA(rank=8)}, 0.2)],
+    ids=["full", "lora"],
+)
+def test_the_student_comes_to_agree_with_its_teacher(tmp_path: Path, arguments: dict[str, Any], left: float) -> None:
+    """The optimum is known: a divergence of 0, in which the student's likeliest tokens are the teacher's."""
+    student = str(tiny_model(tmp_path / "student"))
+    teacher = str(tiny_model(tmp_path / "teacher", seed=1))
+    data = SFTDataModule(
+        [{"text": f"{i}{i}"} for i in range(8)], text="text", validation_data=[{"text": "77"}], micro_batch_size=8
+    )
+    module = DistillationModule(student, teacher, **arguments)
+    run = cases.trainer(tmp_path, max_epochs=60, limit_val_batches=0)
+    run.fit(module, data)
+    metrics = cases.trainer(tmp_path).validate(module, data, verbose=False)[0]
+    before = cases.trainer(tmp_path).validate(DistillationModule(student, teacher), data, verbose=False)[0]
+    assert before["val/distillation/divergence"] > 0.8
+    assert metrics["val/distillation/divergence"] < left * before["val/distillation/divergence"]
+    ids = torch.tensor([tiny_tokenizer()("77")["input_ids"]])
+    with torch.no_grad():
+        said = [model(input_ids=ids).logits.argmax(-1) for model in (module.policy, module.teacher)]
+    assert torch.equal(*said)
+
+
+def test_a_student_that_is_its_teacher_has_no_loss(folder: Path) -> None:
+    module = DistillationModule(str(folder / "model"), str(folder / "model"))
+    source = cases.data(folder, 5, validation_data=str(folder / "data.jsonl"))
+    metrics = cases.trainer(folder).validate(module, source, verbose=False)[0]
+    assert metrics["val/loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_resume_is_bitwise(folder: Path, tmp_path: Path) -> None:
+    straight = cases.fit(folder, 1, {})
+    module = cases.PlainSGD(str(folder / "model"), str(folder / "teacher"), lr=cases.LR, chunk_size=7)
+    first = cases.trainer(folder, max_epochs=1)
+    first.fit(module, cases.data(folder, 8))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]
+    assert not any(name.startswith("teacher.") for name in saved)
+    module = cases.PlainSGD(str(folder / "model"), str(folder / "teacher"), lr=cases.LR, chunk_size=7)
+    steps = cases.Steps()
+    cases.trainer(folder, callbacks=[steps]).fit(module, cases.data(folder, 8), ckpt_path=tmp_path / "one.ckpt")
+    assert steps.losses == straight.losses[3:]
+    assert all(torch.equal(tensor, straight.weights[name]) for name, tensor in steps.weights.items())
+
+
+def test_another_vocabulary_is_refused_and_a_padded_one_is_not(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    other = tiny_model(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(other)
+    source = cases.data(folder, 8)
+    with pytest.raises(ValueError, match=r"other tokens than the student .*\(100 and 99; 1 differ, e.g. \['<think>'\]"):
+        cases.trainer(tmp_path).fit(DistillationModule(str(folder / "model"), str(other)), source)
+    padded = load_causal_lm(str(folder / "teacher"))
+    padded.resize_token_embeddings(160, mean_resizing=False)
+    with torch.no_grad():
+        padded.lm_head.weight[128:] = 0
+        padded.lm_head.weight[128:, 0] = -100
+    padded.save_pretrained(tmp_path / "padded")
+    tiny_tokenizer().save_pretrained(tmp_path / "padded")
+    losses = []
+    for teacher in (folder / "teacher", tmp_path / "padded"):
+        module = DistillationModule(str(folder / "model"), str(teacher))
+        checked = cases.data(folder, 8, validation_data=str(folder / "data.jsonl"))
+        losses.append(cases.trainer(tmp_path).validate(module, checked, verbose=False)[0]["val/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"divergence": "total"}, "divergence must be"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"distillation_coef": 1.5}, "distillation_coef"),
+        ({"precompute_teacher": True}, "top_k=64"),
+        ({"precompute_teacher": True, "top_k": 4, "temperature": 2.0}, "renormalize"),
+        ({"chunk_size": 0}, "chunk_size"),
+    ],
+)
+def test_bad_arguments_are_refused_when_the_module_is_made(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistillationModule("unused", "unused", **knobs)
+
+
+def test_a_divergence_of_ones_own(folder: Path) -> None:
+    def squares(student: Tensor, teacher: Tensor) -> Tensor:
+        return (student - teacher).square().sum(-1)
+
+    module = DistillationModule(str(folder / "model"), str(folder / "teacher"), divergence=squares)
+    logits = torch.randn(2, 3, 9)
+    logprobs = logits.log_softmax(-1)
+    found = module.compare(logits[0], (logits[1], None), torch.zeros(3, dtype=torch.int64), 3.0)
+    assert float(found[0]) == pytest.approx(float((logprobs[0] - logprobs[1]).square().sum() / 3))
+    assert math.isclose(float(found[1]), 0.0)
