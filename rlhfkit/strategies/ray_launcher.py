@@ -159,6 +159,7 @@ class RayLauncher(_Launcher):
             BaseException: What a rank raised, with its traceback as the cause.
         """
         ray = require_ray()
+        ray.cloudpickle.register_pickle_by_value(ray_rank)  # the module says why
         work = pack(function, args, kwargs, trainer, self.return_weights)
         join_or_start_ray(self.num_ranks * self.resources_per_rank.get("CPU", 0))
         display = Display(trainer)
@@ -180,7 +181,6 @@ class RayLauncher(_Launcher):
     def _ranks(self) -> Iterator[Ranks]:
         """Placed and prepared ranks; none is left afterwards."""
         ray = require_ray()
-        ray.cloudpickle.register_pickle_by_value(ray_rank)  # the module says why
         group = reserve(self.resources_per_rank, self.num_ranks, self.num_nodes, self.timeout)
         ranks = Ranks(group, self.resources_per_rank)
         try:

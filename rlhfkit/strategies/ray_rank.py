@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 Event = tuple[Any, ...]
@@ -68,6 +69,10 @@ class LineStream(io.TextIOBase):
 class RankActor:
     """One rank: a process of its own that Ray has placed."""
 
+    rank: int
+    _mailbox: Any
+    _reported: dict[str, Any] | None
+
     def whereabouts(self) -> dict[str, Any]:
         """Where Ray has put this process: machine, a free port there, GPUs, process id."""
         import ray
@@ -99,43 +104,49 @@ class RankActor:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         if os.path.isdir(folder):
             os.chdir(folder)
-        self._rank, self._mailbox = rank, mailbox
-        post = mailbox.post.remote
-        sys.stdout = LineStream(lambda line: post("line", rank, "stdout", line))
-        sys.stderr = LineStream(lambda line: post("line", rank, "stderr", line))
+        self.rank, self._mailbox, self._reported = rank, mailbox, None
+        sys.stdout = LineStream(partial(self.post, "line", rank, "stdout"))
+        sys.stderr = LineStream(partial(self.post, "line", rank, "stderr"))
 
-    def run(self, work: bytes) -> Any:
-        """Do the work; what it returns on rank 0, or the failure.
+    def post(self, *event: Any) -> None:
+        """Send an event to the driver, without waiting."""
+        self._mailbox.post.remote(*event)
+
+    def run(self, work: bytes) -> tuple[str, Any]:
+        """Do the work.
 
         Args:
             work: Of :func:`rlhfkit.strategies.ray_work.pack`.
 
         Returns:
-            ``("done", result)``, or ``("failed", failure)`` as the event of the same name.
+            ``("done", result)``, or ``("failed", failure)`` as in the event of that name.
         """
-        import ray
+        import ray.cloudpickle
 
         try:
-            from rlhfkit.strategies.ray_work import perform
-
-            return "done", perform(work, self._rank, self._mailbox.post.remote, self._report)
+            return "done", ray.cloudpickle.loads(work)(self)
         except BaseException as error:  # SystemExit too: the driver must learn why this rank has ended
-            return "failed", self._report(error)
+            return "failed", self._reported or self.report(error)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 if isinstance(stream, LineStream):
                     stream.finish()
             ray.get(self._mailbox.post.remote("flushed"))  # so has everything before it
 
-    def _report(self, error: BaseException) -> dict[str, Any]:
-        """Tell the driver about an error at once; what is done about it here may take long, or for ever."""
+    def report(self, error: BaseException) -> dict[str, Any]:
+        """Tell the driver about an error."""
         import ray.cloudpickle
 
+        text = "".join(traceback.format_exception(error))
         try:
-            pickled = ray.cloudpickle.dumps(error.with_traceback(None))
+            pickled = ray.cloudpickle.dumps(error)
         except Exception:
             pickled = None
-        text = "".join(traceback.format_exception(error))
-        failure = {"rank": self._rank, "error": pickled, "type": type(error).__name__, "traceback": text}
-        self._mailbox.post.remote("failed", failure)
-        return failure
+        self._reported = {"rank": self.rank, "error": pickled, "type": type(error).__name__, "traceback": text}
+        self.post("failed", self._reported)
+        return self._reported
+
+
+def just_call(function: Callable[..., Any], args: Any, kwargs: Any, actor: RankActor) -> Any:
+    """Work that needs nothing of the actor."""
+    return function(*args, **kwargs)

@@ -5,6 +5,7 @@ import shutil
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -29,9 +30,8 @@ class Ranks:
     def __init__(self, group: Any, resources: dict[str, float]) -> None:
         self._group, self._resources = group, dict(resources)
         self.actors: list[Any] = []
-        self._names: list[str] = []
+        self._found: list[dict[str, Any]] = []  # whereabouts, in the same order
         self._mailbox: Any = None
-        self._runs: list[Any] = []
 
     def start(self, count: int, device: str, timeout: float) -> None:
         """Create the actors and number them, those of one machine side by side."""
@@ -50,13 +50,11 @@ class Ranks:
         found = self._get([actor.whereabouts.remote() for actor in self.actors], deadline, "start a process")
         machines = list(dict.fromkeys(one["node"] for one in found))
         order = sorted(range(count), key=lambda index: machines.index(found[index]["node"]))
-        self.actors, found = [self.actors[index] for index in order], [found[index] for index in order]
-        self._names = [
-            f"rank {rank} of {count} (process {one['pid']} on {one['host']})" for rank, one in enumerate(found)
-        ]
+        self.actors, self._found = [self.actors[index] for index in order], [found[index] for index in order]
+        environments = rank_environments(self._found, device)
         prepared = [
             actor.prepare.remote(rank, environment, sys.path, os.getcwd(), self._mailbox)
-            for rank, (actor, environment) in enumerate(zip(self.actors, rank_environments(found, device), strict=True))
+            for rank, (actor, environment) in enumerate(zip(self.actors, environments, strict=True))
         ]
         self._get(prepared, deadline, "get ready")
 
@@ -77,7 +75,6 @@ class Ranks:
         """
         import ray
 
-        self._runs = runs
         waiting = {ref: rank for rank, ref in enumerate(runs)}
         failures: dict[int, dict[str, Any]] = {}
         result, deadline = None, float("inf")
@@ -132,7 +129,8 @@ class Ranks:
 
         weight = {None: 0, "RuntimeError": 2, "DistBackendError": 2}
         first = min(failures.values(), key=lambda failure: weight.get(failure["type"], 1))
-        name = self._names[first["rank"]]
+        where = self._found[first["rank"]]
+        name = f"rank {first['rank']} of {len(self.actors)} (process {where['pid']} on {where['host']})"
         if first["type"] is None:
             raise RankError(
                 f"{name} died: {first['traceback']} Its own last output, if any, is in the logs of Ray's session. The"
@@ -146,18 +144,23 @@ class Ranks:
         raise error from cause
 
     def end(self) -> None:
-        """Kill all processes and wait until they are gone."""
+        """Kill all processes and wait until those on this machine are gone."""
         import ray
 
         if not ray.is_initialized():
             return
         for actor in [*self.actors, *([self._mailbox] if self._mailbox is not None else [])]:
             ray.kill(actor, no_restart=True)
-        if self._runs:
-            _, left = ray.wait(self._runs, num_returns=len(self._runs), timeout=_KILL_SECONDS)
-            if left:
-                numbers = sorted(self._runs.index(ref) for ref in left)
-                rank_zero_warn(f"Ray has not confirmed within {_KILL_SECONDS:g} s that ranks {numbers} have ended.")
+        here = [Path(f"/proc/{one['pid']}") for one in self._found if one["host"] == socket.gethostname()]
+        deadline = time.monotonic() + _KILL_SECONDS
+        while any(process.exists() for process in here):
+            if time.monotonic() > deadline:
+                left = [int(process.name) for process in here if process.exists()]
+                rank_zero_warn(
+                    f"Processes {left} of ranks still run {_KILL_SECONDS:g} s after Ray was told to end them."
+                )
+                return
+            time.sleep(0.02)
 
 
 def rank_environments(found: list[dict[str, Any]], device: str) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from rlhfkit.strategies import ray_rank
 from rlhfkit.strategies.ray_progress import RemoteProgressBar
 from rlhfkit.strategies.sharding import state_of
 
@@ -23,14 +25,18 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 def pack(
     function: Callable[..., Any], args: Any, kwargs: Any, trainer: pl.Trainer | None, return_weights: bool
 ) -> bytes:
-    """One call as bytes; the Trainer and the method bound to it stay one object.
+    """What :meth:`~rlhfkit.strategies.ray_rank.RankActor.run` shall call; the Trainer and its methods stay one object.
 
     Raises:
         TypeError: When something cannot be sent to another process.
     """
     import ray.cloudpickle
 
-    work = (_GlobalStateSnapshot.capture(), function, args, kwargs, trainer, return_weights)
+    work: Callable[[Any], Any]
+    if trainer is None:
+        work = partial(ray_rank.just_call, function, args, kwargs)
+    else:
+        work = partial(perform, _GlobalStateSnapshot.capture(), function, args, kwargs, trainer, return_weights)
     try:
         return ray.cloudpickle.dumps(work)
     except Exception as error:
@@ -41,34 +47,36 @@ def pack(
 
 
 def perform(
-    work: bytes, rank: int, post: Callable[..., Any], report: Callable[[BaseException], Any]
-) -> "RunResult | Any":
-    """On a rank: run the call and collect what the driver gets.
+    snapshot: _GlobalStateSnapshot,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    trainer: Any,
+    return_weights: bool,
+    actor: ray_rank.RankActor,
+) -> "RunResult | None":
+    """On a rank: run a Trainer's method and collect what the driver gets.
 
     Args:
-        work: Of :func:`pack`.
-        rank: This process.
-        post: Sends an event to the driver.
-        report: Tells the driver about an error, before the hooks for errors run.
-
-    Returns:
-        A :class:`RunResult` on rank 0, None on others; without a Trainer, what the function returned.
+        snapshot: Random states and flags of the driver.
+        function: ``trainer._fit_impl`` or the like.
+        args: Its arguments.
+        kwargs: Its arguments.
+        trainer: This rank's copy.
+        return_weights: Whether trained weights are collected.
+        actor: This rank.
     """
-    import ray.cloudpickle
-
-    snapshot, function, args, kwargs, trainer, return_weights = ray.cloudpickle.loads(work)
     snapshot.restore()
-    if trainer is None:
-        return function(*args, **kwargs)
     trainer.strategy._launcher = None  # what callbacks start from here runs here
     if trainer.progress_bar_callback is not None:
         place = trainer.callbacks.index(trainer.progress_bar_callback)
-        trainer.callbacks[place] = RemoteProgressBar(trainer.progress_bar_callback, post if rank == 0 else None)
+        post = actor.post if actor.rank == 0 else None
+        trainer.callbacks[place] = RemoteProgressBar(trainer.progress_bar_callback, post)
     try:
         value = function(*args, **kwargs)
     except BaseException as error:
-        report(error)
-        call._interrupt(trainer, error)  # Lightning would call it in the driver only
+        actor.report(error)  # first: the hooks may take long, or wait for ever for ranks that are well
+        call._interrupt(trainer, error)  # Lightning calls it in the driver only
         raise
     return RunResult.of(trainer, value, return_weights)
 

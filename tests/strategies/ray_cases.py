@@ -1,0 +1,128 @@
+"""What ranks on Ray do in the tests. Only the standard library at the top: ranks that need no torch start fast."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+class OddError(Exception):
+    """Cannot be made again from ``args``, as pickle wants to."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+
+
+class PlainError(Exception):
+    """An error of the user's own."""
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def note_pid(folder: str) -> None:
+    """Let the test find this process, and know that it runs."""
+    (Path(folder) / f"pid_{rank()}").write_text(str(os.getpid()))
+
+
+def look_around(folder: str) -> dict[str, Any]:
+    """What a rank sees; also prints in pieces, and redraws a line as bars do."""
+    note_pid(folder)
+    names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "DS_ACCELERATOR", "FROM_THE_DRIVER", "PL_GLOBAL_SEED")
+    print("hel", end="")
+    print("lo")
+    if rank() == 1:
+        print("10%\r50%\r100%", file=sys.stderr)
+        print("no end", end="")
+    return {name: os.environ.get(name) for name in names} | {
+        "folder": os.getcwd(),
+        "torch": "torch" in sys.modules,
+        "threads": threading.current_thread() is threading.main_thread(),
+    }
+
+
+def fail_on_rank_one(folder: str) -> None:
+    """Rank 1 fails; rank 0 waits as it would in a collective."""
+    note_pid(folder)
+    if rank() == 1:
+        raise PlainError("rank one is unhappy")
+    time.sleep(120)
+
+
+def fail_after_a_neighbour_noticed(folder: str) -> None:
+    """Rank 0 notices first, as gloo does when a connection breaks; rank 1 has the cause."""
+    if rank() == 0:
+        raise RuntimeError("Connection closed by peer")
+    time.sleep(0.5)
+    raise KeyError("the cause")
+
+
+def fail_oddly(folder: str) -> None:
+    """An error that cannot travel."""
+    raise OddError(3, reason="odd")
+
+
+def die_on_rank_one(folder: str) -> None:
+    """Rank 1 is killed; rank 0 notices."""
+    note_pid(folder)
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    raise RuntimeError("Connection closed by peer")
+
+
+def wait_for_ever(folder: str) -> None:
+    """Until the driver ends this process."""
+    note_pid(folder)
+    time.sleep(300)
+
+
+def drive(folder: str) -> None:
+    """A driver that is interrupted: two ranks under the suite's Ray (RAY_ADDRESS)."""
+    from rlhfkit.strategies.ray_launcher import RayLauncher
+
+    launcher(RayLauncher).launch(wait_for_ever, folder)
+
+
+def launcher(kind: Any, **changes: Any) -> Any:
+    """Two ranks with half a core each."""
+    options = {
+        "num_ranks": 2,
+        "num_nodes": 1,
+        "resources_per_rank": {"CPU": 0.5},
+        "device": "cpu",
+        "timeout": 60.0,
+        "return_weights": True,
+    }
+    return kind(**(options | changes))
+
+
+def train_grpo(folder: Path) -> dict[str, Any]:
+    """Entry point of a rank of the usual kind: the GRPO run that the Ray test repeats."""
+    import torch
+    from rl_runs import PlainSGD, setup_run, weights
+
+    trainer, module, data, _ = setup_run(
+        folder / f"rank{os.environ['LOCAL_RANK']}",
+        module=PlainSGD,
+        **GRPO,
+        strategy="rlhf_zero2",
+    )
+    trainer.fit(module, data)
+    torch.save(weights(module), folder / "weights.pt")
+    return {"steps": trainer.global_step, "reward": float(trainer.callback_metrics["reward"])}
+
+
+GRPO: dict[str, Any] = {
+    "module_arguments": {"lr": 0.05, "kl_coef": 0.01},
+    "data_arguments": {"micro_batch_size": 4},
+    "devices": 2,
+    "use_distributed_sampler": False,
+}
+
+if __name__ == "__main__":
+    drive(sys.argv[1])

@@ -1,0 +1,240 @@
+"""Ranks on Ray: who starts them, where they are placed, how they fail, and that nothing of them is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import ray_cases
+import torch
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.ray_environment import RayEnvironment
+from rlhfkit.strategies.ray_launcher import RayLauncher
+from rlhfkit.strategies.ray_placement import PlacementError, placement_strategy
+from rlhfkit.strategies.ray_ranks import RankError, rank_environments
+
+
+def make_trainer(devices: Any = 2, *, accelerator: str = "cpu", num_nodes: int = 1, **arguments: Any) -> L.Trainer:
+    return L.Trainer(
+        strategy=RLHFDeepSpeedStrategy(**arguments),
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        logger=False,
+        enable_checkpointing=False,
+    )
+
+
+def alive(folder: Path) -> list[int]:
+    """Processes of ranks that still exist."""
+    pids = [int(path.read_text()) for path in folder.glob("pid_*")]
+    assert pids
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+# ------------------------------------------------------------------------------------------------------ no Ray needed
+
+
+def test_scripts_keep_lightnings_launcher() -> None:
+    for launcher in (None, "subprocess"):
+        strategy = make_trainer(launcher=launcher).strategy
+        assert isinstance(strategy.launcher, _SubprocessScriptLauncher)
+
+
+def test_the_launcher_gets_what_the_strategy_and_the_trainer_say() -> None:
+    trainer = make_trainer(launcher="ray", num_nodes=3, resources_per_rank={"CPU": 2, "fast_disk": 1}, init_timeout=7)
+    launcher = trainer.strategy.launcher
+    assert isinstance(launcher, RayLauncher)
+    assert isinstance(trainer.strategy.cluster_environment, RayEnvironment)
+    assert trainer.num_nodes == launcher.num_nodes == 3
+    assert trainer.world_size == launcher.num_ranks == 6
+    assert launcher.resources_per_rank == {"CPU": 2, "fast_disk": 1}
+    assert launcher.timeout == 7
+    assert trainer.is_global_zero
+    assert trainer.strategy.root_device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"launcher": "slurm"}, "launcher must be 'ray', 'subprocess' or None, got 'slurm'"),
+        ({"launcher": "subprocess", "num_nodes": 2}, r"use Trainer\(num_nodes=...\)"),
+        ({"launcher": "ray", "num_nodes": 0}, "num_nodes must be at least 1, got 0"),
+        ({"launcher": "ray", "resources_per_rank": {"CPU": 0}}, "resources_per_rank must name positive amounts"),
+        ({"launcher": "ray", "resources_per_rank": {}}, "resources_per_rank must name positive amounts"),
+        ({"launcher": "ray", "resources_per_rank": {"GPU": 0.5}}, "whole GPUs"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RLHFDeepSpeedStrategy(**arguments)
+
+
+def test_ray_inside_ranks_that_somebody_else_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # what Lightning takes as a sign of a launcher
+    with pytest.raises(MisconfigurationException, match="one of several already"):
+        make_trainer(launcher="ray")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver must have no GPU")
+def test_a_driver_without_gpus_prepares_ranks_with_gpus() -> None:
+    trainer = make_trainer(4, accelerator="auto", launcher="ray", resources_per_rank={"CPU": 8, "GPU": 1}, num_nodes=2)
+    assert trainer.num_devices == 4
+    assert trainer.strategy.launcher.resources_per_rank == {"CPU": 8, "GPU": 1}
+    assert trainer.strategy.launcher.device == "cuda"
+    assert trainer.strategy.root_device == torch.device("cuda", 0)
+    trainer.strategy.teardown()  # what Lightning does in the driver after an error
+    with pytest.raises(MisconfigurationException, match="must say how many ranks"):
+        make_trainer("auto", accelerator="auto", launcher="ray", resources_per_rank={"GPU": 1})
+
+
+def test_ranks_of_a_machine_see_each_others_gpus_and_uneven_machines_work() -> None:
+    places = [("a", ["3"]), ("a", ["1"]), ("a", ["0"]), ("b", ["5"])]
+    found = [
+        {"node": node, "host": node, "address": f"10.0.0.{node}", "port": 7000 + i, "gpus": gpus, "pid": i}
+        for i, (node, gpus) in enumerate(places)
+    ]
+    environments = rank_environments(found, "cuda")
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["3,1,0"] * 3 + ["5"]
+    assert [(one["RANK"], one["NODE_RANK"], one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in environments] == [
+        ("0", "0", "0", "3"),
+        ("1", "0", "1", "3"),
+        ("2", "0", "2", "3"),
+        ("3", "1", "0", "1"),
+    ]
+    assert {(one["MASTER_ADDR"], one["MASTER_PORT"], one["WORLD_SIZE"]) for one in environments} == {
+        ("10.0.0.a", "7000", "4")
+    }
+
+
+def test_a_rank_computes_on_the_gpu_with_its_local_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert RayEnvironment(4).device("cuda") == torch.device("cuda", 2)
+    assert RayEnvironment(4).device("cpu") == torch.device("cpu")
+
+
+def test_bundles_lie_on_as_many_machines_as_asked() -> None:
+    assert placement_strategy(8, 1) == "STRICT_PACK"
+    assert placement_strategy(4, 4) == "STRICT_SPREAD"
+    assert placement_strategy(8, 2) == "PACK"
+
+
+# -------------------------------------------------------------------------------------------------- real Ray, no torch
+
+
+@pytest.mark.ray
+def test_ranks_know_where_they_are_and_their_text_reaches_the_driver(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FROM_THE_DRIVER", "set after Ray was started")
+    monkeypatch.setenv("PL_GLOBAL_SEED", "17")
+    monkeypatch.chdir(tmp_path)
+    seen = ray_cases.launcher(RayLauncher).launch(ray_cases.look_around, str(tmp_path))
+    assert seen == {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "NODE_RANK": "0",
+        "WORLD_SIZE": "2",
+        "DS_ACCELERATOR": "cpu",
+        "FROM_THE_DRIVER": "set after Ray was started",
+        "PL_GLOBAL_SEED": "17",
+        "folder": str(tmp_path),
+        "torch": False,  # nothing heavy is imported before the environment is complete
+        "threads": True,  # signal handlers and CUDA want the main thread
+    }
+    output = capsys.readouterr()
+    assert sorted(output.out.splitlines()) == ["[rank 1] hello", "[rank 1] no end", "hello"]
+    assert output.err.splitlines() == ["[rank 1] 100%"]
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.ray
+def test_an_error_comes_back_as_itself_with_rank_and_traceback(ray_session: None, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(ray_cases.PlainError, match=r"^rank one is unhappy$") as caught:
+        ray_cases.launcher(RayLauncher).launch(ray_cases.fail_on_rank_one, str(tmp_path))
+    assert time.monotonic() - started < 60  # rank 0 would wait for 120 s
+    cause = str(caught.value.__cause__)
+    assert isinstance(caught.value.__cause__, RankError)
+    assert f"rank 1 of 2 (process {(tmp_path / 'pid_1').read_text()} on " in cause
+    assert "in fail_on_rank_one" in cause
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.ray
+def test_the_cause_is_raised_not_what_a_neighbour_noticed(ray_session: None, tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="the cause"):
+        ray_cases.launcher(RayLauncher).launch(ray_cases.fail_after_a_neighbour_noticed, str(tmp_path))
+
+
+@pytest.mark.ray
+def test_an_error_that_cannot_travel_is_told(ray_session: None, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank [01] of 2 .* failed:\n(.*\n)*.*OddError: odd \(3\)"):
+        ray_cases.launcher(RayLauncher).launch(ray_cases.fail_oddly, str(tmp_path))
+
+
+@pytest.mark.ray
+def test_a_killed_rank_ends_the_run_and_is_named(ray_session: None, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2 \(process \d+ on .*\) died"):
+        ray_cases.launcher(RayLauncher).launch(ray_cases.die_on_rank_one, str(tmp_path))
+    assert time.monotonic() - started < 60
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.ray
+def test_a_placement_that_cannot_be_had_says_what_is_missing(ray_session: None) -> None:
+    import ray
+
+    launcher = ray_cases.launcher(RayLauncher, resources_per_rank={"CPU": 1, "moonstone": 2}, timeout=1.0)
+    with pytest.raises(
+        PlacementError,
+        match=r"2 rank\(s\) of 1 CPU \+ 2 moonstone \(STRICT_PACK\) within 1 s: 4 moon"
+        r"stone are needed and the cluster has 0\.",
+    ):
+        launcher.launch(ray_cases.wait_for_ever, "")
+    launcher = ray_cases.launcher(RayLauncher, num_nodes=2, timeout=1.0)
+    with pytest.raises(PlacementError, match=r"STRICT_SPREAD.*2 machines are needed and the cluster has 1"):
+        launcher.launch(ray_cases.wait_for_ever, "")
+    states = {group["state"] for group in ray.util.placement_group_table().values()}
+    assert states <= {"REMOVED"}
+
+
+@pytest.mark.ray
+def test_what_cannot_be_pickled_is_named(ray_session: None) -> None:
+    with pytest.raises(TypeError, match=r"must be picklable.*cannot pickle '_thread.lock' object"):
+        ray_cases.launcher(RayLauncher).launch(print, threading.Lock())
+
+
+@pytest.mark.ray
+def test_ctrl_c_in_the_driver_leaves_no_rank(ray_session: None, tmp_path: Path) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    driver = subprocess.Popen(
+        [sys.executable, ray_cases.__file__, str(tmp_path)],
+        env=os.environ | {"RAY_ADDRESS": address, "PYTHONPATH": str(Path(ray_cases.__file__).parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while len(list(tmp_path.glob("pid_*"))) < 2:
+            assert driver.poll() is None, driver.communicate()[0].decode()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        driver.send_signal(signal.SIGINT)
+        output = driver.communicate(timeout=30)[0].decode()
+    finally:
+        driver.kill()
+    assert output.rstrip().endswith("KeyboardInterrupt")
+    assert alive(tmp_path) == []
