@@ -1,0 +1,247 @@
+"""One iteration of GRPO, by phase: ours synchronous and asynchronous, next to TRL's GRPOTrainer where TRL is installed.
+
+    python benchmarks/rl.py                                  # some minutes on two cores
+    python benchmarks/rl.py --prompt-tokens 512 --completion-tokens 128
+
+A random Qwen3 of the asked size, the same prompts (token for token), completions of exactly the same length, the same
+number of sequences per update, fp32, generation in the training process in all variants. Each runs in a process of its
+own, one after the other, ``--rounds`` times; the first iteration of each process is not counted.
+
+``seconds`` is the median time of an iteration (generate, score, one optimizer update), ``ratio`` that of TRL over ours,
+``phases`` where ours goes. ``async`` overlaps generating and training on the same cores, so that on a machine without
+idle ones it can gain little; ``slow_engine`` has an engine that sleeps for as long as an iteration's training takes, as
+a remote one would keep us waiting. Prints one line of JSON.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 4096
+WORDS = [f"w{number}" for number in range(VOCABULARY - 2)]
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> None:
+    """A random Qwen3 whose tokenizer has one token per word."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(hidden // 128, 1),
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def prompts_of(options: argparse.Namespace) -> list[str]:
+    """Different prompts of one length, enough for every iteration."""
+    import random
+
+    draw = random.Random(0)
+    count = options.prompts * (options.iterations + 1)
+    return [" ".join(draw.choices(WORDS, k=options.prompt_tokens)) for _ in range(count)]
+
+
+def run_ours(folder: Path, options: argparse.Namespace, *, staleness: int = 0, wait: float = 0.0) -> dict[str, Any]:
+    """Seconds per iteration and per phase of it."""
+    import lightning as L
+
+    from rlhfkit import GRPOModule, LocalEngine, PromptDataModule, RolloutCallback, SamplingSpec
+
+    class Engine(LocalEngine):
+        def generate(self, *arguments: Any, **named: Any) -> Any:
+            time.sleep(wait)
+            return super().generate(*arguments, **named)
+
+    class Clock(L.Callback):
+        def __init__(self) -> None:
+            self.ends = [0.0]
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts_of(options)))
+    length, clock = options.completion_tokens, Clock()
+    rollouts = RolloutCallback(
+        lambda samples: [sum(sample.token_ids) % 97 / 97 for sample in samples],
+        engine=Engine(max_sequences=options.prompts * options.group),
+        sampling=SamplingSpec(group_size=options.group, max_new_tokens=length, min_new_tokens=length),
+        max_staleness=staleness,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=options.iterations + 1,
+        accumulate_grad_batches=options.accumulate,
+        callbacks=[clock, rollouts],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+    )
+    trainer.fit(
+        GRPOModule(str(folder / "model"), log_entropy=True),
+        PromptDataModule(
+            str(data),
+            rollout_batch_size=options.prompts,
+            micro_batch_size=options.prompts * options.group // options.accumulate,
+            shuffle=False,
+        ),
+    )
+    steps = [end - start for start, end in zip(clock.ends[1:], clock.ends[2:], strict=False)]
+    phases = [rollouts.phases.metrics(iteration) for iteration in range(1, options.iterations + 1)]
+    by_phase = {name: statistics.median(each.get(name, 0.0) for each in phases) for name in phases[0]}
+    return {"seconds": statistics.median(steps), "phases": by_phase}
+
+
+def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds per step of TRL's trainer with the same sizes."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            ends.append(time.perf_counter())
+
+    sequences = options.prompts * options.group
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=sequences // options.accumulate,
+        gradient_accumulation_steps=options.accumulate,
+        num_generations=options.group,
+        max_completion_length=options.completion_tokens,
+        generation_kwargs={"min_new_tokens": options.completion_tokens},
+        max_steps=options.iterations + 1,
+        shuffle_dataset=False,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model"),
+        reward_funcs=lambda completion_ids, **_: [sum(ids) % 97 / 97 for ids in completion_ids],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts_of(options)}),
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return {"seconds": statistics.median(end - start for start, end in itertools.pairwise(ends))}
+
+
+def in_process(variant: str, folder: Path, arguments: list[str], **extra: float) -> dict[str, Any]:
+    """Run one variant in a process of its own."""
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in extra.items()]
+    command = [sys.executable, __file__, *arguments, f"--variant={variant}", f"--folder={folder}", *words]
+    environment = os.environ | {"HF_HUB_DISABLE_TELEMETRY": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{variant} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    """All variants in turn, round by round."""
+    with_trl = importlib.util.find_spec("trl") is not None
+    variants = ["rlhfkit", "async", *(["trl"] if with_trl else [])]
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in [*variants, "slow", "slow_async"]}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", options.hidden, options.layers)
+        for _ in range(options.rounds):
+            for variant in variants:
+                seen[variant].append(in_process(variant, folder, arguments))
+            wait = seen["rlhfkit"][-1]["seconds"]
+            for variant in ("slow", "slow_async"):
+                seen[variant].append(in_process(variant, folder, arguments, wait=wait))
+    seconds = {name: statistics.median(run["seconds"] for run in runs) for name, runs in seen.items() if runs}
+    result: dict[str, Any] = {
+        "benchmark": "rl",
+        "sizes": {key: value for key, value in vars(options).items() if key not in ("variant", "folder", "wait")},
+        "seconds": seconds,
+        "phases": seen["rlhfkit"][-1]["phases"],
+        "async_over_sync": seconds["async"] / seconds["rlhfkit"],
+        "slow_engine": {"async_over_sync": seconds["slow_async"] / seconds["slow"]},
+        "trl": "not installed",
+    }
+    if with_trl:
+        from importlib.metadata import version
+
+        result["trl"] = version("trl")
+        ratios = [
+            theirs["seconds"] / ours["seconds"] for theirs, ours in zip(seen["trl"], seen["rlhfkit"], strict=True)
+        ]
+        result["ratio"] = statistics.median(ratios)
+    return result
+
+
+def main() -> None:
+    """Parse the sizes, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {
+        "hidden": 256,
+        "layers": 4,
+        "prompts": 8,
+        "group": 8,
+        "prompt-tokens": 128,
+        "completion-tokens": 64,
+        "accumulate": 4,
+        "iterations": 3,
+        "rounds": 2,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--variant", help="run this one only and print its figures (used by the script itself)")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--wait", type=float, default=0.0)
+    options = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    if options.variant is None:
+        print(json.dumps(compare(options, sys.argv[1:])))
+        return
+    if options.variant == "trl":
+        figures = run_trl(options.folder, options)
+    else:
+        staleness = int("async" in options.variant)
+        figures = run_ours(options.folder, options, staleness=staleness, wait=options.wait)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
