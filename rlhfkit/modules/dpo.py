@@ -15,7 +15,7 @@ from rlhfkit.losses import LossOutput, dpo_loss, length_desensitized_logprobs, w
 from rlhfkit.losses.preference import LossTypes
 from rlhfkit.losses.preference_divergences import Divergence
 from rlhfkit.losses.preference_pairs import SORTS_THE_BATCH
-from rlhfkit.models import PolicyOutput, has_adapter, policy_output
+from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.functions import function_name, resolve_function
 from rlhfkit.modules.preference import PreferenceModule
 from rlhfkit.modules.reference import ReferenceModule
@@ -134,12 +134,8 @@ class DPOModule(PreferenceModule, ReferenceModule):
     @contextmanager
     def reference_for_once(self) -> Iterator[nn.Module]:
         """A model for the pass before training: the policy where it still is the reference, else one loaded for it."""
-        if self.hparams["ref_model"] is None and (has_adapter(self.policy) or self._at_start):
-            if has_adapter(self.policy):
-                with self.reference_model() as model:
-                    yield model
-            else:
-                yield self.policy
+        if self._at_start and self.hparams["ref_model"] is None:
+            yield self.policy
         else:
             yield self.build_reference().to(self.device)
 
@@ -226,10 +222,16 @@ class DPOModule(PreferenceModule, ReferenceModule):
             logprobs = policy_output(reference, batch, batch.loss_mask).logprobs
             return dataclasses.replace(batch, ref_logprobs=self.answer_logprobs(batch, logprobs))
 
-    def pair_weights(self, batch: PreferenceBatch, out: PolicyOutput) -> Tensor:
-        """Weights of WPO: the probability that the policy itself writes both answers, per token.
+    @torch.no_grad()
+    def sharpened_logprobs(self, batch: PreferenceBatch) -> Tensor:
+        """(2B, T-1) log-probs of the tokens at temperature 1/2."""
+        return policy_output(self.policy, batch, batch.loss_mask, temperature=0.5).logprobs
 
-        ``log Σ_v p_v² = 2 log p_t - log p'_t`` for any token t, where p' is the distribution at temperature 1/2.
+    def pair_weights(self, batch: PreferenceBatch, out: PolicyOutput) -> Tensor:
+        """Weights of WPO: how likely the policy itself is to write both answers, per token.
+
+        It needs ``log Σ_v p_v²`` over the vocabulary: that is ``2 log p_t - log p'_t`` for any token t, where p' is
+        the distribution at temperature 1/2.
 
         Args:
             batch: B pairs.
@@ -238,10 +240,8 @@ class DPOModule(PreferenceModule, ReferenceModule):
         Returns:
             (B,).
         """
-        with torch.no_grad():
-            sharp = policy_output(self.policy, batch, batch.loss_mask, temperature=0.5).logprobs
         logprobs = out.logprobs.detach()
-        weights = wpo_weights(logprobs, batch.loss_mask, 2 * logprobs - sharp)
+        weights = wpo_weights(logprobs, batch.loss_mask, 2 * logprobs - self.sharpened_logprobs(batch))
         return batch.chosen(weights) * batch.rejected(weights)
 
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:

@@ -1,0 +1,146 @@
+"""A small DPO run, for this process and for ranks of their own, and the same written by hand."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit import DPOModule, PreferenceDataModule
+from rlhfkit.models import load_causal_lm
+
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+STEP, LR = 8, 2e-3
+"""Pairs per optimizer step: 24 pairs make three steps an epoch."""
+KNOBS: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.1, "loss_type": {"sigmoid": 1.0, "sft": 0.5}}
+
+
+class PlainSGD(DPOModule):
+    """SGD shows a wrong factor that Adam would hide."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+
+
+class Steps(L.Callback):
+    """Loss and margin of each micro-batch; weights at the end, from any strategy; weights of the reference."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.margins: list[float] = []
+        self.weights: dict[str, Any] = {}
+        self.reference: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.margins.append(float(trainer.callback_metrics["rewards/margins"]))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        if hasattr(trainer.strategy, "consolidated_state_dict"):
+            self.weights = trainer.strategy.consolidated_state_dict("policy")
+            if hasattr(module, "reference"):
+                self.reference = trainer.strategy.consolidated_state_dict("reference")
+        else:
+            self.weights = {name: tensor.clone() for name, tensor in module.policy.state_dict().items()}
+            if hasattr(module, "reference"):
+                self.reference = {name: tensor.clone() for name, tensor in module.reference.state_dict().items()}
+
+
+def prepare(folder: Path) -> None:
+    """A policy, another model as its reference, and 24 pairs of uneven lengths."""
+    tiny_model(folder / "model", seed=1)
+    tiny_model(folder / "reference", seed=0)
+    rows = [
+        {"prompt": f"{i}+{i}=", "chosen": "x" * (i % 5) + str(2 * i), "rejected": "y" * (i % 3 + 1)} for i in range(24)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def data(folder: Path, size: int, **arguments: Any) -> PreferenceDataModule:
+    return PreferenceDataModule(str(folder / "data.jsonl"), micro_batch_size=size, max_length=64, **arguments)
+
+
+def trainer(folder: Path, **arguments: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "enable_checkpointing": False}
+    return L.Trainer(**plain | quiet | {"default_root_dir": str(folder), "log_every_n_steps": 1} | arguments)
+
+
+def fit(
+    folder: Path,
+    accumulate: int = 1,
+    *,
+    ranks: int = 1,
+    module: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Steps:
+    """One run in steps of 8 pairs, however they are split, against another model unless ``module`` says otherwise."""
+    steps = Steps()
+    options = {"lr": LR, "ref_model": str(folder / "reference")} | KNOBS | (module or {})
+    run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
+    run.fit(PlainSGD(str(folder / "model"), **options), data(folder, STEP // accumulate // ranks))
+    return steps
+
+
+def by_hand(folder: Path, epochs: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the run, in float64 and plain Transformers, one text at a time."""
+    from rlhfkit.data.shuffling import permutation
+
+    tokenizer = tiny_tokenizer()
+    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    policy = load_causal_lm(str(folder / "model"), attention="eager", dtype=torch.float64)
+    reference = load_causal_lm(str(folder / "reference"), attention="eager", dtype=torch.float64)
+
+    def logprob(model: Any, row: dict[str, str], answer: str) -> tuple[torch.Tensor, int]:
+        prompt, completion = tokenizer(row["prompt"])["input_ids"], tokenizer(row[answer])["input_ids"]
+        ids = torch.tensor([[*prompt, *completion, tokenizer.eos_token_id]])
+        every = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        return every[len(prompt) - 1 :].sum(), len(completion) + 1
+
+    losses = []
+    for epoch in range(epochs):
+        order = permutation(24, seed=0, number=epoch)
+        for start in range(0, 24, STEP):
+            policy.zero_grad()
+            contrast, likelihood, tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0
+            for row in (rows[index] for index in order[start : start + STEP]):
+                (chosen, length), (rejected, _) = logprob(policy, row, "chosen"), logprob(policy, row, "rejected")
+                with torch.no_grad():
+                    anchor = logprob(reference, row, "chosen")[0] - logprob(reference, row, "rejected")[0]
+                right = torch.sigmoid(KNOBS["beta"] * (chosen - rejected - anchor))
+                contrast = contrast - 0.9 * right.log() - 0.1 * (1 - right).log()
+                likelihood, tokens = likelihood - chosen, tokens + length
+            loss = contrast / STEP + 0.5 * likelihood / tokens
+            loss.backward()
+            losses.append(float(loss.detach()))
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter -= LR * parameter.grad
+    return losses, policy.state_dict()
+
+
+FOLLOWING: dict[str, Any] = {"ref_model": None, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "zero2": ("rlhf_zero2", 2, {}),
+    "zero3": ("rlhf_zero3", 4, {}),
+    "zero2, computed before": ("rlhf_zero2", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
+    "zero3, computed before": ("rlhf_zero3", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
+    "zero2, following": ("rlhf_zero2", 2, FOLLOWING),
+    "zero3, following": ("rlhf_zero3", 2, FOLLOWING),
+}
+"""Strategy, micro-batches per step and rank, and arguments of the module."""
+
+
+def on_ranks(folder: Path, model: str) -> dict[str, Any]:
+    """What one rank runs: all cases in one process group; rank 0 also writes the weights."""
+    report: dict[str, Any] = {}
+    for name, (strategy, accumulate, options) in CASES.items():
+        cache = {"ref_cache": str(folder / name)} if "precompute_ref_log_probs" in options else {}
+        steps = fit(Path(model), accumulate, ranks=RANKS, strategy=strategy, num_nodes=1, module=options | cache)
+        report[name] = steps.losses
+        if steps.weights:
+            torch.save([steps.weights, steps.reference], folder / f"{name}.pt")
+    return report
