@@ -105,6 +105,7 @@ def load_scalar_model(
     name: str,
     *,
     stepwise: bool = False,
+    new_head: bool = True,
     head_std: float | None = None,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
@@ -120,6 +121,7 @@ def load_scalar_model(
     Args:
         name: Folder or hub name of a causal language model, which gets a new head, or of a classifier with its head.
         stepwise: A token classifier with two labels instead of a sequence classifier with one.
+        new_head: Whether a causal language model is welcome; false where only a trained model makes sense.
         head_std: Standard deviation of a new head's normally distributed weights; ``None``: 1 / (H + 1), as OpenRLHF
             and Stiennon et al. (2020, arXiv:2009.01325, appendix B.1); 0: all outputs start at 0.
         dtype: Type of the weights.
@@ -134,8 +136,8 @@ def load_scalar_model(
 
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
-        ValueError: If ``head_std`` is negative, the model is a classifier of another kind, or ``quantization`` is given
-            without ``lora``.
+        ValueError: If ``head_std`` is negative, the model is a classifier of another kind, or none although
+            ``new_head`` is false, or ``quantization`` is given without ``lora``.
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -146,7 +148,7 @@ def load_scalar_model(
     name = existing_name(name)
     arguments = pretrained_arguments(name, dtype, attention, quantization, trust_remote_code)
     config = arguments["config"]
-    is_new = _needs_head(config, name, stepwise)
+    is_new = _needs_head(config, name, stepwise, new_head)
     config.num_labels = 2 if stepwise else 1
     kind = AutoModelForTokenClassification if stepwise else AutoModelForSequenceClassification
     loaded = kind.from_pretrained(name, **arguments)
@@ -162,18 +164,18 @@ def load_scalar_model(
     return model.train()
 
 
-def _needs_head(config: Any, name: str, stepwise: bool) -> bool:
+def _needs_head(config: Any, name: str, stepwise: bool, new_head: bool) -> bool:
     """Whether the model is no classifier yet."""
     wanted, labels = ("ForTokenClassification", 2) if stepwise else ("ForSequenceClassification", 1)
-    architecture = (getattr(config, "architectures", None) or [""])[0]
-    if "Classification" not in architecture:
-        return True
-    if not architecture.endswith(wanted) or config.num_labels != labels:
-        raise ValueError(
-            f"{name} is a {architecture} with {config.num_labels} labels; needed is a causal language model or a "
-            f"...{wanted} with {labels}"
-        )
-    return False
+    architecture = (getattr(config, "architectures", None) or ["model of unknown kind"])[0]
+    classifier = "Classification" in architecture
+    if classifier and architecture.endswith(wanted) and config.num_labels == labels:
+        return False
+    if classifier or not new_head:
+        found = f"{architecture} with {config.num_labels} labels" if classifier else architecture
+        choices = "a causal language model or " if new_head else ""
+        raise ValueError(f"{name} is a {found}; needed is {choices}a ...{wanted} with {labels} labels")
+    return True
 
 
 def _initialize(head: nn.Linear, std: float | None) -> None:

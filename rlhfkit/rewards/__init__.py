@@ -2,6 +2,7 @@
 
 from rlhfkit.rewards.base import Reward, WeightedSum, evaluate, reward_name, score_samples
 from rlhfkit.rewards.maths import MathMatch, math_match
+from rlhfkit.rewards.model import ModelReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "FormatReward",
     "LengthPenalty",
     "MathMatch",
+    "ModelReward",
     "Reward",
     "WeightedSum",
     "evaluate",

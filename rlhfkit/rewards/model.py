@@ -82,12 +82,16 @@ class ModelReward:
             ValueError: If the samples are of another tokenizer than the model's, or have no token ids, and there is no
                 ``text``.
         """
+        if not samples:
+            return []
         self._load()
-        token_ids = [self._read(sample) for sample in samples]
+        token_ids = (
+            self._sampled(samples) if self.text is None else self._tokenizer([*map(self.text, samples)])["input_ids"]
+        )
         lengths = [len(ids) for ids in token_ids]
-        count = min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(lengths))
+        forwards = min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(lengths))
         rewards = torch.zeros(len(lengths))
-        for rows in balanced_partition(lengths, max(count, 1)):
+        for rows in balanced_partition(lengths, forwards):
             batch = collate_tokens([TokenExample(token_ids[row], [False] * lengths[row]) for row in rows])
             rewards[rows] = self._score(batch)
         return rewards.tolist()
@@ -105,25 +109,27 @@ class ModelReward:
             device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         self._tokenizer = load_tokenizer(self.model, trust_remote_code=self.trust_remote_code)
         model = load_scalar_model(
-            self.model, dtype=self.dtype, attention=self.attention, trust_remote_code=self.trust_remote_code
+            self.model,
+            new_head=False,
+            dtype=self.dtype,
+            attention=self.attention,
+            trust_remote_code=self.trust_remote_code,
         )
         self._loaded = model.requires_grad_(False).eval().to(device)
 
-    def _read(self, sample: Sample) -> list[int]:
-        """Token ids of a sample as the model reads it."""
-        if self.text is not None:
-            return self._tokenizer(self.text(sample))["input_ids"]
-        token_ids = sample.prompt.token_ids + sample.token_ids
-        if not token_ids:
-            raise ValueError(
-                f"a sample of prompt {sample.prompt.index} has no token ids: tell ModelReward how to write it, "
-                "text=lambda sample: ..."
-            )
-        # What the model takes the completion for; another tokenizer's ids would be words at random.
-        own = self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        if max(token_ids) >= len(self._tokenizer) or own != sample.text:
-            raise ValueError(
-                f"{self.model} has another tokenizer than the policy: it reads {own[:40]!r} where {sample.text[:40]!r} "
-                "was sampled. Tell ModelReward how to write a sample, text=lambda sample: ..."
-            )
-        return token_ids
+    def _sampled(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Token ids as they were sampled, if they mean the same to the model."""
+        known = self._loaded.config.get_text_config().vocab_size
+        texts = self._tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
+        for sample, text in zip(samples, texts, strict=True):
+            if not sample.token_ids and not sample.prompt.token_ids:
+                raise ValueError(
+                    f"a sample of prompt {sample.prompt.index} has no token ids: tell ModelReward how to write it, "
+                    "text=lambda sample: ..."
+                )
+            if text != sample.text or max(sample.prompt.token_ids + sample.token_ids) >= known:
+                raise ValueError(
+                    f"{self.model} has another tokenizer than the policy: it reads {text[:40]!r} where "
+                    f"{sample.text[:40]!r} was sampled. Tell ModelReward how to write a sample, text=lambda sample: ..."
+                )
+        return [sample.prompt.token_ids + sample.token_ids for sample in samples]

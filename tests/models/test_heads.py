@@ -118,6 +118,10 @@ def test_wrong_classifiers_and_spreads_are_refused(folder: str, tmp_path: Path) 
     load_scalar_model(folder).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is a LlamaForSequenceClassification with 1 labels; needed is"):
         load_scalar_model(str(tmp_path), stepwise=True)
+    with pytest.raises(
+        ValueError, match=r"is a LlamaForCausalLM; needed is a ...ForSequenceClassification with 1 labels"
+    ):
+        load_scalar_model(folder, new_head=False)
     with pytest.raises(ValueError, match="head_std must not be negative, got -1"):
         load_scalar_model(folder, head_std=-1.0)
     model = load_scalar_model(folder, attention="sdpa")

@@ -1,0 +1,131 @@
+"""ModelReward against Transformers' classifier, and as the reward of a real run."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import AutoModelForSequenceClassification
+
+from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.models import load_scalar_model
+from rlhfkit.rewards import ModelReward, score_samples
+
+TEXTS = ("2", "11", "", "abcdefg")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy and a reward model with constants."""
+    folder = tmp_path_factory.mktemp("model_reward")
+    model = load_scalar_model(str(tiny_model(folder / "policy")), head_std=1.0)
+    model.config.mean, model.config.std = 0.5, 4.0
+    model.save_pretrained(folder / "reward")
+    tiny_tokenizer().save_pretrained(folder / "reward")
+    return folder
+
+
+def samples(texts: Sequence[str] = TEXTS) -> list[Sample]:
+    """Answers to one question, each with its end-of-sequence token."""
+    tokenizer = tiny_tokenizer()
+    prompt = Prompt(0, tokenizer("1+1=")["input_ids"], "1+1=")
+    found = []
+    for index, text in enumerate(texts):
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        found.append(Sample(prompt, index, ids, [0.0] * len(ids), [0] * len(ids), "stop", text=text))
+    return found
+
+
+def by_transformers(folder: Path, rows: Sequence[list[int]]) -> list[float]:
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()
+    with torch.no_grad():
+        return [float(model(input_ids=torch.tensor([row])).logits) for row in rows]
+
+
+@pytest.mark.parametrize("tokens", [16384, 12, 1])
+def test_scores_are_the_classifiers_on_the_sampled_tokens(folder: Path, tokens: int) -> None:
+    given = samples()
+    raw = by_transformers(folder, [sample.prompt.token_ids + sample.token_ids for sample in given])
+    reward = ModelReward(str(folder / "reward"), normalized=False, max_tokens_per_forward=tokens, device="cpu")
+    assert reward(given) == pytest.approx(raw, abs=1e-5)
+    score_samples(ModelReward(str(folder / "reward"), device="cpu"), given)
+    assert [sample.reward for sample in given] == pytest.approx([(value - 0.5) / 4 for value in raw], abs=1e-5)
+    assert [*given[0].reward_parts] == ["reward_model"]
+    assert reward([]) == []
+
+
+def test_a_function_writes_what_another_model_reads(folder: Path) -> None:
+    reward = ModelReward(
+        str(folder / "reward"), normalized=False, device="cpu", text=lambda s: f"Q {s.prompt.text} A {s.text}"
+    )
+    given = samples()
+    for sample in given:
+        sample.token_ids = [127] * len(sample.token_ids)  # nothing of this is read
+    rows = [tiny_tokenizer()(f"Q 1+1= A {text}")["input_ids"] for text in TEXTS]
+    assert reward(given) == pytest.approx(by_transformers(folder, rows), abs=1e-5)
+
+
+def test_another_tokenizer_is_found_out(folder: Path) -> None:
+    reward = ModelReward(str(folder / "reward"), device="cpu")
+    given = samples()
+    given[1].text = "eleven"
+    with pytest.raises(ValueError, match="another tokenizer than the policy: it reads '11' where 'eleven' was sampled"):
+        reward(given)
+    given = samples()
+    given[2].token_ids[-1] = 40_000
+    with pytest.raises(ValueError, match="another tokenizer than the policy"):
+        reward(given)
+    prompt = Prompt(3, [], "1+1=")
+    with pytest.raises(ValueError, match="a sample of prompt 3 has no token ids: tell ModelReward how to write it"):
+        reward([Sample(prompt, 0, [], [], [], "stop", text="")])
+
+
+def test_only_trained_reward_models_are_taken(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM; needed is a ...ForSequenceClassification with 1 labels"):
+        ModelReward(str(folder / "policy"))(samples())
+    with pytest.raises(
+        ValueError, match="dtype must be the name of a torch type such as 'bfloat16', got 'half precision'"
+    ):
+        ModelReward("unused", dtype="half precision")
+    with pytest.raises(ValueError, match="max_tokens_per_forward must be at least 1, got 0"):
+        ModelReward("unused", max_tokens_per_forward=0)
+
+
+def test_a_policy_is_trained_on_it(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
+
+    class Rewards(L.Callback):
+        seen: list[float]
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            self.seen.append(sum(sample.reward for sample in rollouts.samples) / len(rollouts.samples))
+
+    keep = Rewards()
+    keep.seen = []
+    rollouts = RolloutCallback(
+        ModelReward(str(folder / "reward"), device="cpu"), sampling=SamplingSpec(group_size=8, max_new_tokens=4)
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=8,
+        callbacks=[keep, rollouts],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    data = PromptDataModule(str(tmp_path / "prompts.jsonl"), rollout_batch_size=8, micro_batch_size=64)
+    trainer.fit(GRPOModule(str(folder / "policy"), lr=3e-3), data)
+    assert len(keep.seen) == 8
+    assert keep.seen[-1] > keep.seen[0] + 0.5
