@@ -1,8 +1,10 @@
-"""Lightning callbacks: rollouts, sample tables, curves, exports. Hooks only; no algorithm lives here."""
+"""Lightning callbacks: rollouts, sample tables, curves, exports, a guard. Hooks only; no algorithm lives here."""
 
 from rlhfkit.callbacks.curves import TrainingCurves
+from rlhfkit.callbacks.ema import EMA
 from rlhfkit.callbacks.export import HFExport
+from rlhfkit.callbacks.guard import NonFiniteGuard
 from rlhfkit.callbacks.rollout import RolloutCallback
 from rlhfkit.callbacks.samples import SampleTable
 
-__all__ = ["HFExport", "RolloutCallback", "SampleTable", "TrainingCurves"]
+__all__ = ["EMA", "HFExport", "NonFiniteGuard", "RolloutCallback", "SampleTable", "TrainingCurves"]

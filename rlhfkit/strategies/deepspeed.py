@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -31,15 +31,17 @@ from rlhfkit.strategies.engines import (
     engine_config,
     require_unmanaged_accumulation,
 )
+from rlhfkit.strategies.finite import JointSteps, Outcome
 from rlhfkit.strategies.gradients import clip_next_step, discard_gradients, measured_norm
 from rlhfkit.strategies.precision import EnginePrecision
+from rlhfkit.strategies.ray_launcher import LaunchedOnRay, RayOptions
 from rlhfkit.strategies.sharding import full_parameters, hugging_face_sharding, state_of, unshard
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
+class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy):
     """Trains several child modules of one LightningModule with a DeepSpeed engine each.
 
     The LightningModule stays unwrapped. ``configure_optimizers`` returns one ordinary torch optimizer; its parameter
@@ -61,6 +63,13 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
             ``{"critic": {"zero_optimization": {"stage": 2}}, "reference": {"zero_optimization": {"offload_param":
             {"device": "cpu"}}}}``. ``{"zero_optimization": {"stage": 0}}`` keeps a frozen child plain.
         init_timeout: Seconds that a rank waits for all others to join; the error names the missing ones.
+        launcher: Who starts the ranks: ``"ray"`` (:class:`~rlhfkit.strategies.ray_launcher.RayLauncher`) or
+            ``"subprocess"``, Lightning by running the script again. None: Ray in a notebook with several devices,
+            elsewhere ``"subprocess"``, or whoever has started them (torchrun, SLURM, ...).
+        num_nodes: With Ray: machines, each with ``Trainer(devices=...)`` ranks; None is ``Trainer(num_nodes=...)``.
+        resources_per_rank: With Ray: what a rank claims; default ``{"CPU": 1}``, on GPUs with ``"GPU": 1``. GPUs asked
+            for here need not be on the driver's machine; leave ``Trainer(accelerator=...)`` out then.
+        return_weights: With Ray: whether the driver's module gets the trained weights. They must fit into its memory.
         log_gradient_norm: Whether to log ``grad_norm/<child>`` after each step.
         **kwargs: As for Lightning's ``DeepSpeedStrategy`` (``config``, ``offload_optimizer``, ``offload_parameters``,
             ``timeout``, ...). A ``config`` replaces all defaults, ``stage`` included.
@@ -83,6 +92,10 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
         *,
         engine_configs: Mapping[str, Mapping[str, Any]] | None = None,
         init_timeout: float = 600.0,
+        launcher: Literal["ray", "subprocess"] | None = None,
+        num_nodes: int | None = None,
+        resources_per_rank: Mapping[str, float] | None = None,
+        return_weights: bool = True,
         log_gradient_norm: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -94,6 +107,8 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}.")
         if init_timeout <= 0:
             raise ValueError(f"init_timeout must be a positive number of seconds, got {init_timeout}.")
+        self._ray_options = RayOptions(launcher, num_nodes, resources_per_rank, return_weights)
+        kwargs.setdefault("accelerator", self._ray_options.accelerator)
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read once, when DeepSpeed is first imported
         require_unmanaged_accumulation()
@@ -110,7 +125,9 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
         self.gradient_norms: dict[str, float] = {}
         """Norm of each engine's last gradient before clipping, over all ranks; infinite when the update was skipped."""
         self.skipped_updates = 0
-        """How many engine updates were skipped in this run because a gradient was not finite on some rank."""
+        """Optimizer steps of this run that no engine took, because a loss or gradient was not finite on some rank."""
+        self.rescaled_updates = 0
+        """Optimizer steps of this run that were skipped to lower the dynamic loss scale of fp16; not errors."""
         self._frozen: set[str] = set()
         self._accumulating: set[str] = set()
 
@@ -189,6 +206,7 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
             require_known_children(module, self.engine_configs)
             self.engines, made = training_engines(module, optimizers, self.config_of, self.root_device)
             self.optimizers = [EngineOptimizer(base, engines, self.discard_gradients) for base, engines in made]
+            self._steps = JointSteps(self.engines, self.root_device)
         rest = {name for name, _ in module.named_children() if name not in self.engines}
         self._frozen, self.frozen_engines = place_others(
             module, rest, self.config_of, self.root_device, self._training_dtype
@@ -287,11 +305,17 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
         """Back-propagate through all engines that the loss depends on."""
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self._accumulating.update(backward_through(self.engines, closure_loss, **kwargs))
+        names = backward_through(self.engines, closure_loss, **kwargs)
+        self._steps.after_backward(names, closure_loss)
+        self._accumulating.update(names)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure (forward and backward), then step each engine of ``optimizer``."""
+        """Run the closure (forward and backward), then step all engines of ``optimizer``, or none of them.
+
+        None when a loss or gradient of one of them was not finite on some rank: weights and optimizer states stay
+        bitwise as they were. Learning-rate schedules and ``global_step`` go on.
+        """
         module = self.lightning_module
         assert module is not None
         assert isinstance(optimizer, EngineOptimizer)
@@ -303,14 +327,17 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
                 "training_step returned None: ranks that skip a step would leave the others waiting. Return a loss of"
                 " zero that depends on the output instead."
             )
+        outcome = self._steps.step(optimizer.engines)
+        self.skipped_updates += outcome is Outcome.SKIPPED
+        self.rescaled_updates += outcome is Outcome.RESCALED
         for name, engine in optimizer.engines.items():
-            engine.step()
             self._accumulating.discard(name)
-            self.gradient_norms[name] = measured_norm(engine)
-            self.skipped_updates += not math.isfinite(self.gradient_norms[name])
+            self.gradient_norms[name] = measured_norm(engine) if outcome is Outcome.STEPPED else math.inf
             clip_next_step(engine, 0.0)
             if self.log_gradient_norm and not module.trainer.barebones:
                 module.log(f"grad_norm/{name}", self.gradient_norms[name])
+        if not module.trainer.barebones:
+            module.log("skipped_updates", float(self.skipped_updates))
         optimizer.mark_stepped()
         return result
 
@@ -318,6 +345,7 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
         """Drop what has been accumulated for one child since its last step, in every buffer of its engine."""
         if child in self._accumulating:
             discard_gradients(self.engines[child])
+            self._steps.forget(child)
             self._accumulating.discard(child)
 
     def _set_clipping(self, optimizer: Optimizer, norm: float) -> None:
@@ -339,6 +367,8 @@ class RLHFDeepSpeedStrategy(EngineCheckpoints, DeepSpeedStrategy):
     def teardown(self) -> None:
         """Put the raw children back. At stage 3 on several ranks their parameters stay sharded: they may not fit."""
         module = self.lightning_module
+        if self.engines:
+            self._steps.remove()
         for name, engine in {**self.engines, **self.frozen_engines}.items():
             if module is not None and module._modules.get(name) is engine:
                 module._modules[name] = engine.__dict__["module"]  # the raw child

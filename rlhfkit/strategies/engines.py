@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlhfkit.strategies.gradients import plain_loss_scale
+
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
@@ -141,7 +143,8 @@ def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **k
             " its inner module, and return a loss that requires gradients."
         )
     if len(names) == 1:
-        engines[names[0]].backward(loss, **kwargs)
+        engine = engines[names[0]]
+        engine.backward(loss * (plain_loss_scale(engine) or 1.0), **kwargs)
         return names
     taking_part = [engines[name] for name in names]
     if any(engine.fp16_enabled() for engine in taking_part):

@@ -33,32 +33,37 @@ def clip_next_step(engine: "DeepSpeedEngine", norm: float) -> None:
     if hasattr(engine.optimizer, "clip_grad"):  # ZeRO 1 to 3 and the 16-bit optimizers keep a value of their own
         engine.optimizer.clip_grad = norm
         return
-    # fp32 at stage 0: the engine clips the averaged gradients itself, and neither reports their norm nor checks it.
+    # fp32 at stage 0: the engine clips the averaged gradients itself, and does not report their norm.
     engine._config.gradient_clipping = math.inf
-    engine.clip_fp32_gradients = lambda: _clip_and_check(engine, norm)
+    engine.clip_fp32_gradients = lambda: _clip_and_measure(engine, norm)
 
 
-def _clip_and_check(engine: "DeepSpeedEngine", norm: float) -> None:
-    """Clip plain fp32 gradients, and drop them when they are not finite, as DeepSpeed does at all other stages.
-
-    The gradients are averaged over ranks at this point, so all ranks see the same norm and decide alike. A step
-    without gradients leaves weights and optimizer state as they are.
-    """
+def _clip_and_measure(engine: "DeepSpeedEngine", norm: float) -> None:
+    """Clip plain fp32 gradients. They are averaged over ranks at this point, so all ranks see the same norm."""
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
     total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     engine._global_grad_norm = total.item()
-    if not math.isfinite(engine._global_grad_norm):
-        engine._global_grad_norm = math.inf
-        for parameter in parameters:
-            parameter.grad = None
-    elif norm > 0:
+    if norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, norm, total)
 
 
 def measured_norm(engine: "DeepSpeedEngine") -> float:
-    """Norm of the gradient that the engine has just used, before clipping; infinite when it skipped the update."""
+    """Norm of the gradient that the engine has just used, before clipping."""
     norm: Any = engine.get_global_grad_norm()
-    return float(norm) if norm is not None else math.nan
+    if norm is None:
+        return math.nan
+    return float(norm) / (plain_loss_scale(engine) or 1.0)
+
+
+def plain_loss_scale(engine: "DeepSpeedEngine") -> float | None:
+    """The loss scale of an fp16 engine at stage 0, else None.
+
+    deepspeed 0.19.8 scales losses and unscales norms by itself from stage 1 on. At stage 0 it only divides the
+    gradients by the scale.
+    """
+    if engine.fp16_enabled() and not engine.zero_optimization():
+        return float(engine.optimizer.loss_scale_config.cur_scale)
+    return None
 
 
 def discard_gradients(engine: "DeepSpeedEngine") -> None:
@@ -75,8 +80,10 @@ def discard_gradients(engine: "DeepSpeedEngine") -> None:
         optimizer.micro_step_id = 0
     elif hasattr(optimizer, "averaged_gradients"):  # ZeRO 1 and 2
         optimizer._release_preflattened_grad_buffers()
+        optimizer.micro_step_id = -1  # otherwise offloading adds the next gradient to the dropped one
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
+            optimizer._offload_accumulated_param_ids = set()
         for group in optimizer.averaged_gradients:
             optimizer.averaged_gradients[group] = None
             optimizer.all_grad_tensors[group] = None

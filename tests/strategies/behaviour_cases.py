@@ -1,15 +1,14 @@
-"""What one rank runs for the behaviour tests: precision, evaluation, guarding, discarding, manual optimization."""
+"""What one rank runs for the behaviour tests: precision, evaluation, discarding, manual optimization."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 import toys
-from parity_cases import RANK, RANKS, Spy, difference, fit, full_weights, weight_difference
+from parity_cases import RANK, RANKS, Spy, difference, fit, weight_difference
 from torch.utils.data import DataLoader
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
-from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 
 def everything(folder: Path, model: str, stages: list[int]) -> dict[str, Any]:
@@ -19,9 +18,6 @@ def everything(folder: Path, model: str, stages: list[int]) -> dict[str, Any]:
             f"{stage}, {kind}": precision(model, stage, kind) for stage in stages for kind in BF16[: 1 + (stage == 3)]
         },
         "evaluation": {str(stage): evaluation(model, stage) for stage in stages},
-        "guard": {
-            f"{stage}, {kind}": guard(model, stage, kind) for stage in stages for kind in ("32-true", "bf16-true")
-        },
         "discard": {f"{s}, {kind}": discard(model, s, kind) for s in stages for kind in ("32-true", "bf16-true")},
         "manual": {str(stage): manual(model, stage) for stage in stages},
         "inputs": batch_dtypes(model),
@@ -96,45 +92,6 @@ class Predicting(toys.Toy):
 
     def predict_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         return self.policy(input_ids=batch).logits[:, -1].argmax(-1)
-
-
-class Poisoned(toys.Toy):
-    """Its loss is NaN in one step on the last rank only."""
-
-    poison_step = 2
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = super().training_step(batch, index)
-        if index == self.poison_step and RANK == RANKS - 1:
-            loss = loss * float("nan")
-        return loss
-
-
-class Watch(toys.pl.Callback):
-    """Full weights after every batch."""
-
-    def __init__(self) -> None:
-        self.history: list[dict[str, torch.Tensor]] = []
-        self.norms: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
-        self.history.append(full_weights(module, trainer.strategy, ["policy", "critic"]))
-        self.norms.append(trainer.strategy.gradient_norms["policy"])
-
-
-def guard(model: str, stage: int, kind: str) -> dict[str, Any]:
-    """A NaN loss on one rank: which steps changed weights, and whether training goes on."""
-    module, watch = Poisoned(model, critic=True), Watch()
-    strategy = RLHFDeepSpeedStrategy(stage=stage)
-    trainer = toys.trainer(strategy, RANKS, callbacks=[watch], precision=kind, gradient_clip_val=1.0)
-    trainer.fit(module, toys.ShareLoader(toys.global_batches(5), RANK, RANKS))
-    steps = zip(watch.history[:-1], watch.history[1:], strict=True)
-    return {
-        "changed": [weight_difference(a, b) > 0 for a, b in steps] if RANK == 0 else [],
-        "finite": all(torch.isfinite(w).all().item() for w in watch.history[-1].values()),
-        "norms": [str(norm) for norm in watch.norms],
-        "skipped": strategy.skipped_updates,
-    }
 
 
 class Dropping(toys.Toy):

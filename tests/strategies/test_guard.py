@@ -1,0 +1,68 @@
+"""A number that is not finite on one rank stops the update of all engines on all ranks, at every ZeRO stage."""
+
+from typing import Any
+
+import pytest
+import ranks
+
+pytestmark = pytest.mark.distributed
+STAGES = [0, 1, 2, 3]
+EXACT = [*(f"stage {s}" for s in STAGES), *(f"stage {s}, offload" for s in STAGES[1:]), "ddp"]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: Any, model_folder: str) -> list[dict[str, Any]]:
+    """Everything on two ranks in one launch."""
+    return ranks.run("guard_cases:everything", 2, tmp_path_factory.mktemp("guard"), model=model_folder)
+
+
+@pytest.mark.parametrize("case", ["plain", *EXACT, *(f"stage {stage}, bf16" for stage in STAGES)])
+def test_a_skipped_update_changes_no_weight_and_no_optimizer_state_of_any_engine(
+    reports: list[dict[str, Any]], case: str
+) -> None:
+    # Between six updates. The second had a loss of NaN in its last micro-batch, the fourth a finite loss and a NaN in
+    # the critic's gradient in its first: the policy stands still too. Both on the last rank only.
+    expected = [False, True, False, True, True]
+    assert reports[0][case]["weights"] == expected
+    for report in reports:
+        assert report[case]["states"] == expected
+        assert report[case]["logged"] == [0, 1, 1, 2, 2, 2]
+        assert report[case]["skipped"] == 2
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_training_goes_on_as_if_the_skipped_windows_had_not_been_there(
+    reports: list[dict[str, Any]], case: str
+) -> None:
+    # Against plain Lightning on one rank, where the callback drops the gradients of the same windows.
+    assert reports[0][case]["difference_to_plain"] <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["rlhf_zero2", "ddp"])
+def test_too_many_in_a_row_stop_all_ranks_with_the_batches_on_disk(
+    reports: list[dict[str, Any]], strategy: str
+) -> None:
+    for rank, report in enumerate(reports):
+        values = report["stop"][strategy]
+        assert "3 updates in a row were skipped" in values["message"]
+        assert values["folder"] in values["message"]
+        assert values["indices"] == [6, 7], "updates 2, 3 and 4 were bad; the last one's two micro-batches"
+        assert values["same"] == [True, True]
+        assert values["finite"] == ([False, False] if rank == 1 else [True, True]), "the dump names the bad rank"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_overflows_lower_the_loss_scale_and_are_errors_only_when_it_cannot_fall(
+    reports: list[dict[str, Any]], stage: int
+) -> None:
+    exact, values = reports[0]["fp32"], reports[0]["fp16"][str(stage)]
+    search, right, hopeless = values["search"], values["right at once"], values["hopeless"]
+    assert (search["rescaled"], search["skipped"], search["message"]) == (7, 0, ""), "2**24 down to 2**17"
+    assert search["losses"][1] < search["losses"][0]
+    assert (right["rescaled"], right["skipped"]) == (0, 0)
+    # fp16 has 11 bits: losses of about 4 and norms of about 2 move in the third digit after the point.
+    assert right["losses"][1] == pytest.approx(exact["loss"], abs=2e-3)
+    assert right["norm"] == pytest.approx(exact["norm"], abs=5e-3)
+    assert (hopeless["rescaled"], hopeless["skipped"]) == (2, 2), "4, 2, 1, then twice in a row at the minimum"
+    assert "2 updates in a row" in hopeless["message"]
+    assert hopeless["steps"] == 6
