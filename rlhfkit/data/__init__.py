@@ -8,6 +8,7 @@ from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition,
 from rlhfkit.data.preferences import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
 from rlhfkit.data.step_loader import StepLoader
 from rlhfkit.data.stepwise import StepwiseBatch, StepwiseExample, StepwiseExamples, collate_stepwise
+from rlhfkit.data.stream_loader import StreamLoader
 
 __all__ = [
     "Experience",
@@ -27,6 +28,7 @@ __all__ = [
     "StepwiseBatch",
     "StepwiseExample",
     "StepwiseExamples",
+    "StreamLoader",
     "TokenBatch",
     "TokenExample",
     "balanced_partition",

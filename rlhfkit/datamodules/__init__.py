@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rlhfkit.datamodules.preferences import PreferenceDataModule
     from rlhfkit.datamodules.prompts import PromptDataModule, final_answer
     from rlhfkit.datamodules.stepwise import StepwiseDataModule
+    from rlhfkit.datamodules.streaming import StreamingSFTDataModule
     from rlhfkit.datamodules.unpaired import UnpairedPreferenceDataModule
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "PromptDataModule",
     "SFTDataModule",
     "StepwiseDataModule",
+    "StreamingSFTDataModule",
     "UnpairedPreferenceDataModule",
     "final_answer",
 ]
@@ -26,6 +28,7 @@ _HOMES = {
     "PromptDataModule": "rlhfkit.datamodules.prompts",
     "SFTDataModule": "rlhfkit.datamodules.instructions",
     "StepwiseDataModule": "rlhfkit.datamodules.stepwise",
+    "StreamingSFTDataModule": "rlhfkit.datamodules.streaming",
     "UnpairedPreferenceDataModule": "rlhfkit.datamodules.unpaired",
     "final_answer": "rlhfkit.datamodules.prompts",
 }

@@ -97,7 +97,7 @@ class ExampleBuilder:
                 is left.
         """
         columns = {"prompt": prompt, "completion": completion, "messages": messages, "text": text}
-        self._check_first(rows[0], columns)
+        self.check_first(rows[0], columns)
         kept = self.kept(rows, columns, lambda: self._make(rows, columns))
         log_counts(self.source, len(rows), kept.counts, self.max_length)
         return kept
@@ -125,7 +125,7 @@ class ExampleBuilder:
     def _make(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
         counts: dict[str, int] = {"truncated": 0, "dropped": 0, "empty": 0}
         made_from: list[int] = []
-        tokenised = self.tokenised(rows, lambda builder, row, where: [builder._recipe(row, where, *columns.values())])
+        tokenised = self.tokenised(rows, lambda builder, row, where: [builder.recipe(row, where, columns)])
         made = TokenExamples(self._fitting(tokenised, made_from, counts))
         made.rows, made.counts = made_from, counts
         if not len(made):
@@ -146,15 +146,33 @@ class ExampleBuilder:
         """
 
         def tokenise(chunk: list[dict[str, Any]], first: int) -> list[TokenExample]:
-            places = ((row, f"{self.source}, row {index},") for index, row in enumerate(chunk, first))
-            return list(self._cooked(recipe for row, at in places for recipe in recipes(self.for_row(row), row, at)))
+            return list(self.cooked(enumerate(chunk, first), recipes))
 
         num_proc = 1 if self.cache is None else self.cache.num_proc
         return tokenise_rows(rows, tokenise, num_proc=num_proc, title=f"Tokenising {self.source}")
 
-    def _check_first(self, row: Mapping[str, Any], columns: Mapping[str, str | None]) -> None:
-        """Warn if the template's marks leave out what ends a turn: the model would not learn to stop."""
-        column = columns["messages"]
+    def cooked(
+        self,
+        rows: Iterable[tuple[int, Mapping[str, Any]]],
+        recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]],
+    ) -> Iterator[TokenExample]:
+        """The examples of some rows.
+
+        Args:
+            rows: Index (for messages) and row of each.
+            recipes: See :meth:`tokenised`.
+        """
+        places = ((row, f"{self.source}, row {index},") for index, row in rows)
+        return self._cooked(recipe for row, where in places for recipe in recipes(self.for_row(row), row, where))
+
+    def check_first(self, row: Mapping[str, Any], columns: Mapping[str, str | None]) -> None:
+        """Warn if the template's marks leave out what ends a turn: the model would not learn to stop.
+
+        Args:
+            row: The first row; what ends a turn is the same in all of them.
+            columns: Column by argument of :meth:`build`.
+        """
+        column = columns.get("messages")
         if column is None:
             return
         builder = self.for_row(row)
@@ -166,23 +184,22 @@ class ExampleBuilder:
                 self.source,
             )
 
-    def _recipe(
-        self,
-        row: Mapping[str, Any],
-        where: str,
-        prompt: str | None,
-        completion: str | None,
-        messages: str | None,
-        text: str | None,
-    ) -> "Recipe":
+    def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
+        """How one row becomes an example; override for other columns.
+
+        Args:
+            row: One row of the data.
+            where: Source and row, for messages.
+            columns: Column by argument of :meth:`build`.
+        """
+        messages, text = columns.get("messages"), columns.get("text")
         if messages is not None:
             place = f"column {messages!r} of {where}"
             self._check_chat(row[messages], place)
             return self.conversation(self.style.messages(row[messages]), place)
         if text is not None:
             return self.plain(self._text(row[text], text, where))
-        assert prompt is not None
-        assert completion is not None
+        prompt, completion = str(columns["prompt"]), str(columns["completion"])
         self.style.check(row[prompt], f"column {prompt!r} of {where}")
         answer = row[completion]
         return self.completion(row[prompt], answer if is_chat(answer) else self._text(answer, completion, where), where)
@@ -204,21 +221,37 @@ class ExampleBuilder:
     ) -> Iterator[TokenExample]:
         """Those that can be learned from, cut to the limit; their rows go to ``made_from``."""
         for index, example in enumerate(examples):
-            if len(example.input_ids) > self.max_length:
-                if self.overlong == "error":
-                    raise ValueError(
-                        f"{self.source}, row {index}, has {len(example.input_ids)} tokens, more than max_length "
-                        f"{self.max_length}: raise it, or let overlong='truncate' or 'drop' deal with such rows"
-                    )
-                counts["dropped" if self.overlong == "drop" else "truncated"] += 1
-                if self.overlong == "drop":
-                    continue
-                example = TokenExample(example.input_ids[: self.max_length], example.loss_mask[: self.max_length])
-            if example.targets:
+            fitting = self.fit(example, f"{self.source}, row {index},", counts)
+            if fitting is not None:
                 made_from.append(index)
-                yield example
-            else:
-                counts["empty"] += 1
+                yield fitting
+
+    def fit(self, example: TokenExample, where: str, counts: dict[str, int]) -> TokenExample | None:
+        """An example within the limit, or ``None`` if there is nothing to learn in it; what is done is counted.
+
+        Args:
+            example: As tokenised.
+            where: Source and row, for messages.
+            counts: By what was done: ``truncated``, ``dropped``, ``empty``.
+
+        Raises:
+            ValueError: If it is too long under ``overlong="error"``.
+        """
+        length = len(example.input_ids)
+        if length > self.max_length:
+            if self.overlong == "error":
+                raise ValueError(
+                    f"{where} has {length} tokens, more than max_length {self.max_length}: raise it, or let "
+                    "overlong='truncate' or 'drop' deal with such rows"
+                )
+            counts["dropped" if self.overlong == "drop" else "truncated"] += 1
+            if self.overlong == "drop":
+                return None
+            example = TokenExample(example.input_ids[: self.max_length], example.loss_mask[: self.max_length])
+        if example.targets:
+            return example
+        counts["empty"] += 1
+        return None
 
     @staticmethod
     def _text(value: Any, column: str, where: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 """A file (JSON lines, JSON, CSV, Parquet), a folder written by ``Dataset.save_to_disk``, a hub name, or rows."""
@@ -63,14 +63,38 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
     return rows
 
 
-def _read_path(name: str, split: str, subset: str | None) -> Any:
+def stream_rows(data: Any, *, split: str = "train", subset: str | None = None) -> "IterableDataset":
+    """Open a source as a ``datasets.IterableDataset``: rows are read when they are asked for, and nothing is converted.
+
+    Args:
+        data: As for :func:`read_rows`, or an ``IterableDataset``.
+        split: Split to take where the source has several; slices are not possible.
+        subset: Configuration of a hub data set.
+
+    Raises:
+        FileNotFoundError: If a path does not exist.
+        ValueError: If there is no such split, or the first row cannot be read.
+    """
+    import datasets
+
+    if isinstance(data, datasets.IterableDataset):
+        return data
+    if not isinstance(data, str | os.PathLike):
+        return read_rows(data).to_iterable_dataset()
+    rows = _read_path(os.fspath(data), split, subset, streaming=True)
+    if isinstance(rows, datasets.DatasetDict):
+        rows = read_rows(data, split=split, subset=subset)
+    return rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
+
+
+def _read_path(name: str, split: str, subset: str | None, **options: Any) -> Any:
     import datasets
 
     path = Path(name).expanduser()
     if path.is_dir():
         if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
             return datasets.load_from_disk(str(path))
-        return _load(name, str(path), name=subset, split=split)
+        return _load(name, str(path), name=subset, split=split, **options)
     suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _COMPRESSIONS]
     builder = FORMATS.get(suffixes[-1].lower()) if suffixes else None
     if path.is_file():
@@ -78,12 +102,13 @@ def _read_path(name: str, split: str, subset: str | None) -> Any:
             raise ValueError(f"cannot tell the format of {name} from its name: it must end in {', '.join(FORMATS)}")
         if path.stat().st_size == 0:
             raise ValueError(f"{name} is empty; at least one row is needed")
-        options = {"sep": "\t"} if ".tsv" in suffixes else {}
+        if ".tsv" in suffixes:
+            options["sep"] = "\t"
         split = re.sub(r"\w+", "train", split, count=1)  # a file has one split, whatever the caller calls it
         return _load(name, builder, data_files=str(path), split=split, **options)
     if builder is not None or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"no such file or folder: {name} (in {Path.cwd()})")
-    return _load(name, name, name=subset, split=split)
+    return _load(name, name, name=subset, split=split, **options)
 
 
 def _load(source: str, *args: Any, **kwargs: Any) -> Any:

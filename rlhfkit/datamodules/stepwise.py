@@ -138,7 +138,8 @@ class StepwiseBuilder(ExampleBuilder):
             )
         return StepwiseExamples(answers, kept)
 
-    def _recipe(self, row: Mapping[str, Any], where: str, *columns: Any) -> Recipe:
+    def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
+        """One answer with its steps; the labels are remembered."""
         labels = row[self.columns["labels"]]
         if "text" in self.columns:
             return self._ended_by_token(

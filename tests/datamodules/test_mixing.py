@@ -1,4 +1,4 @@
-"""Several sources by weight: shares are those asked for, nothing comes twice before all came once, all can be repeated."""
+"""Several sources by weight: shares are those asked for, nothing comes twice before all of a source came once."""
 
 import logging
 from collections import Counter

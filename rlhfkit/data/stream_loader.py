@@ -1,0 +1,132 @@
+"""``StreamLoader``: supervised data of unknown length, one optimizer step at a time.
+
+A step takes the next ``micro_batch_size * accumulate * world_size`` examples of the stream. That is all that exact
+totals need: the window of a step is known before its first micro-batch is handed out. Every rank reads the whole stream
+and takes its share of each step: ranks need not talk to one another, and the steps are the same on any number of them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from rlhfkit.data.collate import StepTotals, TokenExample
+from rlhfkit.data.packing import deal
+
+B = TypeVar("B")
+
+Stream = Iterator[tuple[Any, TokenExample]]
+"""Examples without end, each with the place behind it: plain values that the stream can be opened at again."""
+
+
+class StreamLoader(Generic[B]):
+    """A sized, resumable loader over a stream; an epoch is a number of steps, and the next one goes on behind it.
+
+    Example::
+
+        loader = StreamLoader(open_stream, collate_tokens, steps_per_epoch=1000, micro_batch_size=8)
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[Any], Stream],
+        collate: Callable[[Sequence[TokenExample], StepTotals], B],
+        *,
+        steps_per_epoch: int,
+        micro_batch_size: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Set up the steps; nothing is read yet.
+
+        Args:
+            open_stream: Opens the stream at a place; ``None``: at its beginning.
+            collate: Makes a batch of examples and the totals of their step.
+            steps_per_epoch: Optimizer steps that are called an epoch.
+            micro_batch_size: Examples per micro-batch on average.
+            accumulate: Micro-batches per step and rank (``Trainer(accumulate_grad_batches)``).
+            rank: This rank.
+            world_size: Ranks.
+
+        Raises:
+            ValueError: If a size is out of range.
+        """
+        self._sizes = {
+            "steps_per_epoch": steps_per_epoch,
+            "micro_batch_size": micro_batch_size,
+            "accumulate": accumulate,
+            "world_size": world_size,
+        }
+        for name, size in self._sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be between 0 and world_size - 1 = {world_size - 1}, got {rank}")
+        self.open_stream = open_stream
+        self.collate = collate
+        self.steps_per_epoch = steps_per_epoch
+        self.accumulate = accumulate
+        self.rank = rank
+        self.world_size = world_size
+        self.window = micro_batch_size * accumulate * world_size
+        self._stream: Stream | None = None
+        self._before: Any = None  # place in front of the step that is being handed out
+        self._behind: Any = None  # place behind it
+        self._position = 0  # batches handed out in the epoch that is running
+        self._start = 0  # batches of it that were trained on before the run was resumed
+
+    def __len__(self) -> int:
+        """Micro-batches per epoch, the same on every rank."""
+        return self.steps_per_epoch * self.accumulate
+
+    def __iter__(self) -> Iterator[B]:
+        """This rank's micro-batches of the next epoch, or of the rest of the one that was loaded."""
+        start, self._start = self._start, 0
+        self._position = start // self.accumulate * self.accumulate
+        for _ in range(self._position // self.accumulate, self.steps_per_epoch):
+            for batch in self._next_step():
+                self._position += 1  # before it is handed out: nothing after the last yield ever runs
+                if self._position > start:
+                    yield batch
+
+    def _next_step(self) -> list[B]:
+        """This rank's micro-batches of the next window."""
+        if self._stream is None:
+            self._stream = self.open_stream(self._behind)
+        self._before = self._behind
+        examples = []
+        for _ in range(self.window):
+            self._behind, example = next(self._stream)
+            examples.append(example)
+        targets = [example.targets for example in examples]
+        bins = self.accumulate * self.world_size
+        totals = StepTotals(float(sum(targets)), float(sum(count > 0 for count in targets)), bins)
+        chosen = deal([len(example.input_ids) for example in examples], bins)
+        return [
+            self.collate([examples[index] for index in rows], totals) for rows in chosen[self.rank :: self.world_size]
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the stream and position in the epoch, as plain values."""
+        inside = self._position % self.accumulate != 0
+        place = self._before if inside else self._behind
+        return {"place": place, "position": self._position % len(self), **self._sizes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind what was trained on already.
+
+        Args:
+            state: From :meth:`state_dict`.
+
+        Raises:
+            ValueError: If the saved run was inside an epoch of other sizes.
+        """
+        changed = [name for name, size in self._sizes.items() if size != state[name]]
+        if changed and state["position"]:
+            differences = ", ".join(f"{name} was {state[name]} and is {self._sizes[name]}" for name in changed)
+            raise ValueError(
+                f"cannot continue inside an epoch whose steps have changed ({differences}): resume with the same "
+                "values, or from a checkpoint of the end of an epoch"
+            )
+        self._stream = None
+        self._before = self._behind = state["place"]
+        self._start = self._position = state["position"]

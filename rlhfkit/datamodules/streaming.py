@@ -1,0 +1,197 @@
+"""``StreamingSFTDataModule``: supervised data that is read while it is trained on, for files too large to do it before.
+
+A place in a stream is plain numbers (pass over the data, row), so a resumed run opens the files, leaves out the rows it
+has seen and goes on with the same examples. Rows are shuffled within blocks, each a function of (seed, pass, block),
+because a stream cannot be shuffled as a whole.
+"""
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhfkit.data.collate import TokenExample, collate_tokens
+from rlhfkit.data.shuffling import permutation
+from rlhfkit.data.stream_loader import Stream, StreamLoader
+from rlhfkit.datamodules.chat import PromptFormat
+from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, log_counts
+from rlhfkit.datamodules.formats import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
+from rlhfkit.datamodules.instructions import SFTDataModule
+from rlhfkit.datamodules.mixing import Mixture
+from rlhfkit.datamodules.sources import describe, stream_rows
+
+log = logging.getLogger(__name__)
+
+
+class StreamingSFTDataModule(SFTDataModule):
+    """:class:`SFTDataModule` over streams: nothing is converted, tokenised or counted before training.
+
+    An epoch is a number of optimizer steps; the next epoch goes on where the last one ended, and where the data ends a
+    new pass over it begins. Every rank reads and tokenises all of the stream, in the training process. Rows are
+    shuffled within blocks only, so shuffle files that are sorted.
+
+    Example::
+
+        data = StreamingSFTDataModule("corpus.jsonl.gz", text="text", steps_per_epoch=1000, micro_batch_size=8)
+    """
+
+    keeps_tokens = False
+
+    def __init__(self, data: Any, *, steps_per_epoch: int, shuffle_block: int = 10_000, **kwargs: Any) -> None:
+        """Remember what to read; nothing is opened before ``setup``.
+
+        Args:
+            data: A path, hub name, ``datasets.IterableDataset``, or several with their weights.
+            steps_per_epoch: Optimizer steps that Lightning calls an epoch: validation, schedules and checkpoints count
+                by it.
+            shuffle_block: Rows that are read at once and shuffled; memory for that many is needed.
+            **kwargs: See :class:`SFTDataModule`. ``validation_data`` is read as a whole.
+
+        Raises:
+            ValueError: If an argument is out of range, or needs the whole data (``max_tokens_per_micro_batch``,
+                ``drop_last``, ``num_proc``, ``cache_dir``).
+        """
+        unfit = {"max_tokens_per_micro_batch", "drop_last", "num_proc", "cache_dir"} & set(kwargs)
+        if unfit:
+            raise ValueError(f"{min(unfit)} needs all of the data at once, which a stream is not: use SFTDataModule")
+        for name, size in {"steps_per_epoch": steps_per_epoch, "shuffle_block": shuffle_block}.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        super().__init__(data, **kwargs)
+        self.steps_per_epoch = steps_per_epoch
+        self.shuffle_block = shuffle_block
+        self._streams: list[_SourceStream] | None = None
+        self._loader_state: dict[str, Any] | None = None
+        self._stream_loader: StreamLoader[Any] | None = None
+
+    def prepare_data(self) -> None:
+        """Nothing: rows are read when they are trained on."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the streams and find their columns; a second call does nothing.
+
+        Args:
+            stage: Not used.
+
+        Raises:
+            ValueError: If a column is missing or the first row has a value of the wrong type.
+        """
+        if self._streams is not None:
+            return
+        tokenizer = self._load_tokenizer()
+        if self.validation_data is not None:
+            self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
+        self._streams = [_SourceStream(self, source, tokenizer) for source in self._sources()]
+
+    def open_stream(self, place: Any = None) -> Stream:
+        """Examples without end.
+
+        Args:
+            place: Where to begin, from the stream itself; ``None``: at the beginning.
+
+        Yields:
+            The place behind an example, and the example. Sources take turns so that after each example all are as close
+            to their shares as they can be.
+        """
+        assert self._streams is not None
+        weights = self.data.weights if isinstance(self.data, Mixture) else [1.0]
+        places = [list(one) for one in place] if place is not None else [[0, 0, 0] for _ in weights]
+        opened = [stream.examples(one[0], one[1]) for stream, one in zip(self._streams, places, strict=True)]
+        while True:
+            total = sum(count for _, _, count in places) + 1
+            behind = [weight * total - one[2] for weight, one in zip(weights, places, strict=True)]
+            source = behind.index(max(behind))
+            number, row, example = next(opened[source])
+            places[source] = [number, row, places[source][2] + 1]
+            yield [list(one) for one in places], example
+
+    def train_dataloader(self) -> StreamLoader[Any]:  # type: ignore[override]  # the same protocol, another source
+        """Micro-batches of this rank, with the exact totals of their optimizer step."""
+        trainer = self._attached()
+        self._stream_loader = StreamLoader(
+            self.open_stream,
+            collate_tokens,
+            steps_per_epoch=self.steps_per_epoch,
+            micro_batch_size=self.micro_batch_size,
+            accumulate=trainer.accumulate_grad_batches,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+        if self._loader_state is not None:
+            self._stream_loader.load_state_dict(self._loader_state)
+        return self._stream_loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the stream training is. Here, because Lightning saves a loader's state inside an epoch only."""
+        return {} if self._stream_loader is None else {"stream": self._stream_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at the saved place.
+
+        Args:
+            state_dict: From :meth:`state_dict`.
+        """
+        self._loader_state = state_dict.get("stream")
+        if self._stream_loader is not None and self._loader_state is not None:
+            self._stream_loader.load_state_dict(self._loader_state)
+
+
+class _SourceStream:
+    """The examples of one source, pass after pass."""
+
+    def __init__(self, options: StreamingSFTDataModule, source: Any, tokenizer: Any) -> None:
+        """Open it, and find the columns by its first row."""
+        import datasets
+
+        self.rows = stream_rows(source, split=options.split, subset=options.subset)
+        self.source = describe(source)
+        head = [dict(row) for row in self.rows.take(1)]
+        if not head:
+            raise ValueError(f"{self.source} has no rows; at least one is needed")
+        named = {name: getattr(options, name) for name in ("messages", "prompt", "completion", "text")}
+        formats = (CONVERSATION, PROMPT_COMPLETION, LANGUAGE_MODELLING)
+        self.columns = find_columns(datasets.Dataset.from_list(head), source, formats, named)
+        style = PromptFormat(
+            tokenizer,
+            apply_chat_template=options.apply_chat_template,
+            system=options.system,
+            chat_template_arguments=options.chat_template_arguments,
+        )
+        self.builder = ExampleBuilder(style, options.max_length, options.overlong, self.source)
+        self.builder.check_first(head[0], self.columns)
+        self.block = options.shuffle_block
+        self.seed = options.seed if options.shuffle else None
+
+    def examples(self, number: int, row: int) -> Iterator[tuple[int, int, TokenExample]]:
+        """Examples from a row of a pass on: pass, row behind the example, example."""
+        while True:
+            kept = 0
+            for behind, example in self._pass(number, row):
+                kept += 1
+                yield number, behind, example
+            if not kept and row == 0:
+                raise ValueError(f"{self.source}: no row of the whole data has a token to learn: check the columns")
+            number, row = number + 1, 0
+            log.info("%s: pass %d begins", self.source, number + 1)
+
+    def _pass(self, number: int, row: int) -> Iterator[tuple[int, TokenExample]]:
+        """The rest of one pass."""
+        first = row // self.block * self.block
+        rows = iter(self.rows.skip(first))
+        while block := list(itertools.islice(rows, self.block)):
+            order = list(range(len(block)))
+            if self.seed is not None:
+                order = permutation(len(block), seed=self.seed, number=(number << 40) + first)
+            counts = {"truncated": 0, "dropped": 0, "empty": 0}
+            places = [first + turn for turn in range(len(block)) if first + turn >= row]
+            chosen = [(first + order[place - first], block[order[place - first]]) for place in places]
+            tokenised = self.builder.cooked(chosen, self._recipes)
+            for place, (index, _), example in zip(places, chosen, tokenised, strict=True):
+                fitting = self.builder.fit(example, f"{self.source}, row {index},", counts)
+                if fitting is not None:
+                    yield place + 1, fitting
+            log_counts(self.source, len(block), counts, self.builder.max_length)
+            first += len(block)
+
+    def _recipes(self, builder: ExampleBuilder, row: Mapping[str, Any], where: str) -> list[Recipe]:
+        return [builder.recipe(row, where, self.columns)]
