@@ -16,6 +16,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.generation import Generation, GenerationAhead
 from rlhfkit.callbacks.phases import Phases
 from rlhfkit.callbacks.publishing import WeightPublisher
@@ -53,6 +54,7 @@ class RolloutCallback(Callback):
             in a thread, and samples may be that many iterations old when they are trained on; give the module a
             ``correction`` for it.
         rollout_timeout: Seconds that the samples of one iteration may take when they are made ahead.
+        alarms: Bounds on metrics, each with what to do; a warning when a run first crosses one.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
             weights were published; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
 
@@ -70,6 +72,7 @@ class RolloutCallback(Callback):
         dynamic_sampling: DynamicSampling | None = None,
         max_staleness: int = 0,
         rollout_timeout: float = 7200.0,
+        alarms: Sequence[Alarm] = ROLLOUT_ALARMS,
         probe_tolerance: float | None = None,
     ) -> None:
         if not callable(reward):
@@ -94,6 +97,7 @@ class RolloutCallback(Callback):
                 "dynamic_sampling draws prompts by what earlier ones gave, and max_staleness ahead of that: use one"
             )
         self.dynamic_sampling = dynamic_sampling
+        self.alarms = Alarms(alarms)
         self.phases = Phases()
         """How long each part of each iteration took on this rank; ``phases.write_trace(path)`` draws it."""
         self.generation = Generation(engine, reward, self.phases)
@@ -301,6 +305,9 @@ class RolloutCallback(Callback):
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
         pl_module.log_dict(self._metrics, sync_dist=True)
         pl_module.log_dict(self.phases.metrics(self.iteration - 1), sync_dist=True)
+        metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
+        if trainer.is_global_zero:
+            self.alarms.check(metrics, self.iteration - 1)
         if "rollout/reward" in self._metrics:
             pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
         self.publish()

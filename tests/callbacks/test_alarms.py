@@ -1,0 +1,42 @@
+"""Alarms ring once, for what is out of bounds, and say what to do."""
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+from rl_runs import setup_run
+
+from rlhfkit import RolloutCallback, SamplingSpec
+from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
+
+
+@pytest.mark.parametrize(
+    ("value", "rings"), [(0.2, False), (0.1, False), (0.3, False), (0.05, True), (0.31, True), (math.nan, True)]
+)
+def test_an_alarm_rings_outside_its_bounds(value: float, rings: bool) -> None:
+    alarm = Alarm(metric="a", low=0.1, high=0.3, advice="do")
+    assert alarm.rings({"a": value}) is rings
+    assert not alarm.rings({"b": value})
+
+
+def test_each_rings_once(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = Alarms([Alarm(metric="a", high=1.0, advice="lower it"), Alarm(metric="b", low=0.0, advice="raise it")])
+    assert [alarm.metric for alarm in alarms.check({"a": 2.0, "b": 1.0}, 3)] == ["a"]
+    assert alarms.check({"a": 2.0, "b": 1.0}, 4) == []
+    assert [alarm.metric for alarm in alarms.check({"a": 2.0, "b": -1.0}, 5)] == ["b"]
+    assert caplog.messages == ["iteration 3: a is 2: lower it", "iteration 5: b is -1: raise it"]
+
+
+def test_a_constant_reward_is_noticed_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rollouts = RolloutCallback(
+        lambda samples: [1.0] * len(samples), sampling=SamplingSpec(group_size=4, max_new_tokens=4)
+    )
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2)
+    with caplog.at_level(logging.WARNING):
+        trainer.fit(module, data)
+    assert (
+        sum("rollout/zero_advantage_fraction is 1: almost all samples" in message for message in caplog.messages) == 1
+    )
+    assert not any("logprob_difference" in message for message in caplog.messages)
+    assert len({alarm.metric for alarm in ROLLOUT_ALARMS}) == len(ROLLOUT_ALARMS)
