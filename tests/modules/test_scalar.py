@@ -9,6 +9,7 @@ import torch
 
 from modules import scalar_cases
 from modules.scalar_cases import KINDS
+from rlhfkit.models import LoRA, has_adapter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
 import ranks
@@ -92,3 +93,35 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(folder: Path, tmp_path: Pa
         assert not torch.equal(tensor, other[name])
     if kind == "reward":
         assert resumed.constants == straight.constants != first.constants
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_and_head_train_and_are_saved_merged(folder: Path, tmp_path: Path, kind: str) -> None:
+    lora = LoRA(rank=4, alpha=8)
+    straight = scalar_cases.module(folder, kind, lora=lora)
+    source = scalar_cases.data(folder, kind, 4, validation_data=str(folder / f"{kind}.jsonl"))
+    run = scalar_cases.trainer(tmp_path, max_epochs=4)
+    run.fit(straight, source)
+    trained = {name for name, parameter in straight.policy.named_parameters() if parameter.requires_grad}
+    assert {name for name in trained if ".lora_" not in name} == {
+        name for name, _ in straight.policy.named_parameters() if name.startswith("model.score.")
+    }
+    fresh = scalar_cases.module(folder, kind)
+    fresh.hparams["model"] = str(straight.save_pretrained(tmp_path / "saved"))
+    fresh.configure_model()
+    assert not has_adapter(fresh.policy)
+    start = scalar_cases.module(folder, kind, lora=lora)
+    start.configure_model()
+    batch = next(iter(source.val_dataloader()))
+    torch.testing.assert_close(fresh.scores(batch), straight.scores(batch), rtol=1e-4, atol=1e-5)
+    assert (start.scores(batch) - straight.scores(batch)).abs().max() > 0.05
+
+    first = scalar_cases.trainer(tmp_path, max_epochs=2)
+    first.fit(scalar_cases.module(folder, kind, lora=lora), source)
+    first.save_checkpoint(tmp_path / "lora.ckpt")
+    resumed = scalar_cases.module(folder, kind, lora=lora)
+    scalar_cases.trainer(tmp_path, max_epochs=4).fit(
+        resumed, source, ckpt_path=tmp_path / "lora.ckpt", weights_only=True
+    )
+    for name, parameter in resumed.policy.named_parameters():
+        assert torch.equal(parameter, straight.policy.get_parameter(name)), name
