@@ -20,10 +20,12 @@ class PolicyOutput(NamedTuple):
     Attributes:
         logprobs: (B, T-1) float32; 0 where the mask is false.
         entropy: (B, T-1) float32 in nats, with gradient; ``None`` unless asked for.
+        router_aux_loss: Scalar, the load-balancing loss of a mixture of experts; ``None`` unless asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
+    router_aux_loss: Tensor | None = None
 
 
 class TokenizedBatch(Protocol):
@@ -99,6 +101,7 @@ def policy_output(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    router_aux_loss: bool = False,
     packed: bool | None = None,
 ) -> PolicyOutput:
     """Log-probs of the selected tokens of a batch.
@@ -112,19 +115,26 @@ def policy_output(
         mask: (B, T-1) bool on the next-token axis: which tokens' log-probs are wanted.
         temperature: Divides the logits; that of the sampler, so that log-probs compare.
         entropy: Also give the entropy of each selected position.
+        router_aux_loss: Also give the load-balancing loss of a mixture of experts, over all tokens that go through it.
         packed: Remove the padding. ``None``: where the model's attention is ours.
 
     Raises:
-        ValueError: If ``packed`` is asked of a model with another attention.
+        ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
     """
     bare, mask = unwrap(model), mask.bool()
     inputs, places = model_inputs(bare, batch, packed)
     positions = places[:, :-1][mask]  # (M,): where a wanted token is predicted
     targets = batch.input_ids[:, 1:][mask]
-    chosen = _chosen(model, bare, inputs, positions, targets, temperature, entropy)
+    if router_aux_loss:
+        inputs["output_router_logits"] = True
+    chosen, balance = _chosen(model, bare, inputs, positions, targets, temperature, entropy)
+    if router_aux_loss and balance is None:
+        raise ValueError(
+            f"{type(bare).__name__} has no router whose load could be balanced: use router_aux_loss_coef=0"
+        )
     empty = torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device)
     columns = [empty.masked_scatter(mask, column) for column in chosen.unbind(-1)]
-    return PolicyOutput(columns[0], columns[1] if entropy else None)
+    return PolicyOutput(columns[0], columns[1] if entropy else None, balance if router_aux_loss else None)
 
 
 def _chosen(
@@ -135,12 +145,14 @@ def _chosen(
     targets: Tensor,
     temperature: float,
     entropy: bool,
-) -> Tensor:
-    """(M, 1) log-probs or (M, 2) log-probs and entropy of the M selected tokens."""
+) -> tuple[Tensor, Tensor | None]:
+    """(M, 1) log-probs or (M, 2) log-probs and entropy of the M selected tokens; and the router's loss, if any."""
     if not has_plain_head(bare):
-        logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
+        output = model(**inputs, use_cache=False)
+        logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
-        return torch.stack([column for column in dense if column is not None], -1)
+        chosen = torch.stack([column for column in dense if column is not None], -1)
+        return chosen, getattr(output, "aux_loss", None)
     layer = cast(Any, bare).get_output_embeddings()
 
     def forward(hidden: Tensor) -> Tensor:
@@ -155,4 +167,5 @@ def _chosen(
         return torch.stack([column for column in out if column is not None], -1)
 
     with replaced_head(bare, forward):
-        return model(**inputs, use_cache=False).logits
+        output = model(**inputs, use_cache=False)
+    return output.logits, getattr(output, "aux_loss", None)

@@ -11,6 +11,7 @@ from rlhfkit.losses import LossOutput, sequence_logprobs
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.routing import with_router_loss
 
 
 class PreferenceModule(PolicyModule):
@@ -26,10 +27,11 @@ class PreferenceModule(PolicyModule):
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's default for DPO).
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (0.001 is usual); 0: none.
         **kwargs: See :class:`PolicyModule`.
     """
 
-    def __init__(self, model: str, *, lr: float = 1e-6, **kwargs: Any) -> None:
+    def __init__(self, model: str, *, lr: float = 1e-6, router_aux_loss_coef: float = 0.0, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
 
     def build_policy(self) -> nn.Module:
@@ -50,7 +52,8 @@ class PreferenceModule(PolicyModule):
 
     def policy_output(self, batch: PreferenceBatch) -> PolicyOutput:
         """Log-probs of the tokens of both answers; what they have in common goes through the model once."""
-        return policy_output(self.policy, batch, batch.loss_mask)
+        balance = bool(self.hparams["router_aux_loss_coef"])
+        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=balance)
 
     def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
         """One number per answer from those of its tokens; of the policy and of a reference alike.
@@ -100,7 +103,8 @@ class PreferenceModule(PolicyModule):
         """One micro-batch."""
         pairs = int(batch.pair_mask.sum())  # before the forward pass, which the device would be waited for after
         batch = self.prepare(batch)
-        result = self.loss(batch, self.policy_output(batch))
+        out = self.policy_output(batch)
+        result = with_router_loss(self.loss(batch, out), out, batch.loss_mask, self.hparams["router_aux_loss_coef"])
         self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         self.log_dict(dict(result.metrics), on_step=True, on_epoch=False, batch_size=1)
         self._log_pair_means({f"{name}_epoch": value for name, value in result.metrics.items()}, pairs)

@@ -9,6 +9,7 @@ from rlhfkit.data.collate import TokenBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.routing import with_router_loss
 
 
 class SFTModule(PolicyModule):
@@ -24,15 +25,17 @@ class SFTModule(PolicyModule):
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (5e-6: OpenRLHF's default for SFT).
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (0.001 is usual); 0: none.
         **kwargs: See :class:`PolicyModule`.
     """
 
-    def __init__(self, model: str, *, lr: float = 5e-6, **kwargs: Any) -> None:
+    def __init__(self, model: str, *, lr: float = 5e-6, router_aux_loss_coef: float = 0.0, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
 
     def policy_output(self, batch: TokenBatch) -> PolicyOutput:
         """Log-probs of the trained tokens."""
-        return policy_output(self.policy, batch, batch.loss_mask)
+        balance = bool(self.hparams["router_aux_loss_coef"])
+        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=balance)
 
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
         """The objective of one micro-batch; the one method to override for another.
@@ -45,7 +48,8 @@ class SFTModule(PolicyModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """One micro-batch."""
-        result = self.loss(batch, self.policy_output(batch))
+        out = self.policy_output(batch)
+        result = with_router_loss(self.loss(batch, out), out, batch.loss_mask, self.hparams["router_aux_loss_coef"])
         self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         self.log_means({f"{name}_epoch": value for name, value in result.metrics.items()})
         return result.loss
