@@ -18,6 +18,8 @@ TRAINER_COMMANDS = {
 """Run by LightningCLI."""
 
 FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
+    "export": ("a checkpoint's model as a Hugging Face folder", "rlhfkit.commands.export:export"),
+    "merge-adapter": ("a LoRA adapter merged into its base model", "rlhfkit.commands.merge_adapter:merge_adapter"),
     "generate": ("sample completions of prompts, as JSON lines", "rlhfkit.commands.generate:generate"),
     "score": ("add a reward to each line of completions", "rlhfkit.commands.score:score"),
 }

@@ -19,6 +19,7 @@ class HFExport(L.Callback):
         folder: Where the final model goes.
         every_n_epochs: Also write ``<folder>-epoch<k>`` after every so many epochs (RL iterations); None: only at the
             end of training.
+        adapter: Write the policy's LoRA adapter alone, for peft, instead of merging it into the weights.
         keep: How many of those to keep; the oldest go first. None: all.
 
     Raises:
@@ -26,11 +27,19 @@ class HFExport(L.Callback):
         TypeError: At the start of a fit, when the module has no ``save_pretrained``.
     """
 
-    def __init__(self, folder: str | Path, *, every_n_epochs: int | None = None, keep: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        adapter: bool = False,
+        every_n_epochs: int | None = None,
+        keep: int | None = None,
+    ) -> None:
         for name, value in (("every_n_epochs", every_n_epochs), ("keep", keep)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}.")
         self.folder = Path(folder)
+        self.adapter = adapter
         self.every_n_epochs = every_n_epochs
         self.keep = keep
         self.written: list[Path] = []
@@ -64,7 +73,7 @@ class HFExport(L.Callback):
         temporary = folder.with_name(folder.name + ".tmp")
         if trainer.is_global_zero:
             shutil.rmtree(temporary, ignore_errors=True)
-        module.save_pretrained(temporary)
+        module.save_pretrained(temporary, **({"adapter": True} if self.adapter else {}))
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             shutil.rmtree(folder, ignore_errors=True)

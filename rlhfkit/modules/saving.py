@@ -13,6 +13,9 @@ from rlhfkit.models.adapters import frozen_beside_adapters, save_adapter
 from rlhfkit.models.saving import save_weights
 from rlhfkit.rollout.transfer import AdapterWeights, ModuleWeights
 
+CLASSES = "module_classes"
+"""Key of a checkpoint: names of the module's class and its bases, for whoever makes it again."""
+
 
 class SavedModule(L.LightningModule):
     """The saving half of :class:`~rlhfkit.modules.base.PolicyModule`.
@@ -67,22 +70,24 @@ class SavedModule(L.LightningModule):
             self._trainer.strategy.barrier()
         return Path(folder)
 
-    def _can_be_loaded_again(self) -> Callable[[str], bool]:
-        """Which names of the state are of frozen children, or of frozen weights beside adapters."""
+    def loaded_by_name(self) -> Callable[[str], bool]:
+        """A test of names of the state: of a frozen child, or of a frozen weight beside adapters?"""
         children = tuple(f"{child}." for child in self.frozen_children)
         frozen = {f"{child}.{name}" for child, m in self.named_children() for name in frozen_beside_adapters(m)}
 
-        def again(name: str) -> bool:
+        def by_name(name: str) -> bool:
             weight = "".join(name.rpartition(".weight")[:2])  # weights of 4 bits have state beside them: weight.absmax
             return name.startswith(children) or name in frozen or weight in frozen
 
-        return again
+        return by_name
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave out what is loaded by name: frozen children, and what adapters leave as it was."""
-        again = self._can_be_loaded_again()
+        """Leave out what is loaded by name: frozen children, and what adapters leave as it was. Note the classes."""
+        ours = [kind for kind in type(self).__mro__ if issubclass(kind, SavedModule) and kind is not SavedModule]
+        checkpoint[CLASSES] = [f"{kind.__module__}:{kind.__qualname__}" for kind in ours]
+        by_name = self.loaded_by_name()
         state = checkpoint.get("state_dict") or {}
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if not again(name)}
+        checkpoint["state_dict"] = {name: value for name, value in state.items() if not by_name(name)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build the network if nobody has, so that ``load_from_checkpoint`` has something to fill."""
@@ -100,8 +105,8 @@ class SavedModule(L.LightningModule):
             RuntimeError: If names do not fit; it lists them.
         """
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
-        again = self._can_be_loaded_again()
-        wrong = [name for name in result.missing_keys if not again(name)] + list(result.unexpected_keys)
+        by_name = self.loaded_by_name()
+        wrong = [name for name in result.missing_keys if not by_name(name)] + list(result.unexpected_keys)
         if strict and wrong:
             raise RuntimeError(
                 f"the checkpoint does not fit {self.hparams['model']!r}: {wrong[:8]} are missing or unknown"

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlhfkit.strategies import directory
+from rlhfkit.strategies import directory, universal
 from rlhfkit.strategies.directory import CheckpointError
 from rlhfkit.strategies.engines import EngineOptimizer
 from rlhfkit.strategies.sharding import load_full_state
@@ -46,6 +46,8 @@ class EngineCheckpoints(DeepSpeedStrategy):
     _frozen: set[str]
     _accumulating: set[str]
     _random_state: dict[str, Any] | None = None
+    checkpoint_timeout: float = 7200.0
+    """Seconds that ranks wait while rank 0 verifies a checkpoint, or converts it for another number of ranks."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a run. All ranks must call it.
@@ -78,7 +80,7 @@ class EngineCheckpoints(DeepSpeedStrategy):
             )
         state = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
         state[_OWN_STATE] = {"random": random_state(self.root_device)}
-        torch.save(state, folder / _rank_file(self.global_rank))
+        torch.save(state, folder / rank_file(self.global_rank))
         self.barrier()  # all files exist
         names = directory.files_in(folder)
         records = self._gather(directory.seal(folder, names[self.global_rank :: self.world_size]))
@@ -108,12 +110,15 @@ class EngineCheckpoints(DeepSpeedStrategy):
         path = self._agree_on(Path(checkpoint_path))
         manifest = directory.read_manifest(path)
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        same_ranks = manifest["world_size"] == self.world_size
         if fitting:
+            self._require_same_engines(path, manifest)
+            if not same_ranks:
+                self._prepare_other_ranks(path, manifest)
             self._load_engines(path, manifest)
         else:
             self._load_weights(path, manifest)
-        same_ranks = manifest["world_size"] == self.world_size
-        file = path / _rank_file(self.global_rank if same_ranks else 0)
+        file = path / rank_file(self.global_rank if same_ranks else 0)
         try:
             state = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
         except Exception as error:
@@ -127,7 +132,7 @@ class EngineCheckpoints(DeepSpeedStrategy):
         if fitting and same_ranks:
             self._random_state = own["random"]
             set_random_state(own["random"], self.root_device)
-        return state
+        return universal.at_epoch_end(state) if fitting and not same_ranks else state
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """After a resume in the middle of an epoch, undo what starting the data loader drew from the generators."""
@@ -137,28 +142,16 @@ class EngineCheckpoints(DeepSpeedStrategy):
 
     def _agree_on(self, wanted: Path) -> Path:
         """Rank 0 verifies and chooses; all ranks load the same checkpoint or raise the same error."""
-        answer: tuple[str | None, list[str]] = (None, [])
-        if self.is_global_zero:
-            try:
-                chosen, complaints = directory.usable(wanted)
-                answer = (str(chosen), complaints)
-            except CheckpointError as error:
-                answer = (None, [str(error)])
-        found, complaints = self.broadcast(answer)
-        if found is None:
-            raise CheckpointError(complaints[0])
-        if Path(found) != wanted:
+        found, complaints = universal.on_rank_zero(
+            lambda: directory.usable(wanted), timeout=self.checkpoint_timeout, doing=f"verifying {wanted}"
+        )
+        if found != wanted:
             rank_zero_warn(
                 f"The checkpoint {wanted} is damaged ({' '.join(complaints)}) Loading the intact one before it: {found}"
             )
-        return Path(found)
+        return found
 
-    def _load_engines(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        if manifest["world_size"] != self.world_size:
-            raise CheckpointError(
-                f"{path} was saved by {manifest['world_size']} rank(s) and this run has {self.world_size}. Resume with"
-                f" {manifest['world_size']}, or start a new run from exported weights."
-            )
+    def _require_same_engines(self, path: Path, manifest: Mapping[str, Any]) -> None:
         if set(manifest["engines"]) != set(self.engines):
             raise CheckpointError(
                 f"{path} holds the engines {sorted(manifest['engines'])}, this run trains {sorted(self.engines)}."
@@ -170,7 +163,27 @@ class EngineCheckpoints(DeepSpeedStrategy):
                     f"{path}: '{name}' was saved at ZeRO stage {stage} and this run uses"
                     f" {engine.zero_optimization_stage()}; resume with the same stage."
                 )
-            loaded, _ = engine.load_checkpoint(
+
+    def _prepare_other_ranks(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Refuse what cannot be dealt anew, and say what is not restored."""
+        universal.on_rank_zero(
+            lambda: universal.require_common_position(
+                path, [path / rank_file(r) for r in range(manifest["world_size"])]
+            ),
+            timeout=self.checkpoint_timeout,
+            doing=f"comparing the loaders in {path}",
+        )
+        rank_zero_warn(
+            f"{path} was saved by {manifest['world_size']} rank(s) and this run has {self.world_size}: weights,"
+            " optimizers and schedules are restored, random states, which are per rank, are not."
+        )
+
+    def _load_engines(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        sharded = {name for name, stage in manifest["engines"].items() if stage > 0}
+        if manifest["world_size"] == self.world_size:
+            sharded = set()
+        for name in set(self.engines) - sharded:
+            loaded, _ = self.engines[name].load_checkpoint(
                 str(path / name),
                 tag=_TAG,
                 load_module_strict=not self.exclude_frozen_parameters,
@@ -178,6 +191,10 @@ class EngineCheckpoints(DeepSpeedStrategy):
             )
             if loaded is None:
                 raise CheckpointError(f"DeepSpeed found nothing to load in {path / name}.")
+        if sharded:
+            with universal.converted(path, sharded, manifest, timeout=self.checkpoint_timeout) as folder:
+                for name in sorted(sharded):
+                    universal.load_converted(self.engines[name], folder / name, _TAG)
         for optimizer in self.optimizers:
             assert isinstance(optimizer, EngineOptimizer)
             optimizer.share_groups()
@@ -287,5 +304,6 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def _rank_file(rank: int) -> str:
+def rank_file(rank: int) -> str:
+    """Name of the file in a checkpoint that holds everything of a rank that is not in an engine."""
     return f"rank_{rank:05d}.pt"

@@ -1,0 +1,56 @@
+"""Folders of models that are whole or not there."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+DType = Literal["float32", "bfloat16", "float16"]
+"""Type of written weights."""
+
+
+@contextmanager
+def new_folder(output: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
+    """A folder to write into, which gets its name when the context ends without an error.
+
+    Args:
+        output: The name. Parents are made.
+        overwrite: Replace what has that name.
+
+    Raises:
+        FileExistsError: If the name is taken.
+    """
+    folder = Path(output)
+    if folder.exists() and not overwrite:
+        raise FileExistsError(f"{folder} exists: choose another output, or replace it with overwrite")
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    os.replace(temporary, folder)
+
+
+def weight_type(dtype: DType | None, model: str, *, trust_remote_code: bool) -> torch.dtype:
+    """The type that weights are written in.
+
+    Args:
+        dtype: What was asked for; ``None``: the type of the model that training started from.
+        model: Folder or hub name of that.
+        trust_remote_code: Passed to Transformers.
+    """
+    from transformers import AutoConfig
+
+    if dtype is None:
+        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).dtype
+        return found if isinstance(found, torch.dtype) else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]

@@ -1,0 +1,99 @@
+"""What one rank runs: learning with adapters under DeepSpeed, exported in every way, at every ZeRO stage."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from rl_runs import setup_run
+from tiny_models import tiny_model
+from torch import Tensor
+
+from rlhfkit import GRPOModule, HFExport, LoRA, SFTDataModule, SFTModule
+
+RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+class PlainSGD(GRPOModule):
+    """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=self.hparams["lr"])
+
+
+class Watch(L.Callback):
+    """What must hold in every iteration."""
+
+    def __init__(self) -> None:
+        self.report: dict[str, Any] = {"probes": [], "losses": [], "reference": []}
+        self.start: Tensor | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
+        self.report["losses"].append(float(outputs["loss"]))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        experience = trainer.callbacks[0].experience
+        if trainer.current_epoch == 0:
+            difference = (experience.ref_logprobs - experience.rollout_logprobs)[experience.action_mask]
+            self.report["reference"].append(float(difference.abs().max()))
+        self.report["probes"].append(trainer.callbacks[0].publisher.difference)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.report["children"] = [name for name, _ in pl_module.named_children()]
+
+
+class Save(L.Callback):
+    """Saves the run after its last epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch + 1 == trainer.max_epochs:
+            trainer.save_checkpoint(self.path)
+
+
+def reinforce(folder: Path, strategy: str, lora: LoRA, world: int) -> dict[str, Any]:
+    """Two iterations with a KL penalty; exported merged and as adapter, and saved as a checkpoint."""
+    watch = Watch()
+    trainer, module, data, _ = setup_run(
+        folder / f"rank{RANK}",  # ranks must not write the same model
+        module=PlainSGD,
+        module_arguments={"lr": 0.5, "kl_coef": 0.05, "lora": lora},
+        data_arguments={"micro_batch_size": 8 // world},
+        callbacks=[
+            watch,
+            Save(folder / "lora.ckpt"),
+            HFExport(folder / "merged"),
+            HFExport(folder / "adapter", adapter=True),
+        ],
+        strategy=strategy,
+        devices=world,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, data)
+    return watch.report
+
+
+def supervise(folder: Path, data: str, model: str, stage: int) -> None:
+    """Three updates of full weights, saved as a checkpoint and exported."""
+    trainer = L.Trainer(
+        accelerator="cpu", devices=WORLD, strategy=f"rlhf_zero{stage}", max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Save(folder / "full.ckpt"), HFExport(folder / "full")], use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(SFTModule(model, lr=1e-2), SFTDataModule(data, micro_batch_size=8, max_length=32))
+
+
+def everything(folder: Path, model: str, data: str) -> dict[str, Any]:
+    """All stages in one launch; DoRA at stage 3 and 1."""
+    report = {}
+    for stage in range(4):  # before there are ranks, of which Transformers would let only the first write
+        tiny_model(folder / f"zero{stage}" / f"rank{RANK}" / "model")
+    for stage in range(4):
+        place = folder / f"zero{stage}"
+        report[str(stage)] = reinforce(place, f"rlhf_zero{stage}", LoRA(rank=4, dora=stage % 2 == 1), WORLD)
+        supervise(place, data, model, stage)
+    return report

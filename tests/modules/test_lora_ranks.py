@@ -1,0 +1,90 @@
+"""Adapters and exports under DeepSpeed on two ranks, against one process of plain Lightning."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from strategies import ranks
+from tiny_models import tiny_model
+
+from modules import lora_cases
+from rlhfkit.commands.export import export
+from rlhfkit.models import LoRA, load_causal_lm
+
+pytestmark = pytest.mark.distributed
+STAGES = range(4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_model(folder / "model")
+    rows = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(48)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    """All stages in one launch."""
+    arguments = {"model": str(folder / "model"), "data": str(folder / "data.jsonl")}
+    return ranks.run("modules.lora_cases:everything", 2, folder, **arguments)[0]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[bool, dict[str, Any]]:
+    """The same runs in one process without DeepSpeed, for LoRA and DoRA."""
+    torch.set_num_threads(1)
+    return {
+        dora: lora_cases.reinforce(folder / f"plain{dora}", "auto", LoRA(rank=4, dora=dora), world=1)
+        for dora in (False, True)
+    }
+
+
+def weights(folder: Path, file: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(folder / file)
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_trains_adapters_as_plain_lightning_does(
+    report: dict[str, Any], plain: dict[bool, Any], folder: Path, stage: int
+) -> None:
+    dora = stage % 2 == 1
+    values = report[str(stage)]
+    assert values["children"] == ["policy"]  # and no reference
+    trained, alone = weights(folder / f"zero{stage}" / "merged"), weights(folder / f"plain{dora}" / "merged")
+    assert difference(trained, alone) <= 1e-5
+    assert difference(trained, weights(folder / "model")) > 1e-3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_engine_and_reference_agree_with_the_trainer(report: dict[str, Any], stage: int) -> None:
+    values = report[str(stage)]
+    assert max(values["probes"]) <= 1e-5  # the merged policy is the one that is trained
+    assert max(values["reference"]) <= 1e-5  # without its adapter it is the one that sampled first
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_of_any_stage_is_exported_without_ranks(
+    report: dict[str, Any], folder: Path, tmp_path: Path, stage: int
+) -> None:
+    place = folder / f"zero{stage}"
+    merged = export(place / "lora.ckpt", tmp_path / "merged")
+    assert difference(weights(merged), weights(place / "merged")) == 0.0
+    adapter, file = export(place / "lora.ckpt", tmp_path / "adapter", adapter=True), "adapter_model.safetensors"
+    assert difference(weights(adapter, file), weights(place / "adapter", file)) == 0.0
+    again = load_causal_lm(str(adapter))
+    assert sum(parameter.requires_grad for parameter in again.parameters()) == 2 * 7 * (2 + stage % 2)
+    full = export(place / "full.ckpt", tmp_path / "full")
+    assert difference(weights(full), weights(place / "full")) == 0.0
+    assert difference(weights(full), weights(folder / "model")) > 1e-3
+    assert (full / "tokenizer_config.json").exists()
+    assert load_causal_lm(str(full)).config.tie_word_embeddings
