@@ -1,0 +1,86 @@
+"""Steps that the recipes share: a mediocre model to start from, scored completions, fine-tuning, and accuracy.
+
+The recipes are rejection_sampling.py, iterative_dpo.py, conditional_sft.py and decision_transformer.py; each is a loop
+of generate, score, choose and train, on the toy world of arithmetic.py.
+"""
+
+import argparse
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import arithmetic
+import datasets
+import lightning as L
+import torch
+import transformers
+from grpo_arithmetic import imitate, quiet_trainer
+
+from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
+from rlhfkit.commands.generate import generate
+from rlhfkit.commands.score import score
+from rlhfkit.data.recipes import read_lines
+from rlhfkit.rewards import exact_match
+
+
+class Start(NamedTuple):
+    """What a recipe begins with."""
+
+    folder: Path
+    """Where everything is written."""
+    model: Path
+    """Gets about 60% of the additions right."""
+    questions: list[dict[str, Any]]
+    """To learn from: rows with ``question`` and ``answer``."""
+    heldout: list[dict[str, Any]]
+    """Likewise, never learned from."""
+    samples: int
+    """Completions per question."""
+    rounds: int
+    """How often to sample and train."""
+
+
+def start(about: str | None, arguments: Sequence[str] | None, *, samples: int = 8, rounds: int = 1) -> Start:
+    """Read the command line; make the data, and the model by a little supervised fine-tuning."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/recipes"), help="where everything is written")
+    parser.add_argument("--samples", type=int, default=samples, help="completions per question")
+    parser.add_argument("--rounds", type=int, default=rounds, help="how often to sample and train")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    torch.set_num_threads(1)  # for a model this small a second core costs more than it brings
+    L.seed_everything(options.seed, verbose=False)
+    folder = options.folder
+    if not (folder / "sft").exists():
+        imitate(arithmetic.make(folder, options.seed))
+    rows = [read_lines(folder / name) for name in ("train.jsonl", "heldout.jsonl")]
+    return Start(folder, folder / "sft", *rows, options.samples, options.rounds)
+
+
+def scored(model: Path, rows: Sequence[Any], folder: Path, sampling: SamplingSpec) -> list[dict[str, Any]]:
+    """Completions of the rows' questions, with reward 1 where they are right and 0 where not."""
+    samples, judged = folder / "samples.jsonl", folder / "scored.jsonl"
+    generate(str(model), rows, samples, prompt="question", sampling=sampling, overwrite=True, progress=False)
+    score(samples, judged, reward=exact_match, prompt="question", answer="answer", overwrite=True, progress=False)
+    return read_lines(judged)
+
+
+def accuracy(model: Path, rows: Sequence[Any], folder: Path) -> float:
+    """Percentage of questions that the model answers right, greedily."""
+    greedy = SamplingSpec(group_size=1, max_new_tokens=5, temperature=0.0)
+    return 100 * fmean(line["reward"] for line in scored(model, rows, folder, greedy))
+
+
+def fine_tune(model: Path, rows: Sequence[Any], output: Path, *, epochs: int) -> Path:
+    """Supervised fine-tuning on the rows' questions and completions; returns the folder of the new model."""
+    module = SFTModule(str(model), lr=1e-3, warmup_steps=10, lr_schedule="linear")
+    data = SFTDataModule(rows, prompt="question", completion="completion", micro_batch_size=128, max_length=64)
+    quiet_trainer(output, max_epochs=epochs).fit(module, data)
+    return module.save_pretrained(output)
