@@ -32,6 +32,8 @@ class UnpairedExample:
     """Whether the completion is wanted."""
     mismatched: TokenExample | None
     """The same prompt with the completion of another; ``None`` where all the data has one prompt."""
+    ref_logprobs: tuple[float, float] | None = None
+    """Summed log-probs of both completions under the reference model, if computed already."""
 
 
 class UnpairedExamples:
@@ -64,6 +66,8 @@ class UnpairedExamples:
         for index in range(len(desirable)):
             example = answers[index]
             prompts.append(tuple(example.input_ids[: _prompt_length(example)]))
+        self.ref_logprobs: Tensor | None = None
+        """(N, 2) summed log-probs of each completion and of its mismatched one, once they are computed."""
         self.partners = rows_of_other_prompts(prompts, seed=seed)
         """Row whose completion makes the mismatched pair; ``None`` where all the data has one prompt."""
 
@@ -76,7 +80,10 @@ class UnpairedExamples:
         answer, mismatched = self.answers[index], None
         if self.partners is not None:
             mismatched = _exchanged(answer, self.answers[self.partners[index]], self.max_length)
-        return UnpairedExample(answer, self.desirable[index], mismatched)
+        if self.ref_logprobs is None:
+            return UnpairedExample(answer, self.desirable[index], mismatched)
+        own, other = self.ref_logprobs[index].tolist()
+        return UnpairedExample(answer, self.desirable[index], mismatched, (own, other))
 
 
 def _prompt_length(example: TokenExample) -> int:
@@ -114,12 +121,20 @@ def rows_of_other_prompts(prompts: Sequence[Hashable], *, seed: int) -> list[int
 
 
 @dataclass(kw_only=True)
-class UnpairedBatch(TokenBatch):
+class ReferencedBatch(TokenBatch):
+    """Prompts with completions, and perhaps what the reference model says about them."""
+
+    ref_logprobs: Tensor | None = row_field(None)
+    """(B,) float32, summed over the completion; ``None``: not known."""
+
+
+@dataclass(kw_only=True)
+class UnpairedBatch(ReferencedBatch):
     """Labelled answers; the first micro-batch of a step also brings the mismatched pairs of all of the step's."""
 
     desirable: Tensor = row_field()
     """(B,) bool."""
-    mismatched: tuple[TokenBatch, ...] = ()
+    mismatched: tuple[ReferencedBatch, ...] = ()
     """For each micro-batch of the step on this rank, its answers' mismatched pairs; empty in all but the first."""
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
@@ -148,8 +163,30 @@ def collate_unpaired(examples: Sequence[UnpairedExample], totals: StepTotals | N
     """
     answers = collate_tokens([example.answer for example in examples], totals)
     return UnpairedBatch(
-        **answers.state_dict(), desirable=torch.tensor([example.desirable for example in examples], dtype=torch.bool)
+        **answers.state_dict(),
+        ref_logprobs=_ref_logprobs(examples, 0),
+        desirable=torch.tensor([example.desirable for example in examples], dtype=torch.bool),
     )
+
+
+def collate_mismatched(examples: Sequence[UnpairedExample]) -> ReferencedBatch | None:
+    """Stack the mismatched pairs of answers.
+
+    Args:
+        examples: At least one.
+
+    Returns:
+        The batch; ``None`` if an example has no mismatched pair.
+    """
+    found = [example.mismatched for example in examples if example.mismatched is not None]
+    if len(found) < len(examples):
+        return None
+    return ReferencedBatch(**collate_tokens(found).state_dict(), ref_logprobs=_ref_logprobs(examples, 1))
+
+
+def _ref_logprobs(examples: Sequence[UnpairedExample], which: int) -> Tensor | None:
+    known = [example.ref_logprobs[which] for example in examples if example.ref_logprobs is not None]
+    return torch.tensor(known) if len(known) == len(examples) else None
 
 
 class UnpairedLoader(StepLoader[UnpairedBatch]):
@@ -162,14 +199,12 @@ class UnpairedLoader(StepLoader[UnpairedBatch]):
             return batch
         return dataclasses.replace(batch, mismatched=self._mismatched(mine, micro_batches))
 
-    def _mismatched(self, mine: list[list[int]], micro_batches: list[list[int]]) -> tuple[TokenBatch, ...]:
+    def _mismatched(self, mine: list[list[int]], micro_batches: list[list[int]]) -> tuple[ReferencedBatch, ...]:
         """One batch for each of this rank's micro-batches, so that all ranks run equally many forward passes."""
         batches = []
         for rows in mine:
-            chosen = rows or [self._shortest(micro_batches)]
-            found = [self.examples[row].mismatched for row in chosen]
-            if None in found:
+            batch = collate_mismatched([self.examples[row] for row in rows or [self._shortest(micro_batches)]])
+            if batch is None:
                 return ()
-            batch = collate_tokens(found)
             batches.append(batch if rows else batch.without_targets())
         return tuple(batches)

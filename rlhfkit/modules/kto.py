@@ -1,6 +1,9 @@
 """``KTOModule``: Kahneman–Tversky optimisation (Ethayarajh et al., 2024, arXiv:2402.01306)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,12 +11,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from rlhfkit.data.collate import TokenBatch
-from rlhfkit.data.unpaired import UnpairedBatch, UnpairedExamples
+from rlhfkit.data.preferences import PreferenceExample
+from rlhfkit.data.unpaired import ReferencedBatch, UnpairedBatch, UnpairedExamples
 from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
 from rlhfkit.losses.kto import KTOLossType
-from rlhfkit.models import policy_output
+from rlhfkit.models import has_adapter, policy_output
 from rlhfkit.models.load import disable_dropout
+from rlhfkit.modules.functions import function_name
 from rlhfkit.modules.reference import ReferenceModule
+from rlhfkit.modules.reference_cache import cached_reference, compute_reference, model_fingerprint
 
 ADVISED_RATIO = (1.0, 1.5)
 """Between which the paper puts ``λ_D n_D / (λ_U n_U)``, see :func:`~rlhfkit.losses.kto_loss`."""
@@ -37,6 +43,10 @@ class KTOModule(ReferenceModule):
         undesirable_weight: λ_U.
         loss_type: ``kto``, or ``apo_zero_unpaired`` (D'Oosterlinck et al., 2024, arXiv:2408.06266), which needs no
             reference point and so no mismatched pairs.
+        precompute_ref_log_probs: Compute what the reference says about all data once before training, prompts shared
+            by an answer and its mismatched one, and keep it on disk; no reference is held then. A step costs the
+            gradient pass and one pass without gradient for the reference point.
+        ref_cache: Folder for that; ``None``: ``reference_logprobs`` in the Trainer's ``default_root_dir``.
         **kwargs: See :class:`ReferenceModule` (a reference of another name, one that moves) and :class:`PolicyModule`.
 
     Raises:
@@ -55,6 +65,8 @@ class KTOModule(ReferenceModule):
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         loss_type: KTOLossType = "kto",
+        precompute_ref_log_probs: bool = False,
+        ref_cache: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
@@ -71,6 +83,43 @@ class KTOModule(ReferenceModule):
         disable_dropout(policy)
         return policy
 
+    # ------------------------------------------------------------------ the reference
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model has to be at hand during training."""
+        return not self.hparams["precompute_ref_log_probs"]
+
+    @contextmanager
+    def _reference_for_once(self) -> Iterator[nn.Module]:
+        if self.hparams["ref_model"] is None and has_adapter(self.policy):
+            with self.reference_model() as reference:
+                yield reference
+        else:
+            yield self.build_reference().to(self.device)
+
+    def _precompute(self, loaders: Any) -> None:
+        """Give the answers behind these loaders their reference log-probs."""
+        if not self.hparams["precompute_ref_log_probs"]:
+            return
+        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+            examples = getattr(loader, "examples", None)
+            if isinstance(examples, UnpairedExamples) and examples.ref_logprobs is None:
+                pairs = _WithMismatched(examples)
+                folder = self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs"
+                compute = partial(self._computed, pairs)
+                examples.ref_logprobs = cached_reference(pairs, self._cache_key, Path(folder), self.trainer, compute)
+
+    def _cache_key(self) -> Iterator[Any]:
+        yield model_fingerprint(self.hparams["ref_model"] or self.hparams["model"])
+        yield str(self.trainer.precision), function_name(type(self).answer_logprobs)
+
+    def _computed(self, pairs: "_WithMismatched") -> Tensor:
+        with self._reference_for_once() as model:
+            return compute_reference(
+                pairs, model, self.answer_logprobs, self.trainer, max_tokens=self.hparams["max_tokens_per_forward"]
+            )
+
     # ------------------------------------------------------------------ forward
 
     def answer_logprobs(self, model: nn.Module, batch: TokenBatch) -> Tensor:
@@ -86,20 +135,30 @@ class KTOModule(ReferenceModule):
         return sequence_logprobs(policy_output(model, batch, batch.loss_mask).logprobs, batch.loss_mask)
 
     @torch.no_grad()
-    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """Log-prob of each completion under the reference model.
+    def reference_logprobs(self, batch: ReferencedBatch) -> Tensor:
+        """Log-prob of each completion under the reference model, unless it came with the data.
 
         Args:
             batch: B sequences.
 
         Returns:
             (B,).
+
+        Raises:
+            RuntimeError: If it was to be computed before training and the batch does not have it.
         """
+        if batch.ref_logprobs is not None:
+            return batch.ref_logprobs
+        if self.hparams["precompute_ref_log_probs"]:
+            raise RuntimeError(
+                "precompute_ref_log_probs found no UnpairedExamples behind this batch's loader: use "
+                "UnpairedPreferenceDataModule, or an UnpairedLoader"
+            )
         with self.reference_model() as reference:
             return self.answer_logprobs(reference, batch)
 
     @torch.no_grad()
-    def kl_estimate(self, mismatched: Sequence[TokenBatch]) -> Tensor:
+    def kl_estimate(self, mismatched: Sequence[ReferencedBatch]) -> Tensor:
         """Reference point of the loss, over all ranks. A collective.
 
         Args:
@@ -168,7 +227,9 @@ class KTOModule(ReferenceModule):
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self) -> None:
-        """Compare the weights of the classes with their counts."""
+        """Compute what the reference says, if it is not to be held; compare the classes' weights with their counts."""
+        self._precompute(self.trainer.train_dataloader)
+        self._precompute(self.trainer.val_dataloaders)
         examples = getattr(self.trainer.train_dataloader, "examples", None)
         if isinstance(examples, UnpairedExamples):
             self.check_weights(sum(examples.desirable), len(examples) - sum(examples.desirable))
@@ -205,6 +266,10 @@ class KTOModule(ReferenceModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log the means over the answers of the step."""
         self.log_dict(self._class_metrics(self.kl), on_step=True, on_epoch=False, batch_size=1)
+
+    def on_validation_start(self) -> None:
+        """Compute what the reference says about validation answers, unless that is known."""
+        self._precompute(self.trainer.val_dataloaders)
 
     def on_validation_epoch_start(self) -> None:
         """Count anew."""
@@ -243,6 +308,21 @@ class KTOModule(ReferenceModule):
         with torch.no_grad():
             logratio = self.answer_logprobs(self.policy, batch) - self.reference_logprobs(batch)
         return self.hparams["beta"] * logratio.cpu()
+
+
+class _WithMismatched:
+    """Each answer and its mismatched one as a pair, for the pass that computes what the reference says."""
+
+    def __init__(self, examples: UnpairedExamples) -> None:
+        self.examples = examples
+        self.lengths = [2 * length for length in examples.lengths]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> PreferenceExample:
+        example = self.examples[index]
+        return PreferenceExample(example.answer, example.mismatched or example.answer)
 
 
 def _class_sums(metrics: Mapping[str, Tensor]) -> Tensor:

@@ -9,13 +9,13 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.preferences import PreferenceBatch, PreferenceExamples, collate_preferences
+from rlhfkit.data.preferences import PreferenceBatch, PreferenceExample, collate_preferences
 from rlhfkit.models.adapters import adapter_base
 
 log = logging.getLogger(__name__)
@@ -23,11 +23,26 @@ log = logging.getLogger(__name__)
 _SAMPLE = 2**20
 """Bytes at either end of a weight file that go into its fingerprint: enough to see any training step."""
 
+
+class Pairs(Protocol):
+    """A data set of two answers each; :class:`~rlhfkit.data.preferences.PreferenceExamples` is one."""
+
+    lengths: list[int]
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        ...
+
+    def __getitem__(self, index: int, /) -> PreferenceExample:
+        """One pair."""
+        ...
+
+
 AnswerLogprobs = Callable[[nn.Module, PreferenceBatch], Tensor]
 """(2B,) log-probs of the answers of a batch under a model."""
 
 
-def data_fingerprint(examples: PreferenceExamples) -> str:
+def data_fingerprint(examples: Pairs) -> str:
     """Hash of the tokens and masks of all answers.
 
     Args:
@@ -85,7 +100,7 @@ def token_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 @torch.no_grad()
 def compute_reference(
-    examples: PreferenceExamples, model: nn.Module, logprobs: AnswerLogprobs, trainer: L.Trainer, *, max_tokens: int
+    examples: Pairs, model: nn.Module, logprobs: AnswerLogprobs, trainer: L.Trainer, *, max_tokens: int
 ) -> Tensor:
     """Log-probs of all answers under a model, each rank computing its share. A collective.
 
@@ -121,7 +136,7 @@ def compute_reference(
 
 
 def cached_reference(
-    examples: PreferenceExamples,
+    examples: Pairs,
     key: Callable[[], Iterator[Any]],
     folder: Path,
     trainer: L.Trainer,

@@ -73,10 +73,12 @@ def trainer(folder: Path, **arguments: Any) -> L.Trainer:
     return L.Trainer(**plain | quiet | {"default_root_dir": str(folder), "log_every_n_steps": 1} | arguments)
 
 
-def fit(folder: Path, accumulate: int, *, attention: str | None = None, ranks: int = 1, **arguments: Any) -> Steps:
+def fit(
+    folder: Path, accumulate: int, *, ranks: int = 1, knobs: dict[str, Any] | None = None, **arguments: Any
+) -> Steps:
     """One run in steps of 8 answers, however they are split."""
     steps = Steps()
-    module = made(folder, attention=attention)
+    module = made(folder, **(knobs or {}))
     run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
     run.fit(module, data(folder, STEP // accumulate // ranks))
     return steps
@@ -125,10 +127,11 @@ def by_hand(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Ten
 
 
 def on_ranks(folder: Path, model: str) -> dict[str, Any]:
-    """What one rank runs: three strategies in one process group; rank 0 also writes the weights."""
+    """What one rank runs: the reference on disk, then sharded beside the policy; rank 0 also writes the weights."""
     report: dict[str, Any] = {}
-    for strategy, accumulate in (("rlhf_zero2", 2), ("rlhf_zero3", 4)):
-        steps = fit(Path(model), accumulate, ranks=RANKS, strategy=strategy, num_nodes=1)
+    on_disk = {"precompute_ref_log_probs": True, "ref_cache": str(folder / "cache")}
+    for strategy, accumulate, knobs in (("rlhf_zero2", 2, on_disk), ("rlhf_zero3", 4, {})):
+        steps = fit(Path(model), accumulate, ranks=RANKS, strategy=strategy, knobs=knobs)
         report[strategy] = {"kl": steps.kl, "margins": steps.margins[accumulate - 1 :: accumulate]}
         if steps.weights:
             torch.save(steps.weights, folder / f"{strategy}.pt")

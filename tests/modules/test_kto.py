@@ -11,8 +11,7 @@ from tiny_models import tiny_model
 
 from modules import kto_cases
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
-from rlhfkit.data.collate import TokenBatch
-from rlhfkit.data.unpaired import UnpairedBatch
+from rlhfkit.data.unpaired import ReferencedBatch, UnpairedBatch
 from rlhfkit.models import LoRA
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
@@ -45,7 +44,7 @@ def test_training_is_the_loop_by_hand_however_it_is_split(
 ) -> None:
     points, losses, weights = expected
     assert min(points) > 1  # the reference point counts: with 0 the losses would differ
-    run = kto_cases.fit(folder, accumulate, attention=attention, precision="64-true")
+    run = kto_cases.fit(folder, accumulate, knobs={"attention": attention}, precision="64-true")
     windows = [sum(run.losses[start : start + accumulate]) for start in range(0, len(run.losses), accumulate)]
     # PyTorch's fused attention, which packed batches use, is good to float32 in float64 too.
     tolerance = 1e-6 if attention is None else 1e-10
@@ -68,12 +67,40 @@ def test_two_ranks_of_deepspeed_train_as_one(folder: Path, expected: Any, tmp_pa
             torch.testing.assert_close(tensor.double(), weights[name], rtol=1e-4, atol=2e-6)
 
 
+def test_a_reference_kept_on_disk_is_the_one_beside_the_policy(folder: Path, tmp_path: Path) -> None:
+    knobs = {"precompute_ref_log_probs": True, "ref_cache": str(tmp_path)}
+    beside, computed = kto_cases.fit(folder, 2), kto_cases.fit(folder, 2, knobs=knobs)
+    (file,) = tmp_path.iterdir()
+    written = file.stat().st_mtime_ns
+    read = kto_cases.fit(folder, 2, knobs=knobs)
+    assert file.stat().st_mtime_ns == written
+    assert (read.kl, read.losses) == (computed.kl, computed.losses)
+    assert computed.kl == pytest.approx(beside.kl, rel=1e-5)
+    assert computed.losses == pytest.approx(beside.losses, rel=1e-5)
+    for name, tensor in computed.weights.items():
+        torch.testing.assert_close(tensor, beside.weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_costs_the_gradient_pass_and_one_without_gradient(folder: Path, tmp_path: Path) -> None:
+    """TRL runs four: policy and reference, on the answers and on the mismatched ones."""
+    passes: list[bool] = []
+    module = kto_cases.made(folder, precompute_ref_log_probs=True, ref_cache=str(tmp_path))
+
+    class Count(kto_cases.L.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+
+    kto_cases.trainer(folder, max_epochs=1, callbacks=[Count()]).fit(module, kto_cases.data(folder, 8))
+    assert passes == [False, True] * 3
+    assert not hasattr(module, "reference")
+
+
 class Given(KTOModule):
     """The loss and the reference point on log-probs that were written down."""
 
     given: dict[int, dict[str, torch.Tensor]]
 
-    def answer_logprobs(self, model: Any, batch: TokenBatch) -> torch.Tensor:
+    def answer_logprobs(self, model: Any, batch: ReferencedBatch) -> torch.Tensor:
         logprobs = self.given[int(batch.input_ids[0, 0])]["policy" if model is None else model]
         return torch.where(batch.loss_mask, logprobs, 0.0).sum(-1)
 
@@ -102,7 +129,7 @@ def test_loss_reference_point_and_metrics_are_those_of_trl(case: dict[str, Any],
     batch = UnpairedBatch(desirable=torch.tensor(case["label"]), **batches[answers])
     kl = torch.zeros(())
     if module._has_reference_point:
-        kl = module.kl_estimate([TokenBatch(**batches[mismatched])])
+        kl = module.kl_estimate([ReferencedBatch(**batches[mismatched])])
         assert float(kl) == pytest.approx(case["metrics"]["kl"], rel=1e-6)
     assert float(module._evaluated(batch, kl)) == pytest.approx(case["loss"], rel=1e-6)
     metrics = module._class_metrics(kl)
@@ -112,7 +139,14 @@ def test_loss_reference_point_and_metrics_are_those_of_trl(case: dict[str, Any],
     assert {"rewards/chosen", "rewards/rejected", "rewards/margins"} <= set(metrics)
 
 
-@pytest.mark.parametrize("arguments", [{"lr": 3e-3}, {"lr": 2e-2, "lora": LoRA(rank=4)}], ids=["full", "lora"])
+ADAPTERS = {"lr": 2e-2, "lora": LoRA(rank=4)}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"lr": 3e-3}, ADAPTERS, ADAPTERS | {"precompute_ref_log_probs": True}],
+    ids=["full", "lora", "lora, reference on disk"],
+)
 def test_it_learns_which_answers_are_wanted(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """The optimum is known: every implicit reward has the sign of its label and the loss goes to 0."""
     model = str(tiny_model(tmp_path / "model"))
