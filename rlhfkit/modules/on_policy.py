@@ -81,6 +81,8 @@ class OnPolicyModule(PolicyModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
+        # Not read from hparams: a subclass may well have a hyperparameter of that name for a bonus of its own.
+        self.entropy_coef = entropy_coef
         self.surrogate = resolve_function(surrogate, "surrogate")
         self.hparams["surrogate"] = function_name(self.surrogate)
         clips = {"clip_low": clip_low, "clip_high": clip_high}
@@ -206,7 +208,7 @@ class OnPolicyModule(PolicyModule):
             batch,
             batch.action_mask,
             temperature=batch.temperature,
-            entropy=self.hparams["log_entropy"] or bool(self.hparams["entropy_coef"]),
+            entropy=self.hparams["log_entropy"] or bool(self.entropy_coef),
         )
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
@@ -237,9 +239,9 @@ class OnPolicyModule(PolicyModule):
             coef = 0.0 if self.hparams["kl_in_reward"] else self.hparams["kl_coef"]
             estimator = self.hparams["kl_estimator"]
             parts.append(kl_loss(out.logprobs, batch.ref_logprobs, mask, coef=coef, estimator=estimator, **sizes))
-        if self.hparams["entropy_coef"]:
+        if self.entropy_coef:
             assert out.entropy is not None
-            parts.append(entropy_bonus(out.entropy, mask, coef=self.hparams["entropy_coef"], **sizes))
+            parts.append(entropy_bonus(out.entropy, mask, coef=self.entropy_coef, **sizes))
         result = sum_losses(*parts)
         return LossOutput(result.loss, {**result.metrics, **measured})
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.data import Experience
-from rlhfkit.losses import cispo_loss as lifted_cispo_loss
 from rlhfkit.losses import (
+    LossOutput,
     discounted_returns,
     dr_grpo_loss,
     entropy_bonus,
@@ -27,6 +27,7 @@ from rlhfkit.losses import (
     token_rewards,
     whiten,
 )
+from rlhfkit.losses import cispo_loss as lifted_cispo_loss
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules import presets
 
@@ -145,6 +146,29 @@ def test_correction_weights_the_surrogate_and_entropy_is_rewarded() -> None:
     surrogate = ppo_loss(logprobs, old, advantages, mask, clip_high=0.28, weights=weights, denominator=20.0)
     expected = surrogate.loss + entropy_bonus(entropy, mask, coef=0.01, denominator=20.0).loss
     torch.testing.assert_close(made, expected)
+
+
+class CuriousGRPO(GRPOModule):
+    """The README's subclass, which names its hyperparameter as the base class does."""
+
+    def __init__(self, *args: Any, entropy_coef: float = 1e-3, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
+        base = super().loss(batch, out)
+        assert out.entropy is not None
+        entropy = self.token_mean(out.entropy, batch)
+        return LossOutput(base.loss - self.hparams["entropy_coef"] * entropy, base.metrics)
+
+
+def test_a_subclass_with_a_bonus_of_its_own_counts_it_once() -> None:
+    batch, entropy = experience(), torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
+    batch.ref_logprobs = None
+    assert batch.old_logprobs is not None
+    out = PolicyOutput(batch.old_logprobs, entropy)
+    plain, curious = (loss_of(each, batch, out) for each in (GRPOModule("anywhere"), CuriousGRPO("anywhere")))
+    mean = (entropy * batch.action_mask).sum() / 20.0
+    torch.testing.assert_close(curious, plain - 1e-3 * mean)
 
 
 def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_for_again() -> None:
