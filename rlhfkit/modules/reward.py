@@ -104,7 +104,7 @@ class RewardModule(ScalarModule):
             return
         mean = total / count
         std = max((squares - total * mean) / (count - 1), 0.0) ** 0.5
-        self.log_dict({"val/reward_mean": mean, "val/reward_std": std})
+        self.log_dict({"val/reward_mean": mean, "val/reward_std": std}, sync_dist=True)
         self.constants = (mean, max(std, MIN_STD))
 
     @property

@@ -107,7 +107,7 @@ class ScalarModule(PolicyModule):
     def on_validation_epoch_end(self) -> None:
         """Log accuracy and calibration over the validation data of all ranks."""
         self._calibration.sums = self.sum_over_ranks(self._calibration.sums)
-        self.log_dict({f"val/{name}": value for name, value in self._calibration.metrics().items()})
+        self.log_dict({f"val/{name}": value for name, value in self._calibration.metrics().items()}, sync_dist=True)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum of a tensor over all ranks. A collective."""

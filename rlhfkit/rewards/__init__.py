@@ -3,6 +3,7 @@
 from rlhfkit.rewards.base import Reward, WeightedSum, evaluate, reward_name, score_samples
 from rlhfkit.rewards.maths import MathMatch, math_match
 from rlhfkit.rewards.model import ModelReward
+from rlhfkit.rewards.process import ProcessModelReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "LengthPenalty",
     "MathMatch",
     "ModelReward",
+    "ProcessModelReward",
     "Reward",
     "WeightedSum",
     "evaluate",

@@ -6,9 +6,10 @@ has another tokenizer or another way of writing dialogues, and then by a functio
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from rlhfkit.data.collate import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.experience import Sample
@@ -27,6 +28,9 @@ class ModelReward:
         RolloutCallback(ModelReward("reward-model"), sampling=SamplingSpec(group_size=8))
         ModelReward("other-family", text=lambda sample: f"User: {sample.prompt.text}\nAssistant: {sample.text}")
     """
+
+    stepwise: ClassVar[bool] = False
+    """Whether the model is a token classifier with two labels."""
 
     def __init__(
         self,
@@ -85,21 +89,27 @@ class ModelReward:
         if not samples:
             return []
         self._load()
-        token_ids = (
-            self._sampled(samples) if self.text is None else self._tokenizer([*map(self.text, samples)])["input_ids"]
-        )
-        lengths = [len(ids) for ids in token_ids]
+        examples = self.examples(samples)
+        lengths = [len(example.input_ids) for example in examples]
         forwards = min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(lengths))
         rewards = torch.zeros(len(lengths))
+        device = next(self._loaded.parameters()).device
         for rows in balanced_partition(lengths, forwards):
-            batch = collate_tokens([TokenExample(token_ids[row], [False] * lengths[row]) for row in rows])
-            rewards[rows] = self._score(batch)
+            with torch.no_grad():
+                rewards[rows] = self.score(collate_tokens([examples[row] for row in rows]).to(device)).cpu()
         return rewards.tolist()
 
-    @torch.no_grad()
-    def _score(self, batch: TokenBatch) -> torch.Tensor:
-        device = next(self._loaded.parameters()).device
-        return reward_output(self._loaded, batch.to(device), normalized=self.normalized).cpu()
+    def examples(self, samples: Sequence[Sample]) -> list[TokenExample]:
+        """What the model reads, one for each sample; override to mark tokens in ``loss_mask`` or to add some."""
+        if self.text is None:
+            token_ids = self._sampled(samples)
+        else:
+            token_ids = self._tokenizer([self.text(sample) for sample in samples])["input_ids"]
+        return [TokenExample(ids, [False] * len(ids)) for ids in token_ids]
+
+    def score(self, batch: TokenBatch) -> Tensor:
+        """The rewards of a batch of examples, (B,); override to read something else off the model."""
+        return reward_output(self._loaded, batch, normalized=self.normalized)
 
     def _load(self) -> None:
         if self._loaded is not None:
@@ -110,6 +120,7 @@ class ModelReward:
         self._tokenizer = load_tokenizer(self.model, trust_remote_code=self.trust_remote_code)
         model = load_scalar_model(
             self.model,
+            stepwise=self.stepwise,
             new_head=False,
             dtype=self.dtype,
             attention=self.attention,
