@@ -12,16 +12,19 @@ if TYPE_CHECKING:
     from rlhfkit.callbacks import EMA, HFExport, NonFiniteGuard, RolloutCallback, SampleTable, TrainingCurves
     from rlhfkit.data import Experience, Prompt, Sample
     from rlhfkit.datamodules import (
+        Mixture,
         PreferenceDataModule,
         PromptDataModule,
         SFTDataModule,
         StepwiseDataModule,
+        StreamingSFTDataModule,
         UnpairedPreferenceDataModule,
     )
     from rlhfkit.losses import LossOutput
     from rlhfkit.models import LoRA, PolicyOutput, ScalarModel
     from rlhfkit.modules import (
         CPOModule,
+        DFTModule,
         DistillationModule,
         DPOModule,
         GRPOModule,
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CPOModule": "modules",
+    "DFTModule": "modules",
     "DPOModule": "modules",
     "DistillationModule": "modules",
     "DynamicSampling": "rollout",
@@ -53,6 +57,7 @@ _HOMES = {
     "LoRA": "models",
     "LocalEngine": "rollout",
     "LossOutput": "losses",
+    "Mixture": "datamodules",
     "NonFiniteGuard": "callbacks",
     "ORPOModule": "modules",
     "OnPolicyModule": "modules",
@@ -77,6 +82,7 @@ _HOMES = {
     "ScalarModel": "models",
     "SimPOModule": "modules",
     "StepwiseDataModule": "datamodules",
+    "StreamingSFTDataModule": "datamodules",
     "TrainingCurves": "callbacks",
     "UnpairedPreferenceDataModule": "datamodules",
     "VLLMPool": "rollout",
@@ -86,11 +92,12 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 """Homes that load Lightning anyway."""
 
 __all__ = [
+    "EMA",
     "CPOModule",
+    "DFTModule",
     "DPOModule",
     "DistillationModule",
     "DynamicSampling",
-    "EMA",
     "Experience",
     "GRPOModule",
     "HFExport",
@@ -98,6 +105,7 @@ __all__ = [
     "LoRA",
     "LocalEngine",
     "LossOutput",
+    "Mixture",
     "NonFiniteGuard",
     "ORPOModule",
     "OnPolicyModule",
@@ -122,6 +130,7 @@ __all__ = [
     "ScalarModel",
     "SimPOModule",
     "StepwiseDataModule",
+    "StreamingSFTDataModule",
     "TrainingCurves",
     "UnpairedPreferenceDataModule",
     "VLLMPool",

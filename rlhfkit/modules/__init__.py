@@ -13,10 +13,11 @@ from rlhfkit.modules.reference import ReferenceModule
 from rlhfkit.modules.reference_free import CPOModule, ORPOModule, SimPOModule
 from rlhfkit.modules.reward import RewardModule
 from rlhfkit.modules.scalar import ScalarModule
-from rlhfkit.modules.sft import SFTModule
+from rlhfkit.modules.sft import DFTModule, SFTModule
 
 __all__ = [
     "CPOModule",
+    "DFTModule",
     "DPOModule",
     "DistillationModule",
     "GRPOModule",

@@ -1,4 +1,8 @@
-"""``SFTModule``: supervised fine-tuning, next-token cross-entropy on the tokens the data marks."""
+"""``SFTModule`` and ``DFTModule``: supervised fine-tuning on the tokens that the data marks.
+
+What is learned is a matter of the data (:class:`rlhfkit.SFTDataModule`): completions, the assistant's turns, or whole
+texts as in pretraining.
+"""
 
 from typing import Any
 
@@ -6,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.collate import TokenBatch
-from rlhfkit.losses import LossOutput, cross_entropy_loss
+from rlhfkit.losses import LossOutput, cross_entropy_loss, dft_loss
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.routing import with_router_loss
@@ -16,11 +20,7 @@ class SFTModule(PolicyModule):
     """A policy that imitates.
 
     The loss is the mean over the trained tokens of the whole optimizer step, whatever the micro-batches, ranks, padding
-    or packing. Override :meth:`loss` for another objective on the same log-probs::
-
-        class DFTModule(SFTModule):
-            def loss(self, batch, out):
-                return dft_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)
+    or packing. Override :meth:`loss` for another objective on the same log-probs, as :class:`DFTModule` does.
 
     Args:
         model: Folder or hub name of the policy.
@@ -55,12 +55,36 @@ class SFTModule(PolicyModule):
         return result.loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Mean loss over the validation tokens."""
-        result = self.loss(batch, self.policy_output(batch))
-        self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
+        """Mean loss and perplexity over the validation tokens, the same however they are split."""
+        out = self.policy_output(batch)
+        nll = cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator).loss
+        losses = {"val/loss": self.loss(batch, out).loss, "val/nll": nll}
+        self.log_dict(losses, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
+
+    def on_validation_epoch_end(self) -> None:
+        """Perplexity, which is no mean over batches."""
+        nll = self.trainer.callback_metrics.get("val/nll")
+        if nll is not None:
+            self.log("val/perplexity", nll.exp())
 
     def predict_step(self, batch: TokenBatch, batch_idx: int) -> list[Tensor]:
         """Log-probs of the trained tokens of each sequence."""
         with torch.no_grad():
             out = self.policy_output(batch)
         return [row[mask].cpu() for row, mask in zip(out.logprobs, batch.loss_mask, strict=True)]
+
+
+class DFTModule(SFTModule):
+    """Dynamic fine-tuning: each token is weighted by its own probability, so that unlikely answers do not dominate.
+
+    Wu et al. (2025, arXiv:2508.05629), see :func:`~rlhfkit.losses.dft_loss`. Arguments are those of :class:`SFTModule`.
+    """
+
+    def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
+        """The objective of one micro-batch.
+
+        Args:
+            batch: B sequences.
+            out: What the current policy says about them.
+        """
+        return dft_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)
