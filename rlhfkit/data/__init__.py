@@ -2,6 +2,7 @@
 
 from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.distilled import DistilledBatch, DistilledExample, DistilledExamples, collate_distilled
 from rlhfkit.data.experience import Experience, FinishReason, Prompt, Sample
 from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
 from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_updates
@@ -9,8 +10,12 @@ from rlhfkit.data.preferences import PreferenceBatch, PreferenceExample, Prefere
 from rlhfkit.data.step_loader import StepLoader
 from rlhfkit.data.stepwise import StepwiseBatch, StepwiseExample, StepwiseExamples, collate_stepwise
 from rlhfkit.data.stream_loader import StreamLoader
+from rlhfkit.data.unpaired import UnpairedBatch, UnpairedExample, UnpairedExamples, UnpairedLoader, collate_unpaired
 
 __all__ = [
+    "DistilledBatch",
+    "DistilledExample",
+    "DistilledExamples",
     "Experience",
     "ExperienceLoader",
     "ExperienceSource",
@@ -31,10 +36,16 @@ __all__ = [
     "StreamLoader",
     "TokenBatch",
     "TokenExample",
+    "UnpairedBatch",
+    "UnpairedExample",
+    "UnpairedExamples",
+    "UnpairedLoader",
     "balanced_partition",
+    "collate_distilled",
     "collate_preferences",
     "collate_stepwise",
     "collate_tokens",
+    "collate_unpaired",
     "iteration_shape",
     "plan_updates",
 ]
