@@ -17,6 +17,7 @@ from rlhfkit.losses import (
     importance_weights,
     kl_estimate,
     kl_loss,
+    masked_mean,
     mismatch_metrics,
     ppo_loss,
     sum_losses,
@@ -49,6 +50,10 @@ class OnPolicyModule(PolicyModule):
         max_length: Tokens; the constant of the ``constant-length`` aggregation.
         kl_coef: Weight of the KL penalty; 0 (TRL's default) loads no reference model.
         kl_estimator: ``k1``, ``k2`` or ``k3`` (GRPO's); ``k1`` is usual in the reward.
+        kl_target: Nats per token that the KL to the reference should have: after each iteration
+            ``β *= 1 + clip(KL / target - 1, ±0.2) n / horizon`` for n samples (Ziegler et al., 2019, arXiv:1909.08593,
+            section 2.2, whose KL is that of a whole answer); ``None``: ``kl_coef`` stays. ``policy/kl_coef`` is logged.
+        kl_horizon: Samples in which the coefficient may change by a fifth (10000: OpenRLHF's and the paper's).
         kl_in_reward: Subtract the penalty from the reward of each token (InstructGPT, OpenRLHF's default for PPO)
             instead of adding it to the loss.
         entropy_coef: Weight of an entropy bonus.
@@ -74,6 +79,8 @@ class OnPolicyModule(PolicyModule):
         max_length: int | None = None,
         kl_coef: float = 0.0,
         kl_estimator: KLEstimator = "k3",
+        kl_target: float | None = None,
+        kl_horizon: int = 10000,
         kl_in_reward: bool = False,
         entropy_coef: float = 0.0,
         correction: str | Mapping[str, Any] | None = None,
@@ -90,6 +97,12 @@ class OnPolicyModule(PolicyModule):
         self.surrogate_arguments |= dict(surrogate_arguments or {})
         if kl_coef < 0:
             raise ValueError(f"kl_coef must be 0 (no reference model) or more, got {kl_coef}")
+        if kl_target is not None and (kl_target <= 0 or not kl_coef):
+            raise ValueError(f"kl_target={kl_target} must be positive, and needs a positive kl_coef to start from")
+        if kl_horizon < 1:
+            raise ValueError(f"kl_horizon must be at least 1 sample, got {kl_horizon}")
+        self.kl_coef = kl_coef
+        """Weight of the KL penalty now; moves when there is a ``kl_target``."""
         if isinstance(correction, str) and correction not in CORRECTION_PRESETS:
             raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, got {correction!r}")
         self.correction = CORRECTION_PRESETS[correction] if isinstance(correction, str) else correction
@@ -155,8 +168,9 @@ class OnPolicyModule(PolicyModule):
             A copy with advantages, and, where needed, old log-probs (for all but the first update, whose own log-probs
             are the old ones) and reference log-probs.
         """
+        adaptive = self.hparams["kl_target"] is not None
         in_reward = self.needs_reference and self.hparams["kl_in_reward"]
-        rows = experience.update >= 0 if in_reward else experience.update > 0
+        rows = experience.update >= 0 if in_reward or adaptive else experience.update > 0
         experience = dataclasses.replace(
             experience,
             old_logprobs=self.sharded_logprobs(self.policy, experience, rows) if bool(rows.any()) else None,
@@ -165,7 +179,24 @@ class OnPolicyModule(PolicyModule):
         advantages = self.advantages(experience)
         if advantages.dim() == 1:
             advantages = advantages[:, None].expand_as(experience.action_mask)
+        if adaptive:
+            self._adapt_kl_coef(experience)
         return dataclasses.replace(experience, advantages=advantages)
+
+    def _adapt_kl_coef(self, experience: Experience) -> None:
+        """Bring the KL closer to its target; every rank sees the whole iteration and computes the same."""
+        error = float(masked_mean(self._kl(experience), experience.action_mask)) / self.hparams["kl_target"] - 1.0
+        self.kl_coef *= 1.0 + min(max(error, -0.2), 0.2) * len(experience) / self.hparams["kl_horizon"]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember the weight of the KL penalty too."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["kl_coef"] = self.kl_coef
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue with the weight of the KL penalty that was reached."""
+        super().on_load_checkpoint(checkpoint)
+        self.kl_coef = checkpoint.get("kl_coef", self.kl_coef)
 
     def reference_logprobs(self, experience: Experience) -> Tensor:
         """Log-probs under the model that training started from. A collective.
@@ -189,17 +220,20 @@ class OnPolicyModule(PolicyModule):
         Returns:
             (B, T-1); 0 outside the mask.
         """
-        if not (self.hparams["kl_coef"] and self.hparams["kl_in_reward"]):
+        if not (self.needs_reference and self.hparams["kl_in_reward"]):
             return token_rewards(rewards, experience.action_mask)
+        return token_rewards(rewards, experience.action_mask, kl=self._kl(experience), kl_coef=self.kl_coef)
+
+    def _kl(self, experience: Experience) -> Tensor:
+        """(B, T-1) estimate of the KL of the policy before the iteration to the reference."""
         assert experience.old_logprobs is not None
         assert experience.ref_logprobs is not None
-        kl = kl_estimate(
+        return kl_estimate(
             experience.old_logprobs,
             experience.ref_logprobs,
             estimator=self.hparams["kl_estimator"],
             mask=experience.action_mask,
         )
-        return token_rewards(rewards, experience.action_mask, kl=kl, kl_coef=self.hparams["kl_coef"])
 
     def policy_output(self, batch: Experience) -> PolicyOutput:
         """Log-probs, and entropy if it is logged or rewarded, of the tokens the policy chose."""
@@ -236,13 +270,15 @@ class OnPolicyModule(PolicyModule):
             )
         ]
         if batch.ref_logprobs is not None:
-            coef = 0.0 if self.hparams["kl_in_reward"] else self.hparams["kl_coef"]
+            coef = 0.0 if self.hparams["kl_in_reward"] else self.kl_coef
             estimator = self.hparams["kl_estimator"]
             parts.append(kl_loss(out.logprobs, batch.ref_logprobs, mask, coef=coef, estimator=estimator, **sizes))
         if self.entropy_coef:
             assert out.entropy is not None
             parts.append(entropy_bonus(out.entropy, mask, coef=self.entropy_coef, **sizes))
         result = sum_losses(*parts)
+        if self.hparams["kl_target"] is not None:
+            measured = {**measured, "policy/kl_coef": torch.tensor(self.kl_coef)}
         return LossOutput(result.loss, {**result.metrics, **measured})
 
     @staticmethod

@@ -148,6 +148,29 @@ def test_correction_weights_the_surrogate_and_entropy_is_rewarded() -> None:
     torch.testing.assert_close(made, expected)
 
 
+def test_the_kl_coefficient_moves_towards_its_target_and_is_remembered(tmp_path: Path) -> None:
+    seen: list[tuple[float, float]] = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            rollouts = trainer.callbacks[0]
+            batch = rollouts.experience
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator="k3", mask=batch.action_mask)
+            seen.append((float(kl.sum() / batch.action_mask.sum()), pl_module.kl_coef))
+
+    arguments = {"kl_coef": 0.1, "kl_target": 1e-3, "kl_horizon": 100, "lr": 1e-2}
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments, callbacks=[Keep()], max_epochs=3)
+    trainer.fit(module, data)
+    expected = 0.1
+    for kl, coef in seen:
+        expected *= 1 + min(max(kl / 1e-3 - 1, -0.2), 0.2) * 32 / 100
+        assert coef == pytest.approx(expected, rel=1e-6)
+    assert seen[0][1] < 0.1 < seen[-1][1]  # no distance at first, then more than wanted
+    assert float(trainer.callback_metrics["policy/kl_coef"]) == pytest.approx(seen[-1][1])
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    assert GRPOModule.load_from_checkpoint(tmp_path / "run.ckpt").kl_coef == module.kl_coef
+
+
 class CuriousGRPO(GRPOModule):
     """The README's subclass, which names its hyperparameter as the base class does."""
 
@@ -188,6 +211,7 @@ def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_f
         ({"surrogate": "rlhfkit.losses.no_such_loss"}, "cannot be imported"),
         ({"surrogate": "rlhfkit.losses.cispo_loss"}, r"does not take what it is given.*clip_low"),
         ({"correction": "tiss"}, "correction must be one of tis"),
+        ({"kl_target": 0.1}, "kl_target"),
         ({"gamma": 1.5}, "gamma must be in"),
         ({"clip_low": -1.0}, "clip_low"),
         ({"aggregation": "mean"}, "mean"),
