@@ -6,6 +6,7 @@ from typing import Any
 from rlhfkit.data.preferences import PreferenceExamples, collate_preferences
 from rlhfkit.data.step_loader import StepLoader
 from rlhfkit.datamodules.chat import PromptFormat
+from rlhfkit.datamodules.formats import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
 from rlhfkit.datamodules.instructions import SFTDataModule
 from rlhfkit.datamodules.preference_rows import PreferenceBuilder
 from rlhfkit.datamodules.sources import Source, check_columns, describe, read_rows
@@ -66,10 +67,10 @@ class PreferenceDataModule(SFTDataModule):
 
     def _build(self, source: Source, split: str, tokenizer: Any) -> PreferenceExamples:
         rows = read_rows(source, split=split, subset=self.subset)
-        found = rows.column_names
-        prompt = self.prompt_column or ("prompt" if "prompt" in found else None)
-        margin = self.margin or ("margin" if "margin" in found else None)
-        check_columns(rows, source, chosen=self.chosen, rejected=self.rejected, prompt=prompt, margin=margin)
+        margin = self.margin or ("margin" if "margin" in rows.column_names else None)
+        check_columns(rows, source, margin=margin)
+        named = {"prompt": self.prompt_column, "chosen": self.chosen, "rejected": self.rejected}
+        prompt = find_columns(rows, source, (PREFERENCE, IMPLICIT_PREFERENCE), named).get("prompt")
         if prompt is None:
             self._check_implicit(source, isinstance(rows[0][self.chosen], str))
         style = PromptFormat(

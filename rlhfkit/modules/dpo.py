@@ -140,15 +140,18 @@ class DPOModule(PreferenceModule, ReferenceModule):
             yield self.build_reference().to(self.device)
 
     def _precompute(self, loaders: Any) -> None:
-        """Give the pairs behind these loaders their reference log-probs."""
+        """Give the pairs behind these loaders their reference log-probs, unless they have them."""
         if not self.hparams["precompute_ref_log_probs"]:
             return
+        folder = self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs"
         for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
-            examples = getattr(loader, "examples", None)
-            if isinstance(examples, PreferenceExamples) and examples.ref_logprobs is None:
-                folder = self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs"
-                compute = partial(self._computed, examples)
-                examples.ref_logprobs = cached_reference(examples, self._cache_key, Path(folder), self.trainer, compute)
+            found = getattr(loader, "examples", None)
+            for examples in getattr(found, "sources", [found]):  # a mixture has several
+                if isinstance(examples, PreferenceExamples) and examples.ref_logprobs is None:
+                    compute = partial(self._computed, examples)
+                    examples.ref_logprobs = cached_reference(
+                        examples, self._cache_key, Path(folder), self.trainer, compute
+                    )
 
     def _cache_key(self) -> Iterator[Any]:
         """What the reference's log-probs depend on beside the data."""

@@ -14,6 +14,7 @@ from modules import dpo_cases
 from modules.dpo_cases import CASES, FOLLOWING, PlainSGD
 from rlhfkit import DPOModule, PreferenceDataModule
 from rlhfkit.data import PreferenceBatch, collate_preferences
+from rlhfkit.datamodules.mixing import Mixture
 from rlhfkit.losses import PreferencePairs
 from rlhfkit.models import PolicyOutput, load_causal_lm
 
@@ -79,6 +80,8 @@ def test_two_ranks_of_deepspeed_train_as_one_with_every_kind_of_reference(
     folder: Path, expected: Any, tmp_path: Path
 ) -> None:
     reports = ranks.run("modules.dpo_cases:on_ranks", 2, tmp_path, model=str(folder))
+    for report in reports:  # the second epoch goes on with the reference where it was
+        assert report["stopped and resumed"] == report["zero3, following"][6:]
     for name, (_, accumulate, options) in CASES.items():
         alone = dpo_cases.fit(folder, module={"ref_model": None} | options if options else {})
         both = [sum(pair) / 2 for pair in zip(*(report[name] for report in reports), strict=True)]
@@ -128,6 +131,20 @@ def test_computed_log_probs_are_read_from_disk_and_belong_to_data_and_model(fold
     module = PlainSGD(str(copied), **before)
     dpo_cases.trainer(tmp_path, max_steps=1).fit(module, dpo_cases.data(folder, 8))
     assert len(list((tmp_path / "cache").iterdir())) == 2  # another model of the same name
+
+
+def test_a_mixture_of_sources_gets_its_log_probs_before_training_too(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "chosen": "x" * (i + 1), "rejected": "y"} for i in range(8)]
+    runs = []
+    for options in ({}, {"precompute_ref_log_probs": True, "ref_cache": str(tmp_path / "cache")}):
+        steps = dpo_cases.Steps()
+        mixed = Mixture([(rows[:6], 3.0), (rows[6:], 1.0)])
+        source = PreferenceDataModule(mixed, validation_data=rows, validation_split="train", micro_batch_size=4)
+        run = dpo_cases.trainer(tmp_path, callbacks=[steps])
+        run.fit(PlainSGD(str(folder / "model"), lr=1e-3, **options), source)
+        runs.append([*steps.losses, float(run.callback_metrics["val/loss"])])
+    assert runs[1] == pytest.approx(runs[0], rel=2e-6)
+    assert len(list((tmp_path / "cache").iterdir())) == 3  # two sources, and the validation data
 
 
 def test_adapters_switched_off_are_the_reference_and_only_they_are_trained(folder: Path) -> None:
@@ -240,6 +257,28 @@ def test_values_gradients_and_metrics_are_trls(case: dict[str, Any]) -> None:
         assert float(value) == pytest.approx(case["metrics"][name], rel=2e-5, abs=2e-5), name
 
 
+def test_weights_of_wpo_are_those_of_the_whole_vocabulary(folder: Path) -> None:
+    module = DPOModule(str(folder / "model"), use_weighting=True)
+    module.configure_model()
+    source = dpo_cases.data(folder, 4, tokenizer=module.tokenizer)
+    source.setup()
+    batch = collate_preferences([source.examples[row] for row in range(6)])
+    with torch.no_grad():
+        found = module.pair_weights(batch, module.policy_output(batch))
+    expected = []
+    for pair in (source.examples[row] for row in range(6)):
+        weight = 1.0
+        for answer in (pair.chosen, pair.rejected):
+            ids = torch.tensor([answer.input_ids])
+            model = load_causal_lm(str(folder / "model"), attention="eager")
+            probabilities = model(input_ids=ids).logits[0, :-1].detach().double().softmax(-1)
+            said = probabilities.gather(-1, ids[0, 1:, None])[:, 0].log()
+            alignment = (said - probabilities.square().sum(-1).log())[torch.tensor(answer.loss_mask[1:])]
+            weight *= float(alignment.mean().exp())
+        expected.append(weight)
+    assert found.tolist() == pytest.approx(expected, rel=1e-4)
+
+
 def margin_halved(pairs: PreferencePairs) -> torch.Tensor:
     return 0.5 * pairs.margin
 
@@ -280,7 +319,7 @@ def test_a_micro_batch_without_pairs_trains_nothing(folder: Path) -> None:
         empty = module.prepare(collate_preferences([source.examples[0]]).without_targets())
         loss = module.loss(empty, module.policy_output(empty)).loss
         loss.backward()
-        assert float(loss) == 0.0
+        assert float(loss.detach()) == 0.0
         assert all(p.grad is None or not p.grad.any() for p in module.policy.parameters())
 
 
