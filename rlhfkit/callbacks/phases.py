@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Phase(NamedTuple):
@@ -29,6 +29,12 @@ class Phases:
         self.events: list[Phase] = []
         """Everything so far, in the order in which it ended."""
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"events": self.events}  # without the lock: ranks on Ray, and spawned ones, get callbacks pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.events, self._lock = state["events"], threading.Lock()
 
     @contextmanager
     def record(self, name: str, iteration: int) -> Iterator[None]:
