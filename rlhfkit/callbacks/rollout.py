@@ -21,7 +21,7 @@ from rlhfkit.callbacks.generation import Generation, GenerationAhead
 from rlhfkit.callbacks.phases import Phases
 from rlhfkit.callbacks.publishing import WeightPublisher
 from rlhfkit.callbacks.ranks import everywhere, same_everywhere
-from rlhfkit.callbacks.summary import iteration_metrics, reward_values
+from rlhfkit.callbacks.summary import iteration_metrics, validation_metrics
 from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.data.grouping import deal_groups
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
@@ -48,6 +48,8 @@ class RolloutCallback(Callback):
         engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.LocalEngine` in this process.
         sampling: How to sample in training.
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
+        success: A validation sample with at least this reward is right; what ``val/pass@k`` counts where
+            ``validation_sampling`` takes several samples per prompt.
         dynamic_sampling: Sample further prompts in place of those whose groups teach nothing (DAPO); ``None``: train on
             every group.
         max_staleness: Iterations that sampling may be ahead of learning. 0: they take turns. 1 or more: they overlap,
@@ -69,6 +71,7 @@ class RolloutCallback(Callback):
         engine: RolloutEngine | None = None,
         sampling: SamplingSpec | None = None,
         validation_sampling: SamplingSpec | None = None,
+        success: float = 1.0,
         dynamic_sampling: DynamicSampling | None = None,
         max_staleness: int = 0,
         rollout_timeout: float = 7200.0,
@@ -88,6 +91,7 @@ class RolloutCallback(Callback):
         self.sampling = sampling or SamplingSpec()
         greedy = dataclasses.replace(self.sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self.validation_sampling = validation_sampling or greedy
+        self.success = success
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be 0 (take turns) or more iterations, got {max_staleness}")
         if rollout_timeout <= 0:
@@ -323,9 +327,8 @@ class RolloutCallback(Callback):
         with self._engine_to_itself():
             samples = self.sample(prompts, self.validation_sampling, iteration=-1)
         self.validation_samples += samples
-        for name, values in reward_values(samples).items():
-            mean, shown = sum(values) / len(values), name == "reward"
-            pl_module.log(f"val/{name}", mean, prog_bar=shown, batch_size=len(values), sync_dist=True)
+        for name, (mean, count) in validation_metrics(samples, success=self.success).items():
+            pl_module.log(f"val/{name}", mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
 
     def teardown(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends. After ``trainer.validate`` it stays, for whatever comes next."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 
@@ -48,3 +49,41 @@ def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
         parts = [sample.reward_parts.get(name, math.nan) for sample in scored]
         values[name] = [part for part in parts if not math.isnan(part)]
     return {name: found for name, found in values.items() if found}
+
+
+def validation_metrics(
+    samples: Sequence[Sample], *, success: float = 1.0, source: str = "source"
+) -> dict[str, tuple[float, int]]:
+    """Metrics of validation samples, and how many samples or prompts each is a mean over.
+
+    With n > 1 samples per prompt, c of them successes, also the unbiased ``pass@k = 1 - C(n-c, k) / C(n, k)`` (Chen et
+    al., 2021, arXiv:2107.03374, equation 1) for k = 1, 2, 4 ... n: the chance that one of k samples is right.
+
+    Args:
+        samples: Of some prompts, all samples of each.
+        success: A sample with at least this reward is right; one without a reward is not.
+        source: Name in the prompts' metadata that says which data set they are from; with several, rewards are given
+            for each too.
+
+    Returns:
+        ``reward`` and its parts, ``pass@k``, ``reward/<source>``.
+    """
+    metrics = {name: (fmean(values), len(values)) for name, values in reward_values(samples).items()}
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.index, []).append(sample)
+    size = min(map(len, groups.values()), default=0)
+    right = [
+        (len(group), sum((sample.reward or -math.inf) >= success for sample in group)) for group in groups.values()
+    ]
+    k = 1
+    while size > 1 and k <= size:
+        chances = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in right]
+        metrics[f"pass@{k}"] = fmean(chances), len(chances)
+        k *= 2
+    sources = sorted({str(sample.prompt.metadata[source]) for sample in samples if source in sample.prompt.metadata})
+    for name in sources if len(sources) > 1 else []:
+        values = reward_values([sample for sample in samples if str(sample.prompt.metadata.get(source)) == name])
+        if "reward" in values:
+            metrics[f"reward/{name}"] = fmean(values["reward"]), len(values["reward"])
+    return metrics
