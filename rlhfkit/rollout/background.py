@@ -5,7 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -26,6 +26,10 @@ class BackgroundRollouts(Generic[T]):
         self._holds = 0
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    def __reduce__(self) -> Any:
+        """A copy for another process (a rank on Ray) has nothing queued; threads do not travel."""
+        return type(self), (self._name,)
 
     def submit(self, number: int, job: Callable[[], T]) -> None:
         """Queue a job, unless one of that number was submitted and not collected yet.
