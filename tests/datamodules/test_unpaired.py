@@ -65,7 +65,7 @@ def test_labels_stay_with_their_answers_when_rows_are_left_out(
 
 def test_a_pair_becomes_two_rows(write_rows: Callable[..., str]) -> None:
     rows = [{"prompt": f"{i}?", "chosen": "good", "rejected": "bad" if i else "bad" * 20} for i in range(3)]
-    examples = opened(write_rows(rows), chosen="chosen", rejected="rejected", overlong="drop")
+    examples = opened(write_rows(rows), overlong="drop")
     expected = [("0?|good<eos>", True)]
     expected += [(f"{i}?|{word}<eos>", word == "good") for i in (1, 2) for word in ("good", "bad")]
     assert texts(examples) == expected
@@ -74,10 +74,9 @@ def test_a_pair_becomes_two_rows(write_rows: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chosen": "better"}, "belong together"),
         ({"messages": "messages"}, "no argument 'messages'"),
         ({"label": "liked"}, "label='liked' is not a column"),
-        ({"chosen": "better", "rejected": "worse"}, "chosen='better' is not a column"),
+        ({"chosen": "better"}, "chosen='better' is not a column"),
     ],
 )
 def test_columns_that_do_not_fit_are_named(
@@ -85,3 +84,25 @@ def test_columns_that_do_not_fit_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         opened(write_rows(ROWS), **arguments)
+
+
+def test_columns_may_be_called_otherwise_and_data_without_labels_is_refused(write_rows: Callable[..., str]) -> None:
+    rows = [{"q": row["prompt"], "a": row["completion"], "liked": row["label"]} for row in ROWS]
+    assert texts(opened(write_rows(rows), prompt="q", completion="a", label="liked")) == texts(opened(ROWS))
+    with pytest.raises(ValueError, match="SFTDataModule, which reads such columns"):
+        opened([{"prompt": "a", "completion": "b"}])
+
+
+def test_sources_are_mixed_and_token_budgets_respected(write_rows: Callable[..., str]) -> None:
+    import lightning as L
+
+    other = [{"prompt": f"{i}?", "chosen": "good", "rejected": "bad"} for i in range(4)]
+    weights = {write_rows(ROWS, "a.jsonl"): 0.5, write_rows(other, "b.jsonl"): 0.5}
+    data = UnpairedPreferenceDataModule(
+        weights, tokenizer=tiny_tokenizer(), max_length=32, max_tokens_per_micro_batch=40
+    )
+    data.trainer = L.Trainer(accelerator="cpu", logger=False, accumulate_grad_batches=2)
+    data.setup()
+    batches = list(data.train_dataloader())
+    assert all(int(batch.attention_mask.sum()) <= 40 for batch in batches)
+    assert [bool(batch.mismatched) for batch in batches] == [index % 2 == 0 for index in range(len(batches))]
