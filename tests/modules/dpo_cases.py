@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import DPOModule, PreferenceDataModule
@@ -143,4 +144,19 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
         report[name] = steps.losses
         if steps.weights:
             torch.save([steps.weights, steps.reference], folder / f"{name}.pt")
+    report["stopped and resumed"] = resumed(folder, model)
     return report
+
+
+def resumed(folder: Path, model: str) -> list[float]:
+    """Losses of the second epoch of a stopped run whose reference moves, in shards."""
+    saving = {"enable_checkpointing": True, "strategy": "rlhf_zero3", "num_nodes": 1, "devices": RANKS}
+    for epochs, checkpoint in ((1, None), (2, str(folder / "saved" / "epoch=0.ckpt"))):
+        steps = Steps()
+        keeping = ModelCheckpoint(folder / "saved", filename="{epoch}", save_top_k=-1)
+        run = trainer(
+            Path(model), accumulate_grad_batches=2, callbacks=[steps, keeping], **saving | {"max_epochs": epochs}
+        )
+        module = PlainSGD(str(Path(model) / "model"), lr=LR, **KNOBS | FOLLOWING)
+        run.fit(module, data(Path(model), STEP // 2 // RANKS), ckpt_path=checkpoint)
+    return steps.losses
