@@ -12,8 +12,8 @@ from rlhfkit.data.experience import Sample
 from rlhfkit.datamodules import PromptDataModule
 from rlhfkit.datamodules.prompt_rows import PromptRows
 from rlhfkit.datamodules.sources import Source, describe, read_rows
-from rlhfkit.models.load import load_tokenizer, precision_dtype
-from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
+from rlhfkit.models.load import base_model_name, load_causal_lm, load_tokenizer, precision_dtype
+from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingSpec
 
 WRITTEN = ("completion", "index", "sample_index", "finish_reason", "logprob", "prompt_ids", "completion_ids")
 """Columns that ``generate`` adds to those of the data."""
@@ -55,7 +55,7 @@ def generate(
             --engine rlhfkit.VLLMPool --engine.num_engines 2
 
     Args:
-        model: Folder or hub name.
+        model: Folder or hub name; a folder that holds a LoRA adapter is merged with its base model.
         data: Where the prompts are: a file (JSON lines, JSON, CSV, Parquet), ``datasets`` folder, hub name, or rows.
         output: File to write or to continue.
         sampling: How to sample.
@@ -111,10 +111,14 @@ def generate(
     size = sampling.group_size
     with LineWriter(output, settings, group=size, overwrite=overwrite) as writer:
         starts = range(writer.done // size, len(rows), batch_size)
-        if starts:
-            dtype = precision_dtype(precision)
-            engine.start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=True)
         try:
+            if starts:
+                dtype = precision_dtype(precision)
+                base = base_model_name(model)
+                engine.start(base, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=base == model)
+                if base != model:  # the model and its adapter, merged
+                    adapted = load_causal_lm(model, dtype=dtype, trust_remote_code=trust_remote_code)
+                    engine.load(ModuleWeights(adapted), version=0)
             with progress_bar(
                 "generate", len(rows), done=writer.done // size, unit="prompts", shown=progress
             ) as advance:

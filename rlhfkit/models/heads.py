@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.losses.masked import full_precision
-from rlhfkit.models.adapters import add_lora
+from rlhfkit.models.adapters import adapter_base, add_lora
 from rlhfkit.models.forward import TokenizedBatch, model_inputs, unwrap
 from rlhfkit.models.load import disable_dropout, existing_name, pretrained_arguments
 from rlhfkit.models.lora import LoRA
@@ -146,6 +146,8 @@ def load_scalar_model(
     if quantization is not None and lora is None:
         raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
     name = existing_name(name)
+    if adapter_base(name) is not None:
+        raise ValueError(f"{name} holds an adapter; merge it into its model first (rlhfkit merge-adapter, or peft)")
     arguments = pretrained_arguments(name, dtype, attention, quantization, trust_remote_code)
     config = arguments["config"]
     is_new = _needs_head(config, name, stepwise, new_head)

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhfkit import LoRA, PPOModule, SFTModule
+from rlhfkit import LoRA, PPOModule, SamplingSpec, SFTModule
 from rlhfkit.cli import main
 from rlhfkit.commands.export import export
+from rlhfkit.commands.generate import generate
 from rlhfkit.commands.merge_adapter import merge_adapter
 from rlhfkit.models import unwrap
 
@@ -77,6 +78,12 @@ def test_adapters_are_merged_or_written_alone(folder: Path, adapted: SFTModule, 
     first, second = (load_file(place / "model.safetensors") for place in (merged, tmp_path / "later"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+    sampling, data = SamplingSpec(group_size=2, max_new_tokens=6), [{"prompt": "1+2="}, {"prompt": "5="}]
+    texts = []
+    for number, model in enumerate((alone, merged)):
+        lines = generate(str(model), data, tmp_path / f"{number}.jsonl", sampling=sampling, progress=False)
+        texts.append([json.loads(line)["completion"] for line in lines.read_text().splitlines()])
+    assert texts[0] == texts[1]
 
 
 def test_the_type_is_written_into_weights_and_configuration(folder: Path, adapted: SFTModule, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from rlhfkit import GRPOModule, HFExport, LoRA, SFTDataModule, SFTModule
 
 RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
+QLORA: dict[str, Any] = {"lora": LoRA(rank=4), "quantization": "nf4"}
+
 
 class PlainSGD(GRPOModule):
     """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
@@ -77,14 +79,15 @@ def reinforce(folder: Path, strategy: str, lora: LoRA, world: int) -> dict[str, 
     return watch.report
 
 
-def supervise(folder: Path, data: str, model: str, stage: int) -> None:
-    """Three updates of full weights, saved as a checkpoint and exported."""
+def supervise(folder: Path, data: str, model: str, strategy: str, world: int, name: str, **arguments: Any) -> None:
+    """Three updates on data, saved as ``<name>.ckpt`` and exported to ``<name>``."""
     trainer = L.Trainer(
-        accelerator="cpu", devices=WORLD, strategy=f"rlhf_zero{stage}", max_epochs=1, logger=False,
+        accelerator="cpu", devices=world, strategy=strategy, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Save(folder / "full.ckpt"), HFExport(folder / "full")], use_distributed_sampler=False,
+        callbacks=[Save(folder / f"{name}.ckpt"), HFExport(folder / name)], use_distributed_sampler=False,
     )  # fmt: skip
-    trainer.fit(SFTModule(model, lr=1e-2), SFTDataModule(data, micro_batch_size=8, max_length=32))
+    examples = SFTDataModule(data, micro_batch_size=16 // world, max_length=32)
+    trainer.fit(SFTModule(model, lr=1e-2, **arguments), examples)
 
 
 def everything(folder: Path, model: str, data: str) -> dict[str, Any]:
@@ -95,5 +98,7 @@ def everything(folder: Path, model: str, data: str) -> dict[str, Any]:
     for stage in range(4):
         place = folder / f"zero{stage}"
         report[str(stage)] = reinforce(place, f"rlhf_zero{stage}", LoRA(rank=4, dora=stage % 2 == 1), WORLD)
-        supervise(place, data, model, stage)
+        supervise(place, data, model, f"rlhf_zero{stage}", WORLD, "full")
+        if stage >= 2:
+            supervise(place, data, model, f"rlhf_zero{stage}", WORLD, "qlora", **QLORA)
     return report

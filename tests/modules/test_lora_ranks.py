@@ -88,3 +88,14 @@ def test_a_checkpoint_of_any_stage_is_exported_without_ranks(
     assert difference(weights(full), weights(folder / "model")) > 1e-3
     assert (full / "tokenizer_config.json").exists()
     assert load_causal_lm(str(full)).config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_of_4_bits_train_and_merge_under_ranks(report: dict[str, Any], folder: Path, stage: int) -> None:
+    alone = folder / "alone"
+    if not alone.exists():
+        data, model = str(folder / "data.jsonl"), str(folder / "model")
+        lora_cases.supervise(alone, data, model, "auto", 1, "qlora", **lora_cases.QLORA)
+    trained = weights(folder / f"zero{stage}" / "qlora")
+    assert difference(trained, weights(alone / "qlora")) <= 1e-4  # AdamW's first step divides by tiny numbers
+    assert difference(trained, weights(folder / "model")) > 1e-2

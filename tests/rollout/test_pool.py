@@ -17,6 +17,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 
 from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.models import LoRA, load_causal_lm
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
 from rlhfkit.rollout.fleet import EngineError, Fleet
 from rlhfkit.rollout.pool import VLLMPool
@@ -112,6 +113,18 @@ class TestWeights:
             assert worst_difference(model, samples) <= EXACT
             assert {token_version for sample in samples for token_version in sample.versions} == {version}
             assert score_difference(model, vllm_pool, prompts[-1].token_ids) <= EXACT
+
+    def test_adapters_arrive_merged(self, vllm_pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
+        for version, (dora, quantization) in enumerate([(True, None), (False, "nf4")], start=1):
+            lora = LoRA(rank=4, dora=dora)
+            model = load_causal_lm(str(vllm_model), attention="sdpa", lora=lora, quantization=quantization)
+            generator = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            vllm_pool.load(ModuleWeights(model), version)
+            assert worst_difference(model, vllm_pool.generate(prompts[:3], SPEC, iteration=version)) <= EXACT
 
     def test_a_tampered_transfer_is_noticed_by_score(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
