@@ -102,13 +102,12 @@ class KTOModule(ReferenceModule):
         """Give the answers behind these loaders their reference log-probs."""
         if not self.hparams["precompute_ref_log_probs"]:
             return
-        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
-            examples = getattr(loader, "examples", None)
-            if isinstance(examples, UnpairedExamples) and examples.ref_logprobs is None:
+        folder = Path(self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs")
+        for examples in _unpaired_examples(loaders):
+            if examples.ref_logprobs is None:
                 pairs = _WithMismatched(examples)
-                folder = self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs"
                 compute = partial(self._computed, pairs)
-                examples.ref_logprobs = cached_reference(pairs, self._cache_key, Path(folder), self.trainer, compute)
+                examples.ref_logprobs = cached_reference(pairs, self._cache_key, folder, self.trainer, compute)
 
     def _cache_key(self) -> Iterator[Any]:
         yield model_fingerprint(self.hparams["ref_model"] or self.hparams["model"])
@@ -230,9 +229,8 @@ class KTOModule(ReferenceModule):
         """Compute what the reference says, if it is not to be held; compare the classes' weights with their counts."""
         self._precompute(self.trainer.train_dataloader)
         self._precompute(self.trainer.val_dataloaders)
-        examples = getattr(self.trainer.train_dataloader, "examples", None)
-        if isinstance(examples, UnpairedExamples):
-            self.check_weights(sum(examples.desirable), len(examples) - sum(examples.desirable))
+        labels = [wanted for part in _unpaired_examples(self.trainer.train_dataloader) for wanted in part.desirable]
+        self.check_weights(sum(labels), len(labels) - sum(labels))
 
     def check_weights(self, desirable: int, undesirable: int) -> None:
         """Warn of weights that let one class drown the other.
@@ -308,6 +306,15 @@ class KTOModule(ReferenceModule):
         with torch.no_grad():
             logratio = self.answer_logprobs(self.policy, batch) - self.reference_logprobs(batch)
         return self.hparams["beta"] * logratio.cpu()
+
+
+def _unpaired_examples(loaders: Any) -> list[UnpairedExamples]:
+    """Those behind one loader or several; a mixture has them as its sources."""
+    found = []
+    for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+        examples = getattr(loader, "examples", None)
+        found += [part for part in getattr(examples, "sources", [examples]) if isinstance(part, UnpairedExamples)]
+    return found
 
 
 class _WithMismatched:
