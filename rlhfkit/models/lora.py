@@ -24,7 +24,7 @@ class LoRA:
     targets: str | tuple[str, ...] = "all-linear"
     """Last names of the layers that get an adapter; ``all-linear``: all of the backbone, not the output layer."""
     dropout: float = 0.0
-    """On the adapters' inputs; must be 0 where probability ratios are compared."""
+    """On the adapters' inputs; switched off, with a warning, where probabilities are compared."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski, 2023, arXiv:2312.03732)."""
     dora: bool = False
