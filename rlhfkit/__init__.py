@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit._version import __version__
 
 if TYPE_CHECKING:
-    from rlhfkit.callbacks import EMA, HFExport, NonFiniteGuard, RolloutCallback, SampleTable, TrainingCurves
+    from rlhfkit.callbacks import (
+        EMA,
+        HFExport,
+        Invariants,
+        NonFiniteGuard,
+        RolloutCallback,
+        RolloutDump,
+        SampleTable,
+        TrainingCurves,
+    )
     from rlhfkit.data import Experience, Prompt, Sample
     from rlhfkit.datamodules import (
         Mixture,
@@ -40,7 +49,7 @@ if TYPE_CHECKING:
         SFTModule,
         SimPOModule,
     )
-    from rlhfkit.rollout import DynamicSampling, LocalEngine, RolloutEngine, SamplingSpec, VLLMPool
+    from rlhfkit.rollout import DynamicSampling, LocalEngine, ReplayEngine, RolloutEngine, SamplingSpec, VLLMPool
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 _HOMES = {
@@ -53,6 +62,7 @@ _HOMES = {
     "Experience": "data",
     "GRPOModule": "modules",
     "HFExport": "callbacks",
+    "Invariants": "callbacks",
     "KTOModule": "modules",
     "LoRA": "models",
     "LocalEngine": "rollout",
@@ -71,8 +81,10 @@ _HOMES = {
     "PromptDataModule": "datamodules",
     "RLHFDeepSpeedStrategy": "strategies",
     "ReferenceModule": "modules",
+    "ReplayEngine": "rollout",
     "RewardModule": "modules",
     "RolloutCallback": "callbacks",
+    "RolloutDump": "callbacks",
     "RolloutEngine": "rollout",
     "SFTDataModule": "datamodules",
     "SFTModule": "modules",
@@ -101,6 +113,7 @@ __all__ = [
     "Experience",
     "GRPOModule",
     "HFExport",
+    "Invariants",
     "KTOModule",
     "LoRA",
     "LocalEngine",
@@ -119,8 +132,10 @@ __all__ = [
     "PromptDataModule",
     "RLHFDeepSpeedStrategy",
     "ReferenceModule",
+    "ReplayEngine",
     "RewardModule",
     "RolloutCallback",
+    "RolloutDump",
     "RolloutEngine",
     "SFTDataModule",
     "SFTModule",

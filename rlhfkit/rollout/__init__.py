@@ -8,11 +8,13 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, Weig
 if TYPE_CHECKING:
     from rlhfkit.rollout.local import LocalEngine as LocalEngine
     from rlhfkit.rollout.pool import VLLMPool as VLLMPool
+    from rlhfkit.rollout.replay import ReplayEngine as ReplayEngine
     from rlhfkit.rollout.transfer import ModuleWeights as ModuleWeights
 
 _LAZY = {
     "LocalEngine": "rlhfkit.rollout.local",
     "ModuleWeights": "rlhfkit.rollout.transfer",
+    "ReplayEngine": "rlhfkit.rollout.replay",
     "VLLMPool": "rlhfkit.rollout.pool",
 }
 
@@ -20,6 +22,7 @@ __all__ = [
     "DynamicSampling",
     "LocalEngine",
     "ModuleWeights",
+    "ReplayEngine",
     "RolloutEngine",
     "SamplingSpec",
     "VLLMPool",

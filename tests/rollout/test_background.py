@@ -1,5 +1,6 @@
 """Jobs beside the training loop: none lost, none doubled, in order, and never while they are held."""
 
+import pickle
 import threading
 import time
 
@@ -74,3 +75,14 @@ def test_every_wait_has_a_limit_and_says_what_it_waited_for() -> None:
     jobs.close()
     with pytest.raises(RuntimeError, match="closed"):
         jobs.submit(5, lambda: 1)
+
+
+def test_a_copy_for_another_process_starts_empty() -> None:
+    jobs: BackgroundRollouts[int] = BackgroundRollouts("mine")
+    jobs.submit(0, lambda: 1)
+    copy = pickle.loads(pickle.dumps(jobs))
+    assert copy.pending == []
+    copy.submit(0, lambda: 2)
+    assert (jobs.result(0, timeout=10), copy.result(0, timeout=10)) == (1, 2)
+    jobs.close()
+    copy.close()

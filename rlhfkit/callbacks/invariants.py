@@ -1,0 +1,92 @@
+"""``Invariants``: what must hold in every iteration, checked while the run goes on."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from rlhfkit.callbacks.rollout import RolloutCallback
+from rlhfkit.data.experience import Experience
+
+
+class InvariantError(RuntimeError):
+    """Something that must always hold did not; the message says what."""
+
+
+class Invariants(Callback):
+    """Stops a run of reinforcement learning whose data is not what the algorithm takes it for.
+
+    Checked once an iteration, at the cost of a few comparisons: all log-probs and advantages are finite; padding and
+    prompts are not trained on; a group has no sample twice, and no prompt is in an iteration twice; samples with equal
+    rewards in all of their group have advantage 0 (estimators that compare groups only); no token is from a policy of
+    the future, or older than ``max_staleness`` allows; log-probs of the engine are at most 0.
+
+    Args:
+        compares_groups: Check that equal rewards give advantage 0; not so with a critic, with REINFORCE++, or with
+            the KL penalty in the reward.
+
+    Raises:
+        InvariantError: When one does not hold.
+    """
+
+    def __init__(self, *, compares_groups: bool = True) -> None:
+        self.compares_groups = compares_groups
+        self.checked = 0
+        """Iterations so far."""
+        self._versions: list[int] = []  # the policy's at the start of the last iterations
+
+    def on_train_batch_start(self, trainer: Any, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Check the iteration with its first micro-batch."""
+        if batch_idx:
+            return
+        rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
+        experience = rollouts.experience
+        if experience is None:  # the rest of an iteration from a checkpoint
+            return
+        staleness = 0 if rollouts.ahead is None else rollouts.ahead.max_staleness
+        self._versions = [*self._versions, trainer.global_step][-staleness - 1 :]
+        problems = [*self._of_tokens(experience), *self._of_groups(experience), *self._of_versions(experience)]
+        if problems:
+            raise InvariantError(f"iteration {rollouts.iteration}: {'; '.join(problems)}")
+        self.checked += 1
+
+    def _of_tokens(self, experience: Experience) -> list[str]:
+        mask, problems = experience.action_mask, []
+        if bool((mask & ~experience.attention_mask[:, 1:]).any()):
+            problems.append("padding is marked as chosen by the policy")
+        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
+            values = getattr(experience, name)
+            if values is not None and not bool(values[mask].isfinite().all()):
+                problems.append(f"{name} are not all finite")
+        if bool((experience.rollout_logprobs[mask] > 1e-4).any()):
+            problems.append("the engine's log-probs are above 0: they are no log-probs")
+        return problems
+
+    def _of_groups(self, experience: Experience) -> list[str]:
+        pairs = torch.stack([experience.group, experience.sample_index], -1)
+        problems = []
+        if len(pairs.unique(dim=0)) < len(pairs):
+            problems.append("a prompt is in the iteration twice, or a group has a sample twice")
+        if not self.compares_groups or experience.advantages is None:
+            return problems
+        for group in experience.group.unique():
+            rows = experience.group == group
+            rewards = experience.rewards[rows]
+            equal = len(rewards[~rewards.isnan()].unique()) < 2
+            if equal and bool((experience.advantages[rows][experience.action_mask[rows]] != 0).any()):
+                problems.append(f"the rewards of prompt {int(group)} are all equal, and its advantages are not 0")
+        return problems
+
+    def _of_versions(self, experience: Experience) -> list[str]:
+        versions = experience.versions[experience.action_mask]
+        if not len(versions):
+            return []
+        problems = []
+        if int(versions.max()) > self._versions[-1]:
+            problems.append(f"tokens are from version {int(versions.max())}, and the policy is at {self._versions[-1]}")
+        if int(versions.min()) < self._versions[0]:
+            problems.append(
+                f"tokens are from version {int(versions.min())}, older than max_staleness allows ({self._versions[0]})"
+            )
+        return problems

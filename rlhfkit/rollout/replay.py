@@ -1,0 +1,135 @@
+"""Samples on disk, and ``ReplayEngine``, which gives them back: a training run again without generating anything."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.rollout.engine import SamplingSpec, WeightSource
+
+
+def samples_file(folder: str | Path, iteration: int) -> Path:
+    """Where the samples of an iteration lie.
+
+    Args:
+        folder: Of the run.
+        iteration: From 0.
+    """
+    return Path(folder) / f"iteration_{iteration:06d}.jsonl"
+
+
+def save_samples(path: Path, samples: Iterable[Sample]) -> None:
+    """Write samples as JSON lines, complete or not at all.
+
+    Args:
+        path: The file; its folder is made when missing.
+        samples: With whatever they have by now. Metadata that JSON does not know is written as text.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("w") as file:
+        for sample in samples:
+            plain = {field.name: getattr(sample, field.name) for field in fields(sample)}
+            plain["prompt"] = {field.name: getattr(sample.prompt, field.name) for field in fields(sample.prompt)}
+            file.write(json.dumps(plain, default=str) + "\n")
+    partial.replace(path)
+
+
+def load_samples(path: Path) -> list[Sample]:
+    """Read what :func:`save_samples` wrote.
+
+    Args:
+        path: The file.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+    """
+    samples: list[Sample] = []
+    prompts: dict[int, Prompt] = {}
+    for line in path.read_text().splitlines():
+        plain = json.loads(line)
+        prompt = prompts.setdefault(plain["prompt"]["index"], Prompt(**plain["prompt"]))
+        samples.append(Sample(**{**plain, "prompt": prompt}))
+    return samples
+
+
+class ReplayEngine:
+    """An engine that returns recorded samples, for finding out what training does with them.
+
+    With the same prompts, sampling and seeds a run with it is the run that was recorded; rewards are computed anew, so
+    that a changed reward can be tried on old samples. It has no model: give ``RolloutCallback(probe_tolerance=inf)``.
+
+    Example::
+
+        RolloutCallback(reward, engine=ReplayEngine("dump"), sampling=sampling, probe_tolerance=float("inf"))
+
+    Args:
+        folder: That ``RolloutDump`` wrote.
+
+    Raises:
+        FileNotFoundError: If the folder is not there.
+    """
+
+    shared = False
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.version: int | None = None
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {str(folder)!r}: record a run with RolloutDump first")
+
+    def start(self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
+        """Nothing to do; see :meth:`RolloutEngine.start`."""
+
+    def load(self, weights: WeightSource, version: int) -> None:
+        """Take note of the version alone; see :meth:`RolloutEngine.load`."""
+        self.version = version
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        """The recorded samples of these prompts; see :meth:`RolloutEngine.generate`.
+
+        Raises:
+            KeyError: If one was not recorded in this iteration.
+        """
+        recorded: dict[int, list[Sample]] = {}
+        for sample in load_samples(samples_file(self.folder, iteration)):
+            recorded.setdefault(sample.prompt.index, []).append(sample)
+        found = []
+        for prompt in prompts:
+            group = recorded.get(prompt.index, [])[: sampling.group_size]
+            if len(group) < sampling.group_size or group[0].prompt.token_ids != prompt.token_ids:
+                raise KeyError(
+                    f"{samples_file(self.folder, iteration)} has {len(group)} samples of prompt {prompt.index} as it "
+                    f"is now, and {sampling.group_size} are asked for: replay with the data, seed and sizes of the "
+                    "recorded run"
+                )
+            found += [Sample(prompt, *self._recorded(sample)) for sample in group]
+        return found
+
+    @staticmethod
+    def _recorded(sample: Sample) -> tuple[Any, ...]:
+        return (
+            sample.sample_index,
+            sample.token_ids,
+            sample.logprobs,
+            sample.versions,
+            sample.finish_reason,
+            sample.action_mask,
+        )
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Not possible: there is no model."""
+        raise RuntimeError("a ReplayEngine has no model: use RolloutCallback(probe_tolerance=float('inf'))")
+
+    def sleep(self) -> None:
+        """Nothing to give up."""
+
+    def wake(self) -> None:
+        """Nothing to take back."""
+
+    def close(self) -> None:
+        """Nothing to free."""
