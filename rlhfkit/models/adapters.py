@@ -178,6 +178,7 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no adapters that could be switched off; load it with LoRA(...)")
     # Not peft's own switches: they change requires_grad, from which DeepSpeed's engines have taken their hooks.
+    before = [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
     for layer in layers:
         if _START in layer.lora_A:
             layer._active_adapter = [_START]
@@ -186,9 +187,8 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer in layers:
-            layer._active_adapter = [ADAPTER]
-            layer._disable_adapters = False
+        for layer, active, disabled in before:
+            layer._active_adapter, layer._disable_adapters = active, disabled
 
 
 def frozen_beside_adapters(model: nn.Module) -> set[str]:

@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from rlhfkit import GRPOModule, HFExport, LoRA, SFTDataModule, SFTModule
+from rlhfkit.models import policy_output
 
 RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -23,6 +24,19 @@ class PlainSGD(GRPOModule):
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trained, lr=self.hparams["lr"])
+
+
+class Anchored(SFTModule):
+    """Measures how far it has moved from where it started."""
+
+    needs_reference = True  # type: ignore[assignment]  # a property of the base class
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad(), self.reference_model() as reference:
+            start = policy_output(reference, batch, batch.loss_mask).logprobs
+        now = self.policy_output(batch).logprobs.detach()
+        self.__dict__.setdefault("moved", []).append(float((now - start).abs().max()))
+        return super().training_step(batch, batch_idx)
 
 
 class Watch(L.Callback):
@@ -79,15 +93,19 @@ def reinforce(folder: Path, strategy: str, lora: LoRA, world: int) -> dict[str, 
     return watch.report
 
 
-def supervise(folder: Path, data: str, model: str, strategy: str, world: int, name: str, **arguments: Any) -> None:
-    """Three updates on data, saved as ``<name>.ckpt`` and exported to ``<name>``."""
+def supervise(
+    folder: Path, data: str, model: str, strategy: str, world: int, name: str, **arguments: Any
+) -> list[float]:
+    """Three updates on data, saved as ``<name>.ckpt`` and exported to ``<name>``; distances from the start."""
     trainer = L.Trainer(
         accelerator="cpu", devices=world, strategy=strategy, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[Save(folder / f"{name}.ckpt"), HFExport(folder / name)], use_distributed_sampler=False,
     )  # fmt: skip
     examples = SFTDataModule(data, micro_batch_size=16 // world, max_length=32)
-    trainer.fit(SFTModule(model, lr=1e-2, **arguments), examples)
+    module = Anchored(model, lr=1e-2, **arguments) if name == "further" else SFTModule(model, lr=1e-2, **arguments)
+    trainer.fit(module, examples)
+    return getattr(module, "moved", [])
 
 
 def everything(folder: Path, model: str, data: str) -> dict[str, Any]:
@@ -101,4 +119,6 @@ def everything(folder: Path, model: str, data: str) -> dict[str, Any]:
         supervise(place, data, model, f"rlhf_zero{stage}", WORLD, "full")
         if stage >= 2:
             supervise(place, data, model, f"rlhf_zero{stage}", WORLD, "qlora", **QLORA)
+            adapter = str(place / "adapter")
+            report[str(stage)]["moved"] = supervise(place, data, adapter, f"rlhf_zero{stage}", WORLD, "further")
     return report

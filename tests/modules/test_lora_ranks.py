@@ -99,3 +99,18 @@ def test_weights_of_4_bits_train_and_merge_under_ranks(report: dict[str, Any], f
     trained = weights(folder / f"zero{stage}" / "qlora")
     assert difference(trained, weights(alone / "qlora")) <= 1e-4  # AdamW's first step divides by tiny numbers
     assert difference(trained, weights(folder / "model")) > 1e-2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_saved_adapter_is_trained_further_with_its_start_as_the_reference(
+    report: dict[str, Any], folder: Path, tmp_path: Path, stage: int
+) -> None:
+    place, (data, file) = folder / f"zero{stage}", (str(folder / "data.jsonl"), "adapter_model.safetensors")
+    moved = report[str(stage)]["moved"]
+    alone = lora_cases.supervise(tmp_path, data, str(place / "adapter"), "auto", 1, "further")
+    assert moved[0] <= 1e-6
+    assert moved[-1] > 0.1
+    assert alone[0] <= 1e-6
+    assert difference(weights(place / "further"), weights(tmp_path / "further")) <= 1e-4
+    again = export(place / "further.ckpt", tmp_path / "again", adapter=True)
+    assert weights(again, file).keys() == weights(place / "adapter", file).keys()
