@@ -1,5 +1,6 @@
 """``RayLauncher``: ``trainer.fit`` in the driver, with ranks that are Ray actors in one placement group."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class LaunchedOnRay(DeepSpeedStrategy):
 
     init_timeout: float
     _ray_options: "RayOptions"
+    _own_variables: frozenset[str] = frozenset()
 
     def _configure_launcher(self) -> None:
         """Choose who starts the ranks, when the Trainer is made.
@@ -69,6 +71,34 @@ class LaunchedOnRay(DeepSpeedStrategy):
             assert self.parallel_devices is not None
             return self.cluster_environment.device(self.parallel_devices[0].type)
         return super().root_device
+
+    def _set_node_environment_variables(self) -> None:
+        """Tell DeepSpeed the ranks' numbers."""
+        before = set(os.environ)
+        super()._set_node_environment_variables()
+        self._own_variables |= set(os.environ) - before
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a run, on ranks. The driver of ranks on Ray has no engines, and must not write over what ranks saved.
+
+        Raises:
+            MisconfigurationException: In such a driver.
+        """
+        if not isinstance(self._launcher, RayLauncher):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.lightning_module is None or not self.lightning_module.trainer.interrupted:
+            raise MisconfigurationException(
+                "The ranks on Ray have ended, and the optimizers with them. Save checkpoints from callbacks, such as"
+                " ModelCheckpoint(save_last=True); trained weights are in the module: use its state_dict()."
+            )
+        # After an error OnExceptionCheckpoint comes here too; on the ranks it has saved already.
+
+    def teardown(self) -> None:
+        """Take back what a single rank in a notebook has set: the next Trainer would take it for a launcher's sign."""
+        super().teardown()
+        for name in self._own_variables:
+            os.environ.pop(name, None)
+        self._own_variables = frozenset()
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rlhfkit.strategies import ray_rank
 from rlhfkit.strategies.ray_progress import Display
 
-# How long the other ranks may go on after one has failed: to fail themselves, or to end their hooks for errors.
+# How long ranks that are well may go on after another has failed. Mostly they wait for it in a collective.
 _LAST_WORDS_SECONDS = 5.0
+# How long their hooks for errors may take when all have failed: OnExceptionCheckpoint saves a checkpoint there.
+_ON_EXCEPTION_SECONDS = 600.0
 _KILL_SECONDS = 10.0
 # The driver's environment variables that say something about its process only.
 _OWN_VARIABLES = ("RAY_", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_")
@@ -77,9 +79,9 @@ class Ranks:
 
         waiting = {ref: rank for rank, ref in enumerate(runs)}
         failures: dict[int, dict[str, Any]] = {}
-        result, deadline = None, float("inf")
+        result, failed_at = None, float("inf")
         news = self._mailbox.collect.remote()
-        while waiting and time.monotonic() < deadline:
+        while waiting and time.monotonic() < failed_at + self._patience(waiting, failures):
             ready, _ = ray.wait([*waiting, news], num_returns=1, timeout=1.0)
             for ref in ready:
                 if ref == news:
@@ -92,13 +94,19 @@ class Ranks:
                     failures[rank] = value
                 elif rank == 0:
                     result = value
-            if failures and deadline == float("inf"):
-                deadline = time.monotonic() + _LAST_WORDS_SECONDS
+            if failures and failed_at == float("inf"):
+                failed_at = time.monotonic()
         self._mailbox.post.remote("flushed")  # so that there is something to collect
         self._show(ray.get(news), display, failures)
         if failures:
             self._raise(failures)
         return result
+
+    def _patience(self, waiting: dict[Any, int], failures: dict[int, dict[str, Any]]) -> float:
+        """Seconds after the first failure that the others get."""
+        all_in_hooks = all(rank in failures for rank in waiting.values())
+        nobody_died = all(failure["type"] is not None for failure in failures.values())
+        return _ON_EXCEPTION_SECONDS if all_in_hooks and nobody_died else _LAST_WORDS_SECONDS
 
     def _show(self, events: list[ray_rank.Event], display: Display, failures: dict[int, dict[str, Any]]) -> None:
         for kind, *values in events:

@@ -42,7 +42,9 @@ def pack(
     except Exception as error:
         raise TypeError(
             "The Trainer, its module, callbacks, loggers and data are sent to the ranks and must be picklable; open"
-            f" files, locks, running engines and the like belong into setup(). {type(error).__name__}: {error}"
+            " files, locks, running engines and the like belong into setup(). A module that was trained in this process"
+            " holds objects of DeepSpeed's: make a new one and give it the weights with load_state_dict."
+            f" {type(error).__name__}: {error}"
         ) from error
 
 

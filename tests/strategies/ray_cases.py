@@ -88,6 +88,33 @@ def drive(folder: str) -> None:
     launcher(RayLauncher).launch(wait_for_ever, folder)
 
 
+def note_place(folder: str) -> None:
+    """What a rank knows of its machine."""
+    names = ("NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    (Path(folder) / f"place_{rank()}").write_text(" ".join(os.environ[name] for name in names))
+
+
+def drive_two_machines(folder: str) -> None:
+    """Three ranks on Ray nodes of one and of two cores, which stand for machines; then one rank on each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from rlhfkit.strategies.ray_launcher import RayLauncher
+
+    cluster = Cluster()
+    cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+    cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        for ranks in (3, 2):
+            (Path(folder) / str(ranks)).mkdir()
+            kind = launcher(RayLauncher, num_ranks=ranks, num_nodes=2, resources_per_rank={"CPU": 1})
+            kind.launch(note_place, f"{folder}/{ranks}")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
 def launcher(kind: Any, **changes: Any) -> Any:
     """Two ranks with half a core each."""
     options = {
@@ -106,6 +133,8 @@ def train_grpo(folder: Path) -> dict[str, Any]:
     import torch
     from rl_runs import PlainSGD, setup_run, weights
 
+    from rlhfkit.models import load_causal_lm
+
     trainer, module, data, _ = setup_run(
         folder / f"rank{os.environ['LOCAL_RANK']}",
         module=PlainSGD,
@@ -113,7 +142,9 @@ def train_grpo(folder: Path) -> dict[str, Any]:
         strategy="rlhf_zero2",
     )
     trainer.fit(module, data)
-    torch.save(weights(module), folder / "weights.pt")
+    if trainer.is_global_zero:
+        torch.save(weights(module), folder / "weights.pt")
+        torch.save(load_causal_lm(module.hparams["model"]).state_dict(), folder / "start.pt")
     return {"steps": trainer.global_step, "reward": float(trainer.callback_metrics["reward"])}
 
 
@@ -125,4 +156,4 @@ GRPO: dict[str, Any] = {
 }
 
 if __name__ == "__main__":
-    drive(sys.argv[1])
+    {"drive": drive, "drive_two_machines": drive_two_machines}[sys.argv[1]](sys.argv[2])

@@ -221,8 +221,8 @@ def test_ctrl_c_in_the_driver_leaves_no_rank(ray_session: None, tmp_path: Path) 
 
     address = ray.get_runtime_context().gcs_address
     driver = subprocess.Popen(
-        [sys.executable, ray_cases.__file__, str(tmp_path)],
-        env=os.environ | {"RAY_ADDRESS": address, "PYTHONPATH": str(Path(ray_cases.__file__).parent)},
+        [sys.executable, ray_cases.__file__, "drive", str(tmp_path)],
+        env=os.environ | {"RAY_ADDRESS": address},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -238,3 +238,19 @@ def test_ctrl_c_in_the_driver_leaves_no_rank(ray_session: None, tmp_path: Path) 
         driver.kill()
     assert output.rstrip().endswith("KeyboardInterrupt")
     assert alive(tmp_path) == []
+
+
+@pytest.mark.ray
+def test_ranks_are_numbered_machine_by_machine(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, ray_cases.__file__, "drive_two_machines", str(tmp_path)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+
+    def places(ranks: int) -> list[list[str]]:
+        return [(tmp_path / str(ranks) / f"place_{rank}").read_text().split() for rank in range(ranks)]
+
+    packed = [tuple(map(int, place[:3])) for place in places(3)]
+    assert packed in ([(0, 0, 1), (1, 0, 2), (1, 1, 2)], [(0, 0, 2), (0, 1, 2), (1, 0, 1)])
+    assert [place[:3] for place in places(2)] == [["0", "0", "1"], ["1", "0", "1"]]
+    assert "127.0.0.1" not in {place[3] for place in places(2)}  # the other machine must find rank 0

@@ -1,0 +1,130 @@
+"""``trainer.fit`` on two ranks of a real Ray gives the driver what a run in its own process would."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import ray_cases
+import ray_modules
+import torch
+import toys
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.trainer.states import TrainerStatus
+from ray_modules import HookRecorder, SharedBatches, Watched, initial_weights, largest_difference, weights
+from rl_runs import PlainSGD, setup_run
+from rl_runs import weights as policy_weights
+
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
+
+pytestmark = [pytest.mark.ray, pytest.mark.distributed]
+
+
+def on_ray(stage: int, **arguments: Any) -> RLHFDeepSpeedStrategy:
+    return RLHFDeepSpeedStrategy(stage, launcher="ray", resources_per_rank={"CPU": 0.5}, **arguments)
+
+
+def make_trainer(strategy: Any, devices: int, folder: Path, *callbacks: Any) -> Any:
+    return toys.trainer(
+        strategy,
+        devices,
+        max_epochs=2,
+        default_root_dir=str(folder),
+        enable_checkpointing=True,
+        enable_progress_bar=any(isinstance(one, TQDMProgressBar | RichProgressBar) for one in callbacks),
+        enable_model_summary=False,
+        callbacks=[HookRecorder(), ModelCheckpoint(monitor="loss", save_top_k=2, filename="{epoch}"), *callbacks],
+    )
+
+
+def state_after(trainer: Any, data: SharedBatches) -> dict[str, Any]:
+    """What the driver knows after a run."""
+    saved = trainer.checkpoint_callback
+    return {
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "batches": trainer.fit_loop.total_batch_idx,
+        "status": trainer.state.status,
+        "hooks": trainer.callbacks[0].called,
+        "best": Path(saved.best_model_path).relative_to(trainer.default_root_dir),
+        "score": pytest.approx(float(saved.best_model_score), abs=1e-6),
+        "kept": sorted(Path(path).name for path in saved.best_k_models),
+        "epochs of data": data.epochs,
+        "loss": pytest.approx(float(trainer.callback_metrics["loss"]), abs=1e-6),
+        "logged": pytest.approx(float(trainer.logged_metrics["loss"]), abs=1e-6),
+    }
+
+
+def test_the_driver_gets_what_a_run_in_its_own_process_gives(
+    ray_session: None, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A new AdamW would blow differences of 1e-7 between the weights that the second fit starts from up to 1e-4.
+    plain_module, plain_data = Watched(model_folder, optimizer="sgd"), SharedBatches()
+    plain = make_trainer("auto", 1, tmp_path / "plain")
+    module, data = Watched(model_folder, optimizer="sgd"), SharedBatches()
+    trainer = make_trainer(on_ray(2), 2, tmp_path / "ray", TQDMProgressBar())
+    for epochs in (2, 3):  # a second fit of the same Trainer goes on where the first has stopped
+        plain.fit_loop.max_epochs = trainer.fit_loop.max_epochs = epochs
+        plain.fit(plain_module, datamodule=plain_data)
+        capsys.readouterr()
+        trainer.fit(module, datamodule=data)
+        output = capsys.readouterr().out
+        assert state_after(trainer, data) == state_after(plain, plain_data)
+        assert trainer.state.status == TrainerStatus.FINISHED
+        assert largest_difference(weights(module), weights(plain_module)) < 1e-6
+        assert largest_difference(weights(module), initial_weights(model_folder)) > 1e-3
+        assert Path(trainer.checkpoint_callback.best_model_path).is_dir()
+        # The bar is drawn in the driver, by its own callback; lines of ranks are whole lines above it.
+        lines = output.replace("\r", "\n").splitlines()
+        assert {"first batch on rank 0", "[rank 1] first batch on rank 1"} <= {line.strip() for line in lines}
+        loss = float(f"{trainer.progress_bar_metrics['loss']:.3g}")  # as tqdm shows it
+        full = [line for line in lines if line.startswith(f"Epoch {epochs - 1}: 100%")]
+        assert f"loss={loss:.3f}" in full[-1]
+    (metrics,) = trainer.validate(module, datamodule=data)
+    (expected,) = plain.validate(plain_module, datamodule=plain_data)
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    assert "validation_loss" in capsys.readouterr().out
+
+
+def test_sharded_weights_and_predictions_come_back(
+    ray_session: None, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain_module, plain_data = Watched(model_folder, reference=True), SharedBatches()
+    plain = make_trainer("auto", 1, tmp_path / "plain")
+    plain.fit(plain_module, datamodule=plain_data)
+    module, data = Watched(model_folder, reference=True), SharedBatches()
+    trainer = make_trainer(on_ray(3), 2, tmp_path / "ray", RichProgressBar())
+    capsys.readouterr()
+    trainer.fit(module, datamodule=data)
+    assert "Epoch 1/1" in capsys.readouterr().out
+    assert largest_difference(weights(module), weights(plain_module)) < 1e-6
+    predictions = trainer.predict(module, datamodule=data)
+    expected = plain.predict(plain_module, datamodule=plain_data)
+    assert [one.tolist() for one in predictions] == [one[0::2].tolist() for one in expected]  # rank 0's share
+    assert "Predicting" in capsys.readouterr().out
+
+
+def test_grpo_on_ray_gives_the_weights_of_the_subprocess_launcher(ray_session: None, tmp_path: Path) -> None:
+    usual = ranks.run("ray_cases:train_grpo", 2, tmp_path)[0]
+    trainer, module, data, rollouts = setup_run(
+        tmp_path / "driver", module=PlainSGD, **ray_cases.GRPO, strategy=on_ray(2, return_weights=True)
+    )
+    trainer.fit(module, data)
+    assert trainer.global_step == usual["steps"] == 4
+    assert rollouts.iteration == 2
+    assert float(trainer.callback_metrics["reward"]) == usual["reward"]
+    expected = torch.load(tmp_path / "weights.pt")
+    ours = policy_weights(module)
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    start = torch.load(tmp_path / "start.pt")
+    assert any(not torch.equal(expected[name], start[name]) for name in expected)
+
+
+def test_weights_stay_with_the_ranks_when_told(ray_session: None, model_folder: str, tmp_path: Path) -> None:
+    module = Watched(model_folder)
+    work = ray_modules.SharedBatches()
+    trainer = make_trainer(on_ray(2, return_weights=False), 1, tmp_path)
+    trainer.fit(module, datamodule=work)
+    assert trainer.global_step == 6
+    assert not hasattr(module, "policy")

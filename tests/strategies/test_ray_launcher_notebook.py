@@ -1,0 +1,72 @@
+"""A real notebook, in a real IPython kernel, trains on two ranks, twice; a single rank stays in the kernel."""
+
+import json
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+SETUP = """
+import json
+import lightning as L
+import ray
+import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+import rlhfkit.strategies
+
+class Line(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, index):
+        if index == 0:
+            print(f"hello from {self.global_rank}")
+        loss = (self.net(batch) - batch.sum(-1, keepdim=True)).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def fit(module, devices):
+    loader = torch.utils.data.DataLoader(torch.randn(16, 2), batch_size=2)
+    trainer = L.Trainer(
+        strategy="rlhf_zero2", accelerator="cpu", devices=devices, max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_model_summary=False, callbacks=[TQDMProgressBar()],
+    )
+    trainer.fit(module, loader)
+    print(json.dumps({
+        "launcher": type(trainer.strategy.launcher).__name__,
+        "steps": trainer.global_step,
+        "loss": float(trainer.callback_metrics["loss"]),
+        "weight": module.net.weight[0].tolist(),
+        "ray": ray.is_initialized(),
+    }))
+
+torch.manual_seed(0)
+module = Line()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.distributed
+def test_a_notebook_trains_on_two_ranks_twice_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)  # the first fit starts Ray, the second finds it
+    cells = [SETUP, "fit(Line(), devices=1)", "fit(module, devices=2)", "fit(module, devices=2)"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    texts = ["".join(out["text"] for out in cell.outputs if out["output_type"] == "stream") for cell in notebook.cells]
+    results = [
+        json.loads(line) for text in texts for line in text.replace("\r", "\n").splitlines() if line.startswith("{")
+    ]
+    assert [one["launcher"] for one in results] == ["NoneType", "RayLauncher", "RayLauncher"]
+    assert [one["steps"] for one in results] == [16, 8, 8]
+    assert [one["ray"] for one in results] == [False, True, True]
+    losses = [one["loss"] for one in results]
+    assert losses[1] > 2 * losses[2]  # the second goes on with the weights of the first
+    assert results[2]["weight"] == pytest.approx([1.0, 1.0], abs=0.2)  # the line that was to be found
+    for text in texts[2:]:
+        assert "hello from 0" in text
+        assert "[rank 1] hello from 1" in text
+        assert "Epoch 1: 100%" in text
