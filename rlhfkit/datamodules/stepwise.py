@@ -139,7 +139,7 @@ class StepwiseBuilder(ExampleBuilder):
         return StepwiseExamples(answers, kept)
 
     def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
-        """One answer with its steps; the labels are remembered."""
+        """One answer with its steps, which must be as many as its labels."""
         labels = row[self.columns["labels"]]
         if "text" in self.columns:
             return self._ended_by_token(
