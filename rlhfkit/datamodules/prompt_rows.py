@@ -53,12 +53,12 @@ class PromptRows:
         """The prompt at a position among those that are used; its index is the row in the file."""
         index = self.kept[position]
         row = self.rows[index]
-        options = self.options
+        options, style = self.options, self.format.for_row(row)
         content = row.pop(options.prompt)
         answer = None
         if options.answer is not None:
             answer = options.answer_extractor(row.pop(options.answer))
-        rendered = self.format.prompt(content)
+        rendered = style.prompt(content)
         text = content if isinstance(content, str) else rendered
         token_ids = self.format.tokenize([rendered], templated=self._templated)[0]
         return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=row)
@@ -66,8 +66,8 @@ class PromptRows:
     def _check_lengths(self, limit: int) -> None:
         lengths: list[int] = []
         for start in range(0, len(self.rows), 1000):
-            contents = self.rows[start : start + 1000][self.options.prompt]
-            texts = [self.format.prompt(content) for content in contents]
+            chunk = self.rows.select(range(start, min(start + 1000, len(self.rows))))
+            texts = [self.format.for_row(row).prompt(row[self.options.prompt]) for row in chunk]
             lengths += map(len, self.format.tokenize(texts, templated=self._templated))
         kept = [index for index, length in enumerate(lengths) if length <= limit]
         if len(kept) == len(lengths):

@@ -134,6 +134,17 @@ def test_template_that_rewrites_earlier_turns_needs_no_marks() -> None:
     assert examples(data) == [("1ab2*c$", "_ab__c$")]
 
 
+def test_marks_that_leave_out_what_ends_a_turn_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """A marker behind the marks that is a special token: it is never learned, so the model would talk for ever."""
+    tokenizer = chat_tokenizer(MARKED.replace(";{% endgeneration %}", "{% endgeneration %}<eos>"))
+    data = module([{"messages": CHAT}], messages="messages", tokenizer=tokenizer)
+    assert examples(data) == [("<u>1;<a>ab$<u>2;<a>c$", "________ab_________c_")]
+    assert "marks leave out the end-of-turn token" in caplog.text
+    caplog.clear()
+    module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(MARKED))
+    assert "marks leave out" not in caplog.text
+
+
 def test_system_message_is_added_once() -> None:
     tokenizer = chat_tokenizer(UNMARKED)
     with_system = [{"role": "system", "content": "T"}, *CHAT[:2]]
