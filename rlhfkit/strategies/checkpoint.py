@@ -104,7 +104,8 @@ class EngineCheckpoints(DeepSpeedStrategy):
                 Lightning does not pass this on for strategies that restore after set-up, so None means True.
 
         Raises:
-            CheckpointError: When nothing intact is found, or when training resumes with another number of ranks.
+            CheckpointError: When nothing intact is found, when training resumes with other engines or stages, or with
+                another number of ranks where DeepSpeed or the data cannot be dealt anew.
         """
         assert self.lightning_module is not None
         path = self._agree_on(Path(checkpoint_path))
@@ -132,7 +133,7 @@ class EngineCheckpoints(DeepSpeedStrategy):
         if fitting and same_ranks:
             self._random_state = own["random"]
             set_random_state(own["random"], self.root_device)
-        return universal.at_epoch_end(state) if fitting and not same_ranks else state
+        return universal.with_finished_epoch(state) if fitting and not same_ranks else state
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """After a resume in the middle of an epoch, undo what starting the data loader drew from the generators."""
@@ -179,10 +180,11 @@ class EngineCheckpoints(DeepSpeedStrategy):
         )
 
     def _load_engines(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        sharded = {name for name, stage in manifest["engines"].items() if stage > 0}
-        if manifest["world_size"] == self.world_size:
-            sharded = set()
-        for name in set(self.engines) - sharded:
+        other_ranks = manifest["world_size"] != self.world_size
+        to_convert = [name for name, stage in manifest["engines"].items() if stage > 0 and other_ranks]
+        for name in self.engines:  # in this order on every rank: loading is a collective at stage 3
+            if name in to_convert:
+                continue
             loaded, _ = self.engines[name].load_checkpoint(
                 str(path / name),
                 tag=_TAG,
@@ -191,9 +193,9 @@ class EngineCheckpoints(DeepSpeedStrategy):
             )
             if loaded is None:
                 raise CheckpointError(f"DeepSpeed found nothing to load in {path / name}.")
-        if sharded:
-            with universal.converted(path, sharded, manifest, timeout=self.checkpoint_timeout) as folder:
-                for name in sorted(sharded):
+        if to_convert:
+            with universal.converted(path, to_convert, manifest, timeout=self.checkpoint_timeout) as folder:
+                for name in to_convert:
                     universal.load_converted(self.engines[name], folder / name, _TAG)
         for optimizer in self.optimizers:
             assert isinstance(optimizer, EngineOptimizer)

@@ -7,7 +7,7 @@ import peft
 import torch
 import toys
 from parity_cases import RANK, RANKS, Spy, difference, fit, weight_difference
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
@@ -52,6 +52,7 @@ def everything(folder: Path, model: str, tied: str) -> dict[str, Any]:
         ]
     return {
         "equal": equal,
+        "experts": experts(folder),
         "export": export(folder, model, tied),
         "sharded": sharded_build(model),
         "stages": one_module_at_many_stages(model),
@@ -157,3 +158,87 @@ def export(folder: Path, model: str, tied: str) -> dict[str, float]:
             loaded = {f"policy.{k}": v for k, v in LlamaForCausalLM.from_pretrained(place).state_dict().items()}
             report[f"{kind}, stage {stage}"] = weight_difference(loaded, plain)
     return report
+
+
+class Mixture(torch.nn.Module):
+    """Two experts, each a module of its own; a token goes through one of them, here by its id."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(hidden)
+        for index, expert in enumerate(self.experts):
+            chosen = tokens % 2 == index
+            if chosen.any():  # an expert without tokens does not run: its weights would be gathered on some ranks only
+                result[chosen] = expert(hidden[chosen])
+        return result
+
+
+class SparseCritic(toys.Critic):
+    """A critic with a mixture of experts."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.mixture = Mixture(16)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Values (B, T)."""
+        hidden = torch.tanh(self.hidden(self.embedding(input_ids)))
+        return self.value(hidden + self.mixture(hidden, input_ids)).squeeze(-1)
+
+
+class Sparse(toys.Toy):
+    """A Mixtral policy and a critic with experts of our own; activations wait on the CPU for the backward pass."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "policy"):
+            self.policy = AutoModelForCausalLM.from_pretrained(self.hparams.model).train()
+            self.critic = SparseCritic(seed=2)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().training_step(batch, index)
+
+
+def one_sided_batches(count: int) -> list[torch.Tensor]:
+    """Even tokens for the first of two ranks, odd ones for the second: each needs one expert only."""
+    return [batch // 2 * 2 + torch.arange(len(batch))[:, None] % 2 for batch in toys.global_batches(count)]
+
+
+def experts(folder: Path) -> dict[str, list[float]]:
+    """Mixtures of experts with offloaded activations at every stage, against plain Lightning."""
+    config = MixtralConfig(
+        vocab_size=toys.VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        num_local_experts=4,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(5)
+    source = folder / f"mixtral-{RANK}"  # the same on all ranks
+    MixtralForCausalLM(config).save_pretrained(source)
+    leaf = {"critic": zero(leaf_module={"classes": ["Mixture"]})}
+    results = {}
+    for stage in (None, 0, 1, 2, 3):
+        strategy = "auto" if stage is None else RLHFDeepSpeedStrategy(stage=stage, engine_configs=leaf)
+        rank, ranks = (0, 1) if stage is None else (RANK, RANKS)
+        module, spy = Sparse(str(source), optimizer="sgd", critic=True), Spy()
+        trainer = toys.trainer(strategy, ranks, callbacks=[spy])
+        trainer.fit(module, toys.ShareLoader(one_sided_batches(4), rank, ranks))
+        results[stage] = (module.losses, spy.weights)
+    return {
+        str(stage): [
+            difference(losses, results[None][0]),
+            weight_difference(weights, results[None][1]) if RANK == 0 else 0.0,
+        ]
+        for stage, (losses, weights) in results.items()
+        if stage is not None
+    }

@@ -1,0 +1,224 @@
+"""Resuming with another number of ranks, through a copy in DeepSpeed's universal format that is thrown away again."""
+
+import argparse
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rlhfkit.strategies.directory import CheckpointError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+T = TypeVar("T")
+
+# What deepspeed 0.19.8 converts (ds_to_universal.py, extract_zero_shards and its counterpart for stage 3).
+_ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
+_MORE_THAN_ANY_EPOCH = 2**62
+
+
+def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
+    """Run a slow step on rank 0 while the others wait longer than for an ordinary collective.
+
+    Args:
+        step: Called on rank 0; its result must be picklable.
+        timeout: Seconds that the other ranks wait.
+        doing: For the error, for example ``"checking last.ckpt"``.
+
+    Returns:
+        What ``step`` returned, on all ranks.
+
+    Raises:
+        CheckpointError: On all ranks when ``step`` failed, on the others when the time is up.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return step()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    answer: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer = [step(), None]
+        except Exception as error:  # told to the other ranks, then raised here
+            failure = error
+            answer = [None, f"{error}"]
+    try:
+        dist.broadcast_object_list(answer, src=0, group=group)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"Rank {dist.get_rank()} waited for rank 0, which was {doing}, for at most {timeout:.0f} s: {error}. If it"
+            " only needs longer, raise the strategy's checkpoint_timeout."
+        ) from error
+    if failure is not None:
+        raise failure
+    dist.destroy_process_group(group)
+    if answer[1] is not None:
+        raise CheckpointError(answer[1])
+    return answer[0]
+
+
+@contextmanager
+def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, timeout: float) -> Iterator[Path]:
+    """A copy of a checkpoint's sharded engines that any number of ranks can load; it lives as long as the context.
+
+    Rank 0 writes it into a folder of its own beside the checkpoint, whose name ends in ``.tmp``; nobody looks into it
+    before it is complete, and the checkpoint itself is only read. It takes as much disk space as the checkpoint.
+
+    Args:
+        path: Checkpoint directory.
+        names: Its engines at ZeRO stages 1 to 3.
+        manifest: Of the checkpoint.
+        timeout: Seconds that the other ranks wait for rank 0.
+
+    Raises:
+        CheckpointError: When DeepSpeed cannot convert it; with the reason and what to do.
+    """
+    folder = on_rank_zero(lambda: _convert(path, names, manifest), timeout=timeout, doing=f"converting {path}")
+    try:
+        yield folder
+        if dist.is_initialized():
+            dist.barrier()  # all have read it
+    finally:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _convert(path: Path, names: Iterable[str], manifest: Mapping[str, Any]) -> Path:
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{path.name}.universal-", suffix=".tmp", dir=path.parent))
+    except OSError as error:
+        raise CheckpointError(
+            f"Resuming {path} with another number of ranks needs room beside it for a converted copy: {error}"
+        ) from error
+    try:
+        for name in names:
+            (tag,) = (entry.name for entry in (path / name).iterdir() if entry.is_dir())
+            _require_adam(path, name, path / name / tag)
+            arguments = argparse.Namespace(
+                input_folder=str(path / name / tag),
+                output_folder=str(folder / name / tag),
+                num_extract_workers=1,  # in this process: it has threads and sockets, which do not survive a fork
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=False,
+            )
+            os.makedirs(arguments.output_folder)
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                main(arguments)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+            raise
+        raise CheckpointError(
+            f"DeepSpeed could not convert {path} for another number of ranks ({type(error).__name__}: {error}). Resume"
+            f" with {manifest['world_size']} rank(s), or start a new run from exported weights."
+        ) from error
+    return folder
+
+
+def _require_adam(path: Path, name: str, folder: Path) -> None:
+    """Refuse optimizers whose state DeepSpeed's converter does not know."""
+    file = min(folder.glob("*_optim_states.pt"))
+    state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+    base = state.get("base_optimizer_state") or state["optimizer_state_dict"]  # the latter at stage 3
+    found = {key for entry in base["state"].values() for key in entry}
+    if found != _ADAM_STATE:
+        raise CheckpointError(
+            f"{path}: the optimizer of '{name}' keeps {sorted(found) or 'nothing'}. DeepSpeed changes the number of"
+            f" ranks only of optimizers that keep {sorted(_ADAM_STATE)}, such as AdamW. Resume with the ranks that"
+            " saved it, or start a new run from exported weights."
+        )
+
+
+def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
+    """Load weights, optimizer state and hyperparameters of one engine from its converted folder."""
+    engine._config.load_universal_checkpoint = True
+    try:
+        loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    if loaded is None:
+        raise CheckpointError(f"DeepSpeed found nothing to load in {folder}.")
+    file = folder / tag / "zero" / "optimizer_state.pt"
+    groups = torch.load(file, map_location="cpu", weights_only=False)["param_groups"]
+    # deepspeed 0.19.8 at stage 3 gives all groups the settings of the first, and one and the same tensor that counts
+    # steps, which each group then increments.
+    for own, saved in zip(engine.basic_optimizer.param_groups, groups, strict=True):
+        own.update({key: value for key, value in saved.items() if key != "params"})
+    for state in engine.basic_optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+    _load_buffers(engine, folder / tag)
+
+
+def _load_buffers(engine: "DeepSpeedEngine", folder: Path) -> None:
+    """Persistent buffers, which DeepSpeed leaves out; they are equal on all ranks."""
+    module = engine.module
+    names = {name for name, _ in module.named_buffers()} & set(module.state_dict(keep_vars=True))
+    if not names:
+        return
+    file = min(folder.glob("*model_states.pt"))
+    saved = torch.load(file, map_location="cpu", weights_only=False)["module"]
+    for name, buffer in module.named_buffers():
+        if name in names and name in saved:
+            buffer.copy_(saved[name])
+
+
+def require_common_position(path: Path, rank_files: Sequence[Path]) -> None:
+    """Check that data loaders can go on with another number of ranks.
+
+    Between epochs they start anew. Inside one they can when all ranks stood at the same place of the same data, whose
+    loader then deals it anew (or refuses, when it is told the place). Batches that belong to one rank, such as the rest
+    of an iteration's samples, would be lost or trained on twice.
+
+    Raises:
+        CheckpointError: When they cannot.
+    """
+    fits = [torch.load(file, map_location="cpu", weights_only=False)["loops"]["fit_loop"] for file in rank_files]
+    progress = fits[0]["epoch_loop.batch_progress"]
+    if progress["is_last_batch"] or progress["current"]["ready"] == 0:
+        return
+    positions = [fit["state_dict"].get("combined_loader") for fit in fits]
+    if not positions[0] or any(not _equal(positions[0], position) for position in positions[1:]):
+        why = "differ between ranks" if positions[0] else "do not say where they stood"
+        raise CheckpointError(
+            f"{path} was saved by {len(rank_files)} rank(s) inside an epoch, and its data loaders {why}: another number"
+            f" of ranks would lose or repeat data. Resume with {len(rank_files)} rank(s), or from a checkpoint of the"
+            " end of an epoch."
+        )
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Equality of nested plain data with tensors."""
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    return bool(first == second)
+
+
+def with_finished_epoch(state: dict[str, Any]) -> dict[str, Any]:
+    """Tell the loops that an epoch which was complete when it was saved is complete with any number of batches.
+
+    Lightning 2.6.6 compares the saved count with the new run's batches per epoch: saved by two ranks after 6 batches
+    each, one rank with 12 would train on half of them again.
+    """
+    progress = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    if progress["is_last_batch"]:
+        progress["current"] = dict.fromkeys(progress["current"], _MORE_THAN_ANY_EPOCH)
+    return state

@@ -1,0 +1,41 @@
+"""The product's modules under the strategy: stopped inside an epoch and resumed is bitwise the straight run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: Any) -> Path:
+    """Where the checkpoints lie."""
+    return tmp_path_factory.mktemp("modules")
+
+
+@pytest.fixture(scope="module")
+def reports(place: Path, tmp_path_factory: Any) -> list[dict[str, Any]]:
+    """All modules at all stages on two ranks."""
+    return ranks.run("module_cases:resume", 2, tmp_path_factory.mktemp("runs"), place=str(place))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo", "ppo"])
+def test_resume_is_bitwise_the_straight_run(reports: list[dict[str, Any]], kind: str, stage: int) -> None:
+    for report in reports:
+        values = report[f"{kind}, stage {stage}"]
+        straight, resumed = values["losses"]
+        assert straight == resumed
+        assert len(resumed) == 6, "two epochs of four batches, saved after two"
+        assert values["weight"] == 0.0
+        assert values["moved"]
+
+
+def test_on_other_ranks_the_middle_of_an_epoch_is_refused_by_whoever_knows_why(
+    reports: list[dict[str, Any]], place: Path, tmp_path: Path
+) -> None:
+    found = ranks.run("module_cases:other_ranks", 1, tmp_path, place=str(place))[0]
+    assert "world_size was 2 and is 1" in found["sft"]
+    assert "its data loaders differ between ranks" in found["grpo"], "samples of an iteration belong to ranks"

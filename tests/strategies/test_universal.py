@@ -1,0 +1,94 @@
+"""Training resumes with another number of ranks as with the same one, at every ZeRO stage."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+pytestmark = pytest.mark.distributed
+
+Reports = dict[tuple[int, int], dict[str, Any]]
+"""(Ranks that saved, ranks that resumed) to what happened in each case."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: Any) -> Path:
+    """Where everything lies."""
+    return tmp_path_factory.mktemp("universal")
+
+
+@pytest.fixture(scope="module")
+def reports(root: Path, model_folder: str, tied_model_folder: str) -> Reports:
+    """Checkpoints of one and of two ranks, each resumed by one and by two."""
+    arguments = {"model": model_folder, "tied": tied_model_folder, "place": str(root / "place")}
+    for saved in (1, 2):
+        ranks.run("universal_cases:save", saved, root / f"save-{saved}", **arguments)
+    found = {}
+    for saved in (1, 2):
+        for count in (1, 2):
+            folder = root / f"{saved}-{count}"
+            results = ranks.run("universal_cases:resume", count, folder, saved_by=saved, **arguments)
+            assert all(result.keys() == results[0].keys() for result in results)
+            found[saved, count] = results[0]
+    return found
+
+
+def weight_difference(root: Path, saved: int, name: str) -> float:
+    """Between the weights after a resume with the same and with the other number of ranks."""
+    same, other = (torch.load(root / f"{saved}-{count}" / f"{name}.pt") for count in (saved, 3 - saved))
+    return max((same[key].double() - other[key].double()).abs().max().item() for key in same)
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "name", "tolerance"),
+    [
+        *((f"stage {s}, {moment}", f"{s}-{moment}", 1e-6) for s in range(4) for moment in ("end", "middle")),
+        *((f"tied, stage {s}, middle", f"tied-{s}-middle", 1e-6) for s in (2, 3)),
+        # 16-bit weights of 0.1 are 5e-4 apart, and a sum in another order may end on the other side.
+        *((f"bf16, stage {s}, middle", f"bf16-{s}-middle", 5e-3) for s in (1, 2, 3)),
+    ],
+)
+def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same(
+    reports: Reports, root: Path, saved: int, case: str, name: str, tolerance: float
+) -> None:
+    same, other = reports[saved, saved][case], reports[saved, 3 - saved][case]
+    # Two engines, groups of different learning rate and weight decay, a schedule, Adam's moments and a buffer.
+    assert other["losses"] == pytest.approx(same["losses"], abs=tolerance)
+    assert len(other["losses"]) == (6 if name.endswith("end") else 8)
+    assert other["rates"] == same["rates"]
+    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (6, 2)
+    assert other["seen"] == same["seen"] == 12, "a buffer that counts batches"
+    assert weight_difference(root, saved, name) <= tolerance
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_the_original_is_only_read_and_no_copy_is_left(reports: Reports, saved: int) -> None:
+    for case, values in reports[saved, 3 - saved].items():
+        assert set(values["left"]) <= {"end.ckpt", "middle.ckpt"}, case
+        assert values.get("untouched", True), case
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_what_cannot_be_dealt_anew_is_one_clear_error(reports: Reports, saved: int) -> None:
+    other = reports[saved, 3 - saved]
+    assert (
+        "at ZeRO stage 3 DeepSpeed changes the number of ranks only of optimizers"
+        in (other["sgd, stage 3, middle"]["error"])
+    )
+    for stage in (0, 2):
+        error = other[f"fixed size, stage {stage}, middle"]["error"]
+        assert f"saved by {saved} rank(s) inside an epoch" in error
+        assert "do not say where they stood" in error
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_after_an_epoch_the_next_one_is_dealt_to_the_new_ranks(reports: Reports, saved: int, stage: int) -> None:
+    case = f"fixed size, stage {stage}, end"
+    same, other = reports[saved, saved][case], reports[saved, 3 - saved][case]
+    # Twelve micro-batches of four rows an epoch: all for one rank, six for each of two.
+    assert (len(same["losses"]), len(other["losses"])) == ((6, 12) if saved == 2 else (12, 6))
+    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (6, 2)

@@ -1,0 +1,140 @@
+"""What one rank runs for the tests of resuming with another number of ranks."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import toys
+from lightning.pytorch.callbacks import ModelCheckpoint
+from parity_cases import RANK, RANKS, Spy
+from resume_cases import SaveAt
+from torch import Tensor
+
+import rlhfkit.strategies  # noqa: F401  (registers the names)
+from rlhfkit.strategies.directory import CheckpointError
+
+STAGES = (0, 1, 2, 3)
+
+
+class TwoGroups(toys.Toy):
+    """Two engines, of which the policy has groups with different weight decay, and a buffer."""
+
+    def configure_model(self) -> None:
+        first = not hasattr(self, "policy")
+        super().configure_model()
+        if first:
+            self.policy.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.policy.module.seen += 1
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self) -> Any:
+        if self.hparams.optimizer == "sgd":
+            return torch.optim.SGD([{"params": self.policy.parameters()}, {"params": self.critic.parameters()}], lr=0.1)
+        plan = super().configure_optimizers()
+        matrices = [p for p in self.policy.parameters() if getattr(p, "ds_shape", p.shape)[1:]]
+        vectors = [p for p in self.policy.parameters() if not getattr(p, "ds_shape", p.shape)[1:]]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": 0.3, "lr": 3e-3},
+                {"params": vectors, "weight_decay": 0.0, "lr": 1e-3, "betas": (0.8, 0.95)},
+                {"params": self.critic.parameters(), "lr": 2e-3},
+            ]
+        )
+        plan["lr_scheduler"]["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return plan | {"optimizer": optimizer}
+
+
+class FixedSize(toys.ShareLoader):
+    """Four rows per rank and micro-batch: two ranks have half as many micro-batches as one, and no position to save."""
+
+    def __init__(self, batches: list[Tensor], rank: int, world_size: int) -> None:
+        rows = torch.cat(batches).split(4)
+        self.shares = list(rows[rank::world_size])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.shares)
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]  # a loader without state, as most are
+
+
+def run(stage: int, model: str, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any) -> Any:
+    """Six global batches an epoch, accumulation 2."""
+    data = options.pop("data", toys.ShareLoader)
+    trainer_options = {"accumulate_grad_batches": 2} | options.pop("trainer", {})
+    module, spy = TwoGroups(model, critic=True, **options), Spy()
+    trainer = toys.trainer(
+        f"rlhf_zero{stage}", RANKS, max_epochs=epochs, callbacks=[spy, *callbacks], **trainer_options
+    )
+    trainer.fit(module, data(toys.global_batches(6), RANK, RANKS), ckpt_path=resume)
+    return module, spy, trainer
+
+
+def special_cases(tied: str) -> list[tuple[str, int, dict[str, Any]]]:
+    """Name, stage and options."""
+    half = {"precision": "bf16-true"}
+    return [
+        *(("bf16", stage, {"trainer": half}) for stage in (1, 2, 3)),
+        *(("tied", stage, {"model": tied}) for stage in (2, 3)),
+        ("sgd", 2, {"optimizer": "sgd"}),
+    ]
+
+
+def save(folder: Path, model: str, place: str, tied: str) -> None:
+    """Checkpoints in the middle and at the end of an epoch, at every stage."""
+    for stage in STAGES:
+        where = Path(place) / f"{RANKS}-{stage}"
+        saver = ModelCheckpoint(dirpath=where, filename="end", save_on_train_epoch_end=True)
+        run(stage, model, 1, [saver, SaveAt(4, where / "middle.ckpt")], trainer={"enable_checkpointing": True})
+    for name, stage, options in special_cases(tied):
+        where = Path(place) / f"{RANKS}-{name}-{stage}"
+        run(stage, options.pop("model", model), 1, [SaveAt(4, where / "middle.ckpt")], **options)
+    for stage in (0, 2):
+        where = Path(place) / f"{RANKS}-fixed-{stage}"
+        saver = ModelCheckpoint(dirpath=where, filename="end", save_on_train_epoch_end=True)
+        options = {"data": FixedSize, "trainer": {"enable_checkpointing": True, "accumulate_grad_batches": 4 // RANKS}}
+        run(stage, model, 1, [saver, SaveAt(4 // RANKS, where / "middle.ckpt")], **options)
+
+
+def resume(folder: Path, model: str, place: str, tied: str, saved_by: int) -> dict[str, Any]:
+    """The second epoch of what another (or the same) number of ranks began."""
+    report: dict[str, Any] = {}
+    cases: list[tuple[str, str, int, dict[str, Any]]] = []
+    cases += [(f"stage {stage}", f"{stage}", stage, {}) for stage in STAGES]
+    cases += [(f"{name}, stage {stage}", f"{name}-{stage}", stage, more) for name, stage, more in special_cases(tied)]
+    for case, name, stage, options in cases:
+        where = Path(place) / f"{saved_by}-{name}"
+        for path in sorted(where.iterdir()):
+            report[f"{case}, {path.stem}"] = attempt(
+                stage, path, folder / f"{name}-{path.stem}.pt", **({"model": model} | options)
+            )
+    for stage in (0, 2):
+        where = Path(place) / f"{saved_by}-fixed-{stage}"
+        options = {"data": FixedSize, "trainer": {"accumulate_grad_batches": 4 // RANKS}}
+        for path in sorted(where.iterdir()):
+            kept = folder / f"fixed-{stage}-{path.stem}.pt"
+            report[f"fixed size, stage {stage}, {path.stem}"] = attempt(stage, path, kept, model=model, **options)
+    return report
+
+
+def attempt(stage: int, path: Path, kept: Path, **options: Any) -> dict[str, Any]:
+    """One resume, or its error."""
+    before = {str(file): file.stat().st_mtime_ns for file in path.rglob("*")}
+    try:
+        module, spy, trainer = run(stage, options.pop("model"), 2, [], path, **options)
+    except CheckpointError as error:
+        return {"error": str(error), "left": sorted(os.listdir(path.parent))}
+    if RANK == 0:
+        torch.save(spy.weights, kept)
+    return {
+        "losses": module.losses,
+        "rates": module.learning_rates,
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "seen": module.policy.seen.item(),
+        "untouched": before == {str(file): file.stat().st_mtime_ns for file in path.rglob("*")},
+        "left": sorted(os.listdir(path.parent)),
+    }
