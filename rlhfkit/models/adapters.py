@@ -27,7 +27,8 @@ _PREFIX = "base_model.model."  # peft's files name weights as its own wrapper do
 def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
     """Put new adapters into a model and freeze everything else. They change nothing until they are trained.
 
-    They are the same on every rank and in every run, whatever the seed.
+    They are the same on every rank and in every run, whatever the seed, and in float32 beside weights of 16 bits, where
+    small updates would be lost (as peft does).
 
     Args:
         model: A Hugging Face model, changed in place.
@@ -100,10 +101,15 @@ def _linear_layers(model: nn.Module) -> tuple[str, ...]:
 def _inject(model: nn.Module, config: Any, adapter: str) -> None:
     from peft import inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers.integrations import is_deepspeed_zero3_enabled
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         inject_adapter_in_model(config, model, adapter)
+    if not is_deepspeed_zero3_enabled():  # which refuses two types in one model, and keeps float32 copies itself
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
     hugging_face = cast(Any, model)
     for layer, what in [
         (hugging_face.get_output_embeddings(), "output layer"),

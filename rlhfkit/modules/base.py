@@ -178,13 +178,17 @@ class PolicyModule(SavedModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or cast the module, but keep float32 buffers in float32, as DeepSpeed does.
+        """Move or cast the module, but keep float32 buffers in float32, as DeepSpeed does, and float32 adapters.
 
         Lightning's ``bf16-true`` casts buffers too, among them the frequencies of rotary embeddings: in 16 bits the
         angle of token 1,000 is wrong by whole radians, and the engine, which casts no buffer, disagrees.
         """
         before = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
+        adapters = [(one, one.data) for name, one in self.named_parameters() if ".lora_" in name]
         result = super()._apply(fn, recurse)
+        for matrix, values in adapters:
+            if values.dtype == torch.float32 and matrix.dtype in (torch.float16, torch.bfloat16):
+                matrix.data = values.to(matrix.device)
         for name, buffer in before.items():
             home, _, leaf = name.rpartition(".")
             owner = self.get_submodule(home)

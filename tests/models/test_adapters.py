@@ -7,12 +7,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhfkit.models import LoRA, adapter_disabled, has_adapter, load_causal_lm, policy_output
 from rlhfkit.models.adapters import adapter_layers, remember_start, save_adapter
+from rlhfkit.models.saving import save_weights
 from rlhfkit.rollout import ModuleWeights
 
 VARIANTS = [{}, {"dora": True}, {"rslora": True}, {"init": "orthogonal"}, {"targets": ("q_proj", "down_proj")}]
@@ -246,3 +248,17 @@ class TestPublishing:
             merged = load_causal_lm(str(tmp_path)).eval()
             merged.load_state_dict(dict(ModuleWeights(model)), strict=False)
             assert torch.allclose(logprobs(merged, batch), logprobs(model, batch), atol=1e-5)
+
+    def test_mixtures_of_experts_are_saved_as_transformers_saves_them(self, tmp_path: Path, batch: Any) -> None:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "head_dim": 16}
+        heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = Qwen3MoeConfig(vocab_size=128, num_experts=4, num_experts_per_tok=2, **sizes, **heads)
+        Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+        model = load_causal_lm(str(tmp_path / "base"), lora=LoRA(rank=2))
+        train_a_bit(model)
+        save_weights(model, tmp_path / "merged", {name: tensor.clone() for name, tensor in ModuleWeights(model)})
+        base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+        assert base.keys() == merged.keys()  # experts apart, though fused in memory
+        assert torch.allclose(
+            logprobs(load_causal_lm(str(tmp_path / "merged")), batch), logprobs(model, batch), atol=1e-5
+        )

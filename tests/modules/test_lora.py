@@ -29,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def fit(folder: Path, module: SFTModule, epochs: int = 2, **arguments: Any) -> tuple[L.Trainer, list[float]]:
+def fit(
+    folder: Path, module: SFTModule, epochs: int = 2, precision: Any = "32-true", **arguments: Any
+) -> tuple[L.Trainer, list[float]]:
     """Train on the 24 rows, one update an epoch; the losses."""
     losses: list[float] = []
 
@@ -40,6 +42,7 @@ def fit(folder: Path, module: SFTModule, epochs: int = 2, **arguments: Any) -> t
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_epochs=epochs, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder), callbacks=[Keep()],
+        precision=precision,
     )  # fmt: skip
     trainer.fit(module, SFTDataModule(str(folder / "data.jsonl"), micro_batch_size=24, max_length=64), **arguments)
     return trainer, losses
@@ -167,6 +170,22 @@ def test_weights_of_4_bits_are_trained_beside_saved_and_merged(folder: Path, tmp
         full = load_causal_lm(str(folder / "model"))(input_ids=ids).logits
     assert torch.allclose(ours, theirs, atol=1e-4)
     assert not torch.allclose(ours, full, atol=0.1)
+
+
+def test_adapters_stay_in_float32_beside_weights_of_16_bits(folder: Path, tmp_path: Path) -> None:
+    def module() -> SFTModule:
+        return SFTModule(str(folder / "model"), lr=1e-2, lora=LoRA(rank=4))
+
+    straight = module()
+    _, losses = fit(folder, straight, epochs=4, precision="bf16-true")
+    assert losses[-1] < losses[0]
+    for name, parameter in straight.policy.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16)
+    trainer, _ = fit(folder, module(), precision="bf16-true")
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = module()
+    fit(folder, resumed, epochs=4, precision="bf16-true", ckpt_path=tmp_path / "half.ckpt")
+    assert all(torch.equal(tensor, weights(straight)[name]) for name, tensor in weights(resumed).items())
 
 
 def test_dropout_of_adapters_is_not_switched_off_silently(folder: Path) -> None:
