@@ -39,3 +39,26 @@ def test_vllm_follows_the_policy_update_by_update(vllm_pool: Any, vllm_model: Pa
     assert max(mismatch) <= 1e-5
     # 128 samples an iteration; a random policy has about 0.1 with a standard error of about 0.01.
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.1
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_vllm_samples_ahead_in_a_thread_of_the_trainer(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
+    versions: list[tuple[int, set[int]]] = []
+
+    class Keep(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            versions.append((trainer.global_step, set(batch.versions[batch.action_mask].tolist())))
+
+    sampling = SamplingSpec(group_size=4, max_new_tokens=8)
+    rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, max_staleness=1)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=4, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Keep()],
+    )  # fmt: skip
+    data = PromptDataModule(prompts_file(tmp_path), answer="answer", rollout_batch_size=8, micro_batch_size=32)
+    trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, correction="tis"), data)
+    assert versions == [(step, {max(step - 1, 0)}) for step in range(4)]
+    assert rollouts.publisher.difference <= 1e-5
+    # The weights of an older policy differ, and the correction sees it.
+    assert trainer.callback_metrics["rollout/logprob_difference"] > 1e-4
