@@ -1,10 +1,7 @@
 """``DPOModule``: direct preference optimisation (Rafailov et al., 2023, arXiv:2305.18290) and its family."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +16,6 @@ from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.functions import function_name, resolve_function
 from rlhfkit.modules.preference import PreferenceModule
 from rlhfkit.modules.reference import ReferenceModule
-from rlhfkit.modules.reference_cache import cached_reference, compute_reference, model_fingerprint
 
 _LOSS_ARGUMENTS = (
     *("beta", "label_smoothing", "divergence", "divergence_alpha"),
@@ -30,10 +26,8 @@ _LOSS_ARGUMENTS = (
 class DPOModule(PreferenceModule, ReferenceModule):
     """A policy that learns from preference pairs, tied to a reference model.
 
-    The reference is where the policy starts, and there are three ways to it: a frozen copy (the default), the policy
-    with its adapters switched off (with ``lora=...``; no copy is held), or log-probs computed once before training and
-    kept on disk (``precompute_ref_log_probs``; no copy is held either). ``ref_model`` names another one, and
-    ``ref_model_sync_steps`` lets the copy follow the policy.
+    The reference is where the policy starts: a frozen copy, the policy without its adapters, or log-probs computed once
+    before training, see :class:`ReferenceModule`.
 
     Override :meth:`loss` for another objective, or give ``loss_type`` a function of
     :class:`~rlhfkit.losses.PreferencePairs`::
@@ -58,11 +52,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         use_weighting: Weigh pairs by how likely the policy is to write them (WPO, Zhou et al., 2024,
             arXiv:2406.11827). Costs a second forward pass without gradient.
         reference_free: No reference: its log-probs are taken as 0.
-        precompute_ref_log_probs: Compute the reference's log-probs once, before training. The pairs must come from a
-            ``PreferenceDataModule`` (or another ``StepLoader`` over ``PreferenceExamples``).
-        ref_cache: Folder of the computed log-probs; ``None``: ``reference_logprobs`` in the Trainer's
-            ``default_root_dir``.
-        **kwargs: See :class:`ReferenceModule` (another reference, or one that moves) and :class:`PreferenceModule`.
+        **kwargs: See :class:`ReferenceModule` and :class:`PreferenceModule`.
 
     Raises:
         ValueError: If an argument is out of range, or two of them contradict each other.
@@ -82,8 +72,6 @@ class DPOModule(PreferenceModule, ReferenceModule):
         ld_alpha: float | None = None,
         use_weighting: bool = False,
         reference_free: bool = False,
-        precompute_ref_log_probs: bool = False,
-        ref_cache: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
@@ -95,15 +83,9 @@ class DPOModule(PreferenceModule, ReferenceModule):
         self._sorts = bool(SORTS_THE_BATCH.intersection(self.loss_types))
         if ld_alpha is not None and not 0.0 <= ld_alpha <= 1.0:
             raise ValueError(f"ld_alpha must lie in [0, 1], got {ld_alpha}")
-        if self._moves and (precompute_ref_log_probs or reference_free):
-            raise ValueError(
-                "ref_model_sync_steps moves a reference model, and with precompute_ref_log_probs or reference_free "
-                "there is none: leave one of them out"
-            )
-        if reference_free and (precompute_ref_log_probs or self.hparams["ref_model"] is not None):
+        if reference_free and (self.hparams["precompute_ref_log_probs"] or self.hparams["ref_model"] is not None):
             raise ValueError("reference_free uses no reference: leave ref_model and precompute_ref_log_probs out")
         self._check_loss()
-        self._at_start = True  # the policy is still what it was loaded as
 
     def _check_loss(self) -> None:
         """Evaluate the loss of one pair: every bad knob shows here, not an hour into the run."""
@@ -129,62 +111,21 @@ class DPOModule(PreferenceModule, ReferenceModule):
     @property
     def uses_reference(self) -> bool:
         """Whether a reference model has to be at hand during training."""
-        return not (self.hparams["precompute_ref_log_probs"] or self.hparams["reference_free"])
+        return super().uses_reference and not self.hparams["reference_free"]
 
-    @contextmanager
-    def reference_for_once(self) -> Iterator[nn.Module]:
-        """A model for the pass before training: the policy where it still is the reference, else one loaded for it."""
-        if self._at_start and self.hparams["ref_model"] is None:
-            yield self.policy
-        else:
-            yield self.build_reference().to(self.device)
+    def precompute(self, examples: Any) -> None:
+        """Give pairs their reference log-probs, unless they have them.
 
-    def _precompute(self, loaders: Any) -> None:
-        """Give the pairs behind these loaders their reference log-probs, unless they have them."""
-        if not self.hparams["precompute_ref_log_probs"]:
-            return
-        folder = self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs"
-        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
-            found = getattr(loader, "examples", None)
-            for examples in getattr(found, "sources", [found]):  # a mixture has several
-                if isinstance(examples, PreferenceExamples) and examples.ref_logprobs is None:
-                    compute = partial(self._computed, examples)
-                    examples.ref_logprobs = cached_reference(
-                        examples, self._cache_key, Path(folder), self.trainer, compute
-                    )
+        Args:
+            examples: What is behind a loader, or one source of a mixture.
+        """
 
-    def _cache_key(self) -> Iterator[Any]:
-        """What the reference's log-probs depend on beside the data."""
-        yield model_fingerprint(self.hparams["ref_model"] or self.hparams["model"])
-        yield self.hparams["ld_alpha"], str(self.trainer.precision), function_name(type(self).answer_logprobs)
-
-    def _computed(self, examples: PreferenceExamples) -> Tensor:
         def logprobs(model: nn.Module, batch: PreferenceBatch) -> Tensor:
             return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
 
-        with self.reference_for_once() as model:
-            return compute_reference(
-                examples, model, logprobs, self.trainer, max_tokens=self.hparams["max_tokens_per_forward"]
-            )
-
-    def on_train_start(self) -> None:
-        """Compute what the reference says, before the policy moves."""
-        self._precompute(self.trainer.train_dataloader)
-        self._precompute(self.trainer.val_dataloaders)
-        self._at_start = False
-
-    def on_validation_start(self) -> None:
-        """Compute what the reference says about validation pairs, unless that is known."""
-        self._precompute(self.trainer.val_dataloaders)
-
-    def on_predict_start(self) -> None:
-        """Compute what the reference says about these pairs, unless that is known."""
-        self._precompute(self.trainer.predict_dataloaders)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network if nobody has, and bring the reference to where it was."""
-        super().on_load_checkpoint(checkpoint)
-        self._at_start = False
+        if isinstance(examples, PreferenceExamples) and examples.ref_logprobs is None:
+            details = self.hparams["ld_alpha"], function_name(type(self).answer_logprobs)
+            examples.ref_logprobs = self.computed_reference(examples, logprobs, *details)
 
     # ------------------------------------------------------------------ one micro-batch
 

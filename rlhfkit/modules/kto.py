@@ -1,9 +1,6 @@
 """``KTOModule``: Kahneman–Tversky optimisation (Ethayarajh et al., 2024, arXiv:2402.01306)."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +12,10 @@ from rlhfkit.data.preferences import PreferenceExample
 from rlhfkit.data.unpaired import ReferencedBatch, UnpairedBatch, UnpairedExamples
 from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
 from rlhfkit.losses.kto import KTOLossType
-from rlhfkit.models import has_adapter, policy_output
+from rlhfkit.models import policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.functions import function_name
-from rlhfkit.modules.reference import ReferenceModule
-from rlhfkit.modules.reference_cache import cached_reference, compute_reference, model_fingerprint
+from rlhfkit.modules.reference import ReferenceModule, data_sets
 
 ADVISED_RATIO = (1.0, 1.5)
 """Between which the paper puts ``λ_D n_D / (λ_U n_U)``, see :func:`~rlhfkit.losses.kto_loss`."""
@@ -43,11 +39,8 @@ class KTOModule(ReferenceModule):
         undesirable_weight: λ_U.
         loss_type: ``kto``, or ``apo_zero_unpaired`` (D'Oosterlinck et al., 2024, arXiv:2408.06266), which needs no
             reference point and so no mismatched pairs.
-        precompute_ref_log_probs: Compute what the reference says about all data once before training, prompts shared
-            by an answer and its mismatched one, and keep it on disk; no reference is held then. A step costs the
-            gradient pass and one pass without gradient for the reference point.
-        ref_cache: Folder for that; ``None``: ``reference_logprobs`` in the Trainer's ``default_root_dir``.
-        **kwargs: See :class:`ReferenceModule` (a reference of another name, one that moves) and :class:`PolicyModule`.
+        **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`. With ``precompute_ref_log_probs`` a step costs
+            the gradient pass and one pass without gradient for the reference point.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -65,8 +58,6 @@ class KTOModule(ReferenceModule):
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         loss_type: KTOLossType = "kto",
-        precompute_ref_log_probs: bool = False,
-        ref_cache: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
@@ -85,39 +76,15 @@ class KTOModule(ReferenceModule):
 
     # ------------------------------------------------------------------ the reference
 
-    @property
-    def uses_reference(self) -> bool:
-        """Whether a reference model has to be at hand during training."""
-        return not self.hparams["precompute_ref_log_probs"]
+    def precompute(self, examples: Any) -> None:
+        """Give answers and mismatched ones their reference log-probs; the prompt of both is computed once.
 
-    @contextmanager
-    def _reference_for_once(self) -> Iterator[nn.Module]:
-        if self.hparams["ref_model"] is None and has_adapter(self.policy):
-            with self.reference_model() as reference:
-                yield reference
-        else:
-            yield self.build_reference().to(self.device)
-
-    def _precompute(self, loaders: Any) -> None:
-        """Give the answers behind these loaders their reference log-probs."""
-        if not self.hparams["precompute_ref_log_probs"]:
-            return
-        folder = Path(self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs")
-        for examples in _unpaired_examples(loaders):
-            if examples.ref_logprobs is None:
-                pairs = _WithMismatched(examples)
-                compute = partial(self._computed, pairs)
-                examples.ref_logprobs = cached_reference(pairs, self._cache_key, folder, self.trainer, compute)
-
-    def _cache_key(self) -> Iterator[Any]:
-        yield model_fingerprint(self.hparams["ref_model"] or self.hparams["model"])
-        yield str(self.trainer.precision), function_name(type(self).answer_logprobs)
-
-    def _computed(self, pairs: "_WithMismatched") -> Tensor:
-        with self._reference_for_once() as model:
-            return compute_reference(
-                pairs, model, self.answer_logprobs, self.trainer, max_tokens=self.hparams["max_tokens_per_forward"]
-            )
+        Args:
+            examples: What is behind a loader, or one source of a mixture.
+        """
+        if isinstance(examples, UnpairedExamples) and examples.ref_logprobs is None:
+            summed = function_name(type(self).answer_logprobs)
+            examples.ref_logprobs = self.computed_reference(_WithMismatched(examples), self.answer_logprobs, summed)
 
     # ------------------------------------------------------------------ forward
 
@@ -227,9 +194,9 @@ class KTOModule(ReferenceModule):
 
     def on_train_start(self) -> None:
         """Compute what the reference says, if it is not to be held; compare the classes' weights with their counts."""
-        self._precompute(self.trainer.train_dataloader)
-        self._precompute(self.trainer.val_dataloaders)
-        labels = [wanted for part in _unpaired_examples(self.trainer.train_dataloader) for wanted in part.desirable]
+        super().on_train_start()
+        parts = [part for part in data_sets(self.trainer.train_dataloader) if isinstance(part, UnpairedExamples)]
+        labels = [wanted for part in parts for wanted in part.desirable]
         self.check_weights(sum(labels), len(labels) - sum(labels))
 
     def check_weights(self, desirable: int, undesirable: int) -> None:
@@ -264,10 +231,6 @@ class KTOModule(ReferenceModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log the means over the answers of the step."""
         self.log_dict(self._class_metrics(self.kl), on_step=True, on_epoch=False, batch_size=1)
-
-    def on_validation_start(self) -> None:
-        """Compute what the reference says about validation answers, unless that is known."""
-        self._precompute(self.trainer.val_dataloaders)
 
     def on_validation_epoch_start(self) -> None:
         """Count anew."""
@@ -306,15 +269,6 @@ class KTOModule(ReferenceModule):
         with torch.no_grad():
             logratio = self.answer_logprobs(self.policy, batch) - self.reference_logprobs(batch)
         return self.hparams["beta"] * logratio.cpu()
-
-
-def _unpaired_examples(loaders: Any) -> list[UnpairedExamples]:
-    """Those behind one loader or several; a mixture has them as its sources."""
-    found = []
-    for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
-        examples = getattr(loader, "examples", None)
-        found += [part for part in getattr(examples, "sources", [examples]) if isinstance(part, UnpairedExamples)]
-    return found
 
 
 class _WithMismatched:

@@ -1,8 +1,9 @@
-"""``ReferenceModule``: a policy beside a reference model of its own choice, which may follow it (TR-DPO)."""
+"""``ReferenceModule``: a policy and its reference model, which is held, computed once before training, or moves."""
 
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,18 +12,30 @@ from torch import Tensor, nn
 from rlhfkit.models import has_adapter, load_causal_lm, unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.reference_cache import (
+    AnswerLogprobs,
+    Pairs,
+    cached_reference,
+    compute_reference,
+    model_fingerprint,
+)
 from rlhfkit.rollout.transfer import ModuleWeights
 
 
 class ReferenceModule(PolicyModule):
-    """A :class:`PolicyModule` whose reference model can be named, and can move.
+    """A :class:`PolicyModule` that is compared with a reference model on data that is known before training.
 
-    The reference is where the policy starts (a frozen copy, or the policy with its adapters switched off) unless
-    ``ref_model`` names another one.
+    The reference is where the policy starts, and there are three ways to it: a frozen copy (the default), the policy
+    with its adapters switched off (with ``lora=...``; no copy is held), or log-probs computed once before training and
+    kept on disk (``precompute_ref_log_probs``; no copy is held either). ``ref_model`` names another one, and
+    ``ref_model_sync_steps`` lets the copy follow the policy.
 
     Args:
         model: Folder or hub name of the policy.
         ref_model: Folder or hub name of the reference; ``None``: where the policy starts.
+        precompute_ref_log_probs: Compute what the reference says about all data once, before training. The data must
+            be in memory: a DataModule of ours, not a stream.
+        ref_cache: Folder where that is kept; ``None``: ``reference_logprobs`` in the Trainer's ``default_root_dir``.
         ref_model_sync_steps: τ: every so many optimizer steps the reference moves towards the policy (TR-DPO,
             Gorbatovski et al., 2024, arXiv:2404.09656; TRL uses 512); ``None``: it never moves.
         ref_model_mixup_alpha: α of that move, ``ref ← α policy + (1 - α) ref``; 0.6 as in the paper and TRL.
@@ -37,6 +50,8 @@ class ReferenceModule(PolicyModule):
         model: str,
         *,
         ref_model: str | None = None,
+        precompute_ref_log_probs: bool = False,
+        ref_cache: str | None = None,
         ref_model_sync_steps: int | None = None,
         ref_model_mixup_alpha: float = 0.6,
         **kwargs: Any,
@@ -46,11 +61,19 @@ class ReferenceModule(PolicyModule):
             raise ValueError(f"ref_model_sync_steps must be at least 1 or None, got {ref_model_sync_steps}")
         if not 0.0 <= ref_model_mixup_alpha <= 1.0:
             raise ValueError(f"ref_model_mixup_alpha must lie in [0, 1], got {ref_model_mixup_alpha}")
+        if self._moves and not self.uses_reference:
+            raise ValueError(
+                "ref_model_sync_steps moves a reference model, and with precompute_ref_log_probs or reference_free "
+                "none is held: leave one of them out"
+            )
+        self._at_start = True  # the policy is still what it was loaded as
+
+    # ------------------------------------------------------------------ the model
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference model has to be at hand during training; override it."""
-        return True
+        """Whether a reference model has to be at hand during training."""
+        return not self.hparams["precompute_ref_log_probs"]
 
     @property
     def needs_reference(self) -> bool:
@@ -87,6 +110,62 @@ class ReferenceModule(PolicyModule):
         disable_dropout(reference)
         return reference.requires_grad_(False).eval()
 
+    # ------------------------------------------------------------------ computed before training
+
+    def precompute(self, examples: Any) -> None:
+        """Give a data set its reference log-probs by :meth:`computed_reference`, unless it has them; override it.
+
+        Args:
+            examples: What is behind a loader, or one source of a mixture.
+        """
+
+    def computed_reference(self, pairs: Pairs, logprobs: AnswerLogprobs, *details: Any) -> Tensor:
+        """What the reference says about all pairs, from disk where it is known. A collective.
+
+        Args:
+            pairs: N pairs of answers.
+            logprobs: What is kept of a batch.
+            *details: Whatever else the numbers depend on, with a telling ``repr``.
+
+        Returns:
+            (N, 2) float32.
+        """
+        name = self.hparams["ref_model"] or self.hparams["model"]
+        limit = self.hparams["max_tokens_per_forward"]
+        folder = Path(self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs")
+
+        def key() -> Iterator[Any]:
+            yield from (model_fingerprint(name), str(self.trainer.precision), *details)
+
+        def compute() -> Tensor:
+            # Until training starts the policy is the reference; a resumed run loads it once more.
+            here = self._at_start and self.hparams["ref_model"] is None
+            model = self.policy if here else self.build_reference().to(self.device)
+            return compute_reference(pairs, model, logprobs, self.trainer, max_tokens=limit)
+
+        return cached_reference(pairs, key, folder, self.trainer, compute)
+
+    def _precompute_behind(self, loaders: Any) -> None:
+        if self.hparams["precompute_ref_log_probs"]:
+            for examples in data_sets(loaders):
+                self.precompute(examples)
+
+    def on_train_start(self) -> None:
+        """Compute what the reference says, before the policy moves."""
+        self._precompute_behind(self.trainer.train_dataloader)
+        self._precompute_behind(self.trainer.val_dataloaders)
+        self._at_start = False
+
+    def on_validation_start(self) -> None:
+        """Compute what the reference says about validation data, unless that is known."""
+        self._precompute_behind(self.trainer.val_dataloaders)
+
+    def on_predict_start(self) -> None:
+        """Compute what the reference says about this data, unless that is known."""
+        self._precompute_behind(self.trainer.predict_dataloaders)
+
+    # ------------------------------------------------------------------ moving
+
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, and let the reference follow when it is time."""
         super().optimizer_step(*args, **kwargs)
@@ -103,8 +182,19 @@ class ReferenceModule(PolicyModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build the network if nobody has, and bring the reference to where it was."""
         super().on_load_checkpoint(checkpoint)
+        self._at_start = False
         if self._moves and "reference" in checkpoint:
             load_reference_weights(self.reference, checkpoint["reference"])
+
+
+def data_sets(loaders: Any) -> list[Any]:
+    """The data sets behind one loader or several; a mixture stands for its sources.
+
+    Args:
+        loaders: As the Trainer holds them.
+    """
+    found = [getattr(one, "examples", None) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])]
+    return [source for examples in found for source in getattr(examples, "sources", [examples])]
 
 
 @contextmanager
