@@ -43,7 +43,8 @@ def export(
         output: Folder to write.
         child: Which of the module's models: ``policy``, ``critic``.
         adapter: Write the LoRA adapter alone, for peft, instead of merging it into the weights.
-        dtype: Type of the written weights; ``None``: that of the model which training started from.
+        dtype: Type of the written weights; ``None``: that of the model which training started from, and of an adapter
+            alone float32.
         model: Where that model is now; ``None``: where it was.
         module: Dotted name of the module's class; ``None``: as the checkpoint says. Needed when a class that builds its
             model in a way of its own was defined in a script.
@@ -68,10 +69,11 @@ def export(
         if model is not None:
             hyperparameters["model"] = model
         made = _module([module] if module else about[CLASSES], hyperparameters)
-        made.configure_model()
+        _build(made, child)
         _load(made, child, weights, path)
         start, trusted = base_model_name(hyperparameters["model"]), bool(hyperparameters.get("trust_remote_code"))
-        written = weight_type(dtype, start, trust_remote_code=trusted)
+        own = adapter and dtype is None  # small, and in float32 beside weights of 16 bits
+        written = None if own else weight_type(dtype, start, trust_remote_code=trusted)
         made.save_pretrained(folder, child=child, adapter=adapter, dtype=written)
     return Path(output)
 
@@ -103,10 +105,8 @@ def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> Saved
     for name in classes:
         try:
             found = pkgutil.resolve_name(name)
-            # No reference model: nobody asks for one, and it would be a second copy in memory.
-            kind = type(found.__name__, (found,), {"needs_reference": False})
             known = {one for base in found.__mro__ for one in signature(base.__init__).parameters}
-            made = kind(**{key: value for key, value in hyperparameters.items() if key in known})
+            made = found(**{key: value for key, value in hyperparameters.items() if key in known})
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             failures.append(f"{name}: {error}")
             continue
@@ -114,6 +114,14 @@ def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> Saved
             log.warning("exported as a %s, because of %s", name, "; ".join(failures))
         return made
     raise ValueError(f"no class of the module can be made: {'; '.join(failures)}")
+
+
+def _build(module: SavedModule, child: str) -> None:
+    """Build a child alone where the module has a method for it: all of them may not fit."""
+    if hasattr(module, f"build_{child}"):
+        setattr(module, child, getattr(module, f"build_{child}")())
+    else:
+        module.configure_model()
 
 
 def _load(module: SavedModule, child: str, weights: dict[str, Tensor], path: Path) -> None:
