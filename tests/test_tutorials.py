@@ -58,8 +58,10 @@ def test_the_reward_in_the_prompt_steers_the_model(
 def test_the_return_in_the_prompt_steers_the_model(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    two_wrong, one_wrong, before, none_wrong = run("decision_transformer", world, tmp_path, capsys, "--samples", "4")
-    assert none_wrong >= max(before - 3, one_wrong + 10)  # eight samples, as the tutorial takes, give 11 points
+    words = ("--samples", "3")  # eight samples, as the tutorial takes, end 11 points above the start
+    two_wrong, one_wrong, before, none_wrong = run("decision_transformer", world, tmp_path, capsys, *words)
+    assert before > 50
+    assert none_wrong >= one_wrong + 10
     assert one_wrong >= two_wrong
 
 
