@@ -72,12 +72,11 @@ def validate(strategy: str, model: str, precision: str, path: Path) -> float:
 
 
 def damage(folder: Path, model: str, place: str) -> dict[str, Any]:
-    """What happens to bad input: a flipped byte, another number of ranks, another stage, no checkpoint at all."""
+    """What happens to bad input: a flipped byte, another stage, no checkpoint at all."""
     source = Path(place)
-    report = {"ranks": problem("rlhf_zero3", model, source / "stage3-32-true" / "end.ckpt")} if RANKS == 1 else {}
     if RANKS == 1:
-        report["validation"] = validate("rlhf_zero3", model, "32-true", source / "stage3-32-true" / "end.ckpt")
-        return report
+        return {"validation": validate("rlhf_zero3", model, "32-true", source / "stage3-32-true" / "end.ckpt")}
+    report: dict[str, Any] = {}
     two = source / "stage2-32-true"
     report["stage"] = problem("rlhf_zero3", model, two / "end.ckpt")
     report["file"] = problem("rlhf_zero2", model, Path(model) / "config.json")

@@ -45,10 +45,10 @@ def weight_difference(root: Path, saved: int, name: str) -> float:
 @pytest.mark.parametrize(
     ("case", "name", "tolerance"),
     [
-        *((f"stage {s}, {moment}", f"{s}-{moment}", 1e-6) for s in range(4) for moment in ("end", "middle")),
-        *((f"tied, stage {s}, middle", f"tied-{s}-middle", 1e-6) for s in (2, 3)),
+        *((f"stage {s}, middle", f"{s}-middle", 1e-6) for s in range(4)),
+        ("tied, stage 3, middle", "tied-3-middle", 1e-6),
         # 16-bit weights of 0.1 are 5e-4 apart, and a sum in another order may end on the other side.
-        *((f"bf16, stage {s}, middle", f"bf16-{s}-middle", 5e-3) for s in (1, 2, 3)),
+        *((f"bf16, stage {s}, middle", f"bf16-{s}-middle", 5e-3) for s in (1, 3)),
     ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same(
@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same(
     same, other = reports[saved, saved][case], reports[saved, 3 - saved][case]
     # Two engines, groups of different learning rate and weight decay, a schedule, Adam's moments and a buffer.
     assert other["losses"] == pytest.approx(same["losses"], abs=tolerance)
-    assert len(other["losses"]) == (6 if name.endswith("end") else 8)
+    assert len(other["losses"]) == 8
     assert other["rates"] == same["rates"]
     assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (6, 2)
     assert other["seen"] == same["seen"] == 12, "a buffer that counts batches"
@@ -74,21 +74,23 @@ def test_the_original_is_only_read_and_no_copy_is_left(reports: Reports, saved: 
 @pytest.mark.parametrize("saved", [1, 2])
 def test_what_cannot_be_dealt_anew_is_one_clear_error(reports: Reports, saved: int) -> None:
     other = reports[saved, 3 - saved]
-    assert (
-        "at ZeRO stage 3 DeepSpeed changes the number of ranks only of optimizers"
-        in (other["sgd, stage 3, middle"]["error"])
-    )
-    for stage in (0, 2):
-        error = other[f"fixed size, stage {stage}, middle"]["error"]
-        assert f"saved by {saved} rank(s) inside an epoch" in error
-        assert "do not say where they stood" in error
+    error = other["sgd, stage 2, middle"]["error"]
+    assert "keeps nothing. DeepSpeed changes the number of ranks only of optimizers that keep ['exp_avg'" in error
+    error = other["fixed size, middle"]["error"]
+    assert f"saved by {saved} rank(s) inside an epoch" in error
+    assert "do not say where they stood" in error
 
 
 @pytest.mark.parametrize("saved", [1, 2])
-@pytest.mark.parametrize("stage", [0, 2])
-def test_after_an_epoch_the_next_one_is_dealt_to_the_new_ranks(reports: Reports, saved: int, stage: int) -> None:
-    case = f"fixed size, stage {stage}, end"
-    same, other = reports[saved, saved][case], reports[saved, 3 - saved][case]
+def test_after_an_epoch_the_next_one_is_dealt_to_the_new_ranks(reports: Reports, saved: int) -> None:
+    same, other = reports[saved, saved]["fixed size, end"], reports[saved, 3 - saved]["fixed size, end"]
     # Twelve micro-batches of four rows an epoch: all for one rank, six for each of two.
     assert (len(same["losses"]), len(other["losses"])) == ((6, 12) if saved == 2 else (12, 6))
     assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (6, 2)
+
+
+def test_an_error_of_rank_0_is_everybodys_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+    first, second = ranks.run("universal_cases:slow", 2, tmp_path)
+    assert first[:2] == second[:2] == ["from rank 0", "the disk is full"]
+    assert "Rank 1 waited for rank 0, which was sleeping, for at most 1 s" in second[2]
+    assert "checkpoint_timeout" in second[2]
