@@ -1,5 +1,6 @@
 """``SavedModule``: what of a module goes into checkpoints, and how its models become Hugging Face folders."""
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +32,11 @@ class SavedModule(L.LightningModule):
     def tokenizer(self) -> Any:
         """The tokenizer that is written beside a model."""
         raise NotImplementedError
+
+    @property
+    def hparams_initial(self) -> Any:
+        """What loggers write down: the hyperparameters as checkpoints hold them, all plain values."""
+        return copy.deepcopy(self.hparams)
 
     def save_pretrained(
         self, folder: str | Path, *, child: str = "policy", adapter: bool = False, dtype: torch.dtype | None = None

@@ -188,6 +188,19 @@ def test_adapters_stay_in_float32_beside_weights_of_16_bits(folder: Path, tmp_pa
     assert all(torch.equal(tensor, weights(straight)[name]) for name, tensor in weights(resumed).items())
 
 
+def test_loggers_write_plain_values(folder: Path, tmp_path: Path) -> None:
+    import yaml
+    from lightning.pytorch.loggers import CSVLogger
+
+    module = GRPOModule(str(folder / "model"), lora=LoRA(rank=4, targets=("q_proj",)), betas=[0.9, 0.95])
+    logger = CSVLogger(tmp_path)
+    logger.log_hyperparams(module.hparams_initial)
+    logger.save()
+    written = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+    assert written["lora"] == LoRA(rank=4, targets=("q_proj",)).plain()
+    assert written["surrogate"] == "rlhfkit.losses.policy.ppo_loss"
+
+
 def test_dropout_of_adapters_is_not_switched_off_silently(folder: Path) -> None:
     module = GRPOModule(str(folder / "model"), lora=LoRA(rank=2, dropout=0.1))
     with pytest.warns(UserWarning, match=r"adapters' dropout of 0.1 is switched off"):
