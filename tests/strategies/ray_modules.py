@@ -35,6 +35,15 @@ class Watched(Toy):
         return self.policy(input_ids=batch).logits[:, -1].argmax(-1)
 
 
+class Failing(Watched):
+    """Fails on all ranks in the third batch."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        if batch_index == 2:
+            raise ArithmeticError("no more")
+        return super().training_step(batch, batch_index)
+
+
 class SharedBatches(L.LightningDataModule):
     """Each rank's share of three batches; remembers how many epochs it has begun."""
 

@@ -128,6 +128,11 @@ def test_bundles_lie_on_as_many_machines_as_asked() -> None:
     assert placement_strategy(8, 2) == "PACK"
 
 
+def test_the_driver_saves_no_checkpoint_without_engines(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match="The ranks on Ray have ended"):
+        make_trainer(launcher="ray").strategy.save_checkpoint({}, tmp_path / "driver.ckpt")
+
+
 # -------------------------------------------------------------------------------------------------- real Ray, no torch
 
 

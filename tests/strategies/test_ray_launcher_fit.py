@@ -1,21 +1,22 @@
 """``trainer.fit`` on two ranks of a real Ray gives the driver what a run in its own process would."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import ray_cases
-import ray_modules
 import torch
 import toys
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerStatus
-from ray_modules import HookRecorder, SharedBatches, Watched, initial_weights, largest_difference, weights
+from ray_modules import Failing, HookRecorder, SharedBatches, Watched, initial_weights, largest_difference, weights
 from rl_runs import PlainSGD, setup_run
 from rl_runs import weights as policy_weights
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.ray_work import RunResult
 
 pytestmark = [pytest.mark.ray, pytest.mark.distributed]
 
@@ -53,6 +54,14 @@ def state_after(trainer: Any, data: SharedBatches) -> dict[str, Any]:
         "loss": pytest.approx(float(trainer.callback_metrics["loss"]), abs=1e-6),
         "logged": pytest.approx(float(trainer.logged_metrics["loss"]), abs=1e-6),
     }
+
+
+def test_weights_are_collected_only_when_wanted(model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer("auto", 1, tmp_path)
+    trainer.fit(Watched(model_folder), datamodule=SharedBatches())
+    assert RunResult.of(trainer, None, return_weights=False).weights is None
+    collected = RunResult.of(trainer, None, return_weights=True).weights
+    assert collected.keys() == trainer.lightning_module.state_dict().keys()
 
 
 def test_the_driver_gets_what_a_run_in_its_own_process_gives(
@@ -121,10 +130,13 @@ def test_grpo_on_ray_gives_the_weights_of_the_subprocess_launcher(ray_session: N
     assert any(not torch.equal(expected[name], start[name]) for name in expected)
 
 
-def test_weights_stay_with_the_ranks_when_told(ray_session: None, model_folder: str, tmp_path: Path) -> None:
-    module = Watched(model_folder)
-    work = ray_modules.SharedBatches()
-    trainer = make_trainer(on_ray(2, return_weights=False), 1, tmp_path)
-    trainer.fit(module, datamodule=work)
-    assert trainer.global_step == 6
-    assert not hasattr(module, "policy")
+def test_an_error_in_training_runs_its_hooks_on_the_ranks(ray_session: None, model_folder: str, tmp_path: Path) -> None:
+    saved = OnExceptionCheckpoint(tmp_path, filename="stopped")
+    trainer = make_trainer(on_ray(2), 2, tmp_path, saved)
+    with pytest.raises(ArithmeticError, match="no more") as caught:
+        trainer.fit(Failing(model_folder), datamodule=SharedBatches())
+    assert "ray_modules.py" in str(caught.value.__cause__)
+    assert trainer.state.status == TrainerStatus.INTERRUPTED
+    # Saved by the ranks with their engines; the driver, where the hook runs too, has not written over it.
+    manifest = json.loads((tmp_path / "stopped.ckpt" / "manifest.json").read_text())
+    assert (manifest["global_step"], manifest["world_size"], manifest["engines"]) == (2, 2, {"policy": 2})
