@@ -33,7 +33,7 @@ class KTOModule(ReferenceModule):
 
     Args:
         model: Folder or hub name of the policy.
-        lr: Peak learning rate (1e-6: TRL's default; the paper advises 5e-6 for full and more for adapter training).
+        lr: Peak learning rate (1e-6: TRL's default).
         beta: β of the loss; 0.1 as in the paper and TRL.
         desirable_weight: λ_D, weight of the desirable answers. Unbalanced data is warned of, with a value that fits.
         undesirable_weight: λ_U.
