@@ -13,7 +13,7 @@ from rlhfkit.datamodules.cache import TokenCache
 from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.examples import ExampleBuilder, TokenExamples
 from rlhfkit.datamodules.formats import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
-from rlhfkit.datamodules.mixing import Mixture
+from rlhfkit.datamodules.mixing import Mixture, Sources
 from rlhfkit.datamodules.sources import Source, check_columns, describe, load_tokenizer, no_loader, read_rows
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SFTDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        data: Source | Mapping[str, float] | Mixture,
+        data: Sources,
         *,
         prompt: str | None = None,
         completion: str | None = None,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rlhfkit.data.shuffling import permutation
 from rlhfkit.data.step_loader import CountedRows
-from rlhfkit.datamodules.sources import describe
+from rlhfkit.datamodules.sources import Source, describe
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,10 @@ class Mixture:
             places += [((turn + 0.5) / count, source, index) for turn, index in enumerate(taken)]
         places.sort()  # without shuffling, sources take turns in proportion
         return MixedExamples(examples, [(source, index) for _, source, index in places])
+
+
+Sources = Mapping[str, float] | Mixture | Source
+"""One source, or several with their weights. The mapping comes first: a command line would take it for a file name."""
 
 
 class MixedExamples:

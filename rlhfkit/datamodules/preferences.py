@@ -8,6 +8,7 @@ from rlhfkit.data.step_loader import StepLoader
 from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.formats import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
 from rlhfkit.datamodules.instructions import SFTDataModule
+from rlhfkit.datamodules.mixing import Sources
 from rlhfkit.datamodules.preference_rows import PreferenceBuilder
 from rlhfkit.datamodules.sources import Source, check_columns, describe, read_rows
 
@@ -28,7 +29,7 @@ class PreferenceDataModule(SFTDataModule):
 
     def __init__(
         self,
-        data: Source,
+        data: Sources,
         *,
         chosen: str = "chosen",
         rejected: str = "rejected",
@@ -54,7 +55,7 @@ class PreferenceDataModule(SFTDataModule):
         Raises:
             ValueError: If an argument is out of range.
         """
-        unfit = {"messages", "text", "completion"} & set(kwargs)
+        unfit = [name for name in ("messages", "text", "completion") if kwargs.get(name) is not None]
         if unfit:
             raise ValueError(
                 f"{type(self).__name__} has no argument {min(unfit)!r}: name the columns chosen, rejected and prompt"

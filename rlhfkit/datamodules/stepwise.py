@@ -12,6 +12,7 @@ from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, common_prefix, log_counts
 from rlhfkit.datamodules.formats import STEPWISE, find_columns
 from rlhfkit.datamodules.instructions import SFTDataModule
+from rlhfkit.datamodules.mixing import Sources
 from rlhfkit.datamodules.sources import Source, check_columns, describe, read_rows
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class StepwiseDataModule(SFTDataModule):
 
     def __init__(
         self,
-        data: Source,
+        data: Sources,
         *,
         prompt: str | None = None,
         completions: str | None = None,
@@ -67,7 +68,7 @@ class StepwiseDataModule(SFTDataModule):
         Raises:
             ValueError: If an argument is out of range, or only one of ``text`` and ``step_token`` is given.
         """
-        unfit = {"messages", "completion"} & set(kwargs)
+        unfit = [name for name in ("messages", "completion") if kwargs.get(name) is not None]
         if unfit:
             raise ValueError(
                 f"{type(self).__name__} has no argument {min(unfit)!r}: name the columns prompt, completions and labels"

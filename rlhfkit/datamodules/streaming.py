@@ -51,9 +51,11 @@ class StreamingSFTDataModule(SFTDataModule):
             ValueError: If an argument is out of range, or needs the whole data (``max_tokens_per_micro_batch``,
                 ``drop_last``, ``num_proc``, ``cache_dir``).
         """
-        unfit = {"max_tokens_per_micro_batch", "drop_last", "num_proc", "cache_dir"} & set(kwargs)
-        if unfit:
-            raise ValueError(f"{min(unfit)} needs all of the data at once, which a stream is not: use SFTDataModule")
+        # The command line passes defaults too.
+        defaults = {"max_tokens_per_micro_batch": None, "drop_last": False, "num_proc": 1, "cache_dir": None}
+        for name, default in defaults.items():
+            if kwargs.get(name, default) != default:
+                raise ValueError(f"{name} needs all of the data at once, which a stream is not: use SFTDataModule")
         for name, size in {"steps_per_epoch": steps_per_epoch, "shuffle_block": shuffle_block}.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_tokenizer
 
+import rlhfkit
 from rlhfkit.datamodules import Mixture, SFTDataModule
 
 Write = Callable[..., str]
@@ -128,3 +129,42 @@ def test_shares_are_logged(write_rows: Write, caplog: pytest.LogCaptureFixture) 
 def test_bad_mixtures_are_refused(weights: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Mixture(weights, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PreferenceDataModule",
+        "PromptDataModule",
+        "SFTDataModule",
+        "StepwiseDataModule",
+        "StreamingSFTDataModule",
+        "UnpairedPreferenceDataModule",
+    ],
+)
+def test_the_command_line_can_make_every_datamodule(name: str) -> None:
+    """It passes all arguments of the base classes with their defaults."""
+    from jsonargparse import ArgumentParser
+
+    kind = getattr(rlhfkit, name)
+    parser = ArgumentParser()
+    parser.add_class_arguments(kind, "data", fail_untyped=False)
+    arguments = ["--data.data=a.jsonl"] + ["--data.steps_per_epoch=2"] * (name == "StreamingSFTDataModule")
+    assert parser.instantiate(parser.parse_args(arguments)).data.data == "a.jsonl"
+    if name != "PromptDataModule":
+        arguments[0] = '--data.data={"a.jsonl": 3, "b.jsonl": 1}'
+        mixture = parser.instantiate(parser.parse_args(arguments)).data.data
+        assert mixture.sources == ["a.jsonl", "b.jsonl"]
+        assert mixture.weights == [0.75, 0.25]
+
+
+def test_preference_pairs_are_mixed_too(write_rows: Write) -> None:
+    sources = {
+        write_rows([{"prompt": f"{i}", "chosen": "a", "rejected": "b"} for i in range(4)], "a.jsonl"): 1,
+        write_rows([{"prompt": "x", "chosen": "c", "rejected": "d"}], "b.jsonl"): 1,
+    }
+    data = rlhfkit.PreferenceDataModule(sources, tokenizer=tiny_tokenizer())
+    data.setup()
+    assert len(data.examples) == 8
+    decoded = Counter(tiny_tokenizer().decode(data.examples[i].chosen.input_ids) for i in range(8))
+    assert decoded["xc<eos>"] == 4
