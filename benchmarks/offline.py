@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -90,7 +89,7 @@ class Clock:
     """Time and memory of the second epoch."""
 
     def __init__(self) -> None:
-        self.start_mb = peak_mb()
+        self.start_mb = memory_mb("VmRSS")
         self.epochs = 0
         self.result: dict[str, float] = {}
 
@@ -106,13 +105,14 @@ class Clock:
                 "seconds": time.perf_counter() - self.wall,
                 "cpu_seconds": time.process_time() - self.cpu,
                 "start_mb": self.start_mb,
-                "peak_mb": peak_mb(),
+                "peak_mb": memory_mb("VmHWM"),
             }
 
 
-def peak_mb() -> float:
-    """High-water mark of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def memory_mb(field: str) -> float:
+    """What Linux says about this process: ``VmRSS`` now, ``VmHWM`` at most (getrusage would count the parent too)."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(f"{field}:"))
 
 
 def run_ours(task: str, variant: str, data: list[dict[str, Any]], batch: int, model: str, folder: str) -> Clock:
@@ -190,7 +190,8 @@ def run_trl(task: str, variant: str, data: list[dict[str, Any]], batch: int, mod
         "disable_tqdm": True,
     }
     if "padding_free" in variant:
-        options["padding_free"] = True
+        # TRL 1.16 takes no limit here without packing; none of the examples is longer than it.
+        options |= {"padding_free": True, "max_length": None}
     if "packed" in variant:
         # A packed row of 512 tokens stands for about two examples.
         options |= {"packing": True, "per_device_train_batch_size": max(1, batch // 2)}
