@@ -1,7 +1,6 @@
 """``UnpairedPreferenceDataModule``: answers labelled desirable or not, for KTO; a pair becomes two of them."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from rlhfkit.data.step_loader import CountedRows
@@ -9,7 +8,7 @@ from rlhfkit.data.unpaired import UnpairedExamples, UnpairedLoader, collate_unpa
 from rlhfkit.datamodules.examples import TokenExamples
 from rlhfkit.datamodules.formats import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
 from rlhfkit.datamodules.instructions import SFTDataModule
-from rlhfkit.datamodules.mixing import Mixture
+from rlhfkit.datamodules.mixing import Sources
 from rlhfkit.datamodules.sources import Source, describe, no_loader, read_rows
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
 
     def __init__(
         self,
-        data: Source | Mapping[str, float] | Mixture,
+        data: Sources,
         *,
         prompt: str | None = None,
         completion: str | None = None,
