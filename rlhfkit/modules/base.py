@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ from rlhfkit.models.adapters import remember_start
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.models.quantization import Quantization
 from rlhfkit.modules.saving import SavedModule
-
-SCHEDULES = ("constant", "linear", "cosine")
+from rlhfkit.modules.schedules import SCHEDULES, learning_rate_factor
 
 
 class PolicyModule(SavedModule):
@@ -157,8 +157,6 @@ class PolicyModule(SavedModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW over everything that requires a gradient, with warm-up and decay per optimizer step."""
-        from transformers import get_scheduler
-
         optimizer = torch.optim.AdamW(
             self.parameter_groups(),
             lr=self.hparams["lr"],
@@ -168,13 +166,14 @@ class PolicyModule(SavedModule):
         kind, warmup = self.hparams["lr_schedule"], self.hparams["warmup_steps"]
         if kind == "constant" and not warmup:
             return optimizer
-        total = None
+        total: int | None = None
         if kind != "constant":
-            total = self.trainer.estimated_stepping_batches
-            if total == math.inf:
+            steps = self.trainer.estimated_stepping_batches
+            if steps == math.inf:
                 raise ValueError(f"lr_schedule={kind!r} decays to the end of training: give Trainer(max_epochs=...)")
-            total = int(total)
-        scheduler = get_scheduler("constant_with_warmup" if kind == "constant" else kind, optimizer, warmup, total)
+            total = int(steps)
+        factor = partial(learning_rate_factor, schedule=kind, warmup_steps=warmup, total_steps=total)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
