@@ -2,7 +2,9 @@
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 from rlhfkit.datamodules.formats import TEMPLATE_ARGUMENTS
@@ -148,6 +150,18 @@ class PromptFormat:
         # A table has every key in every row: a key without a value is one that this row does not have.
         changed.arguments = self.arguments | {key: value for key, value in own.items() if value is not None}
         return changed
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts of the tokenizer's special tokens: begin and end of sequence, of turns, padding."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        every = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        return tuple(sorted(every - {""}))
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds the first special token in a text."""
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
 
     def _require_template(self, reason: str) -> None:
         if self.tokenizer.chat_template is None:

@@ -83,23 +83,33 @@ def _span(style: PromptFormat, messages: Messages, turn: int, text: str) -> tupl
     behind = len(text) - min(_common(text[::-1], replaced[::-1]), len(text) - content)
     alone = replaced  # up to this turn, so that what the template writes behind it ends there
     if turn < len(messages) - 1:
-        alone = style.render(_replaced(messages[: turn + 1], turn), generation=False)
+        alone = _written(style, _replaced(messages[: turn + 1], turn)) or replaced
     closing = alone.rpartition(_SENTINEL)[2]
     closing = closing[: _common(text[behind:], closing)]
-    ends = [closing.index(token) + len(token) for token in special_tokens(style.tokenizer) if token in closing]
+    end_of_turn = style.special_pattern.search(closing)
     start = _start(style, messages[:turn], text, content, alone)
-    end = behind + min(ends, default=len(closing))
+    end = behind + (end_of_turn.end() if end_of_turn else len(closing))
     return (start, end) if start < end else None
+
+
+def _written(style: PromptFormat, messages: Messages, *, generation: bool = False) -> str | None:
+    """The beginning of a conversation; ``None`` if the template takes the whole of it only (a user has to speak)."""
+    from jinja2 import TemplateError
+
+    try:
+        return style.render(messages, generation=generation) if messages else None
+    except TemplateError:
+        return None
 
 
 def _start(style: PromptFormat, before: Messages, text: str, content: int, alone: str) -> int:
     """Behind the generation prompt, or where the content begins if the template does not write that prompt here."""
-    if not before:
+    asked, plain = (_written(style, before, generation=generation) for generation in (True, False))
+    if asked is None or plain is None:
         return content
-    asked = style.render(before, generation=True)
     if text.startswith(asked):
         return len(asked)
-    header = asked[_common(asked, style.render(before, generation=False)) :]
+    header = asked[_common(asked, plain) :]
     place = text.rfind(header, 0, content) if header else -1
     if place >= 0:
         return place + len(header)
@@ -122,24 +132,13 @@ def _common(one: str, other: str) -> int:
     return low
 
 
-def special_tokens(tokenizer: Any) -> set[str]:
-    """The texts of a tokenizer's special tokens: begin and end of sequence, of turns, padding.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-    """
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return {token for token in [*tokenizer.all_special_tokens, *(one.content for one in added if one.special)] if token}
-
-
 def _stop(style: PromptFormat, text: str, spans: Sequence[Span]) -> Literal["learned", "left out", "missing"]:
     if not spans:
         return "missing"
     start, end = spans[-1]
-    tokens = tuple(special_tokens(style.tokenizer))
-    if text[start:end].rstrip().endswith(tokens):
+    if text[start:end].rstrip().endswith(style.special_tokens):
         return "learned"
-    return "left out" if text[end:].lstrip().startswith(tokens) else "missing"
+    return "left out" if text[end:].lstrip().startswith(style.special_tokens) else "missing"
 
 
 def span_mask(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:

@@ -212,6 +212,20 @@ def test_words_that_occur_elsewhere_and_turns_in_a_row_are_told_apart(style: str
     assert learned == [word + end.get(style, "<|im_end|>") for word in ("no", "assistant", "no")]
 
 
+def test_a_template_that_takes_no_beginning_of_the_conversation_is_read_all_the_same() -> None:
+    """Some raise an error as long as no user has spoken."""
+    tokenizer = tokenizer_for("chatml")
+    tokenizer.chat_template = (
+        "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 -%}"
+        "{{ raise_exception('no user query') }}{%- endif -%}"
+    ) + tokenizer.chat_template
+    greeting = [{"role": "system", "content": "S"}, {"role": "assistant", "content": "Hi"}, *CHAT[1:3]]
+    assert marked(tokenizer, greeting) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>assistant\n«Hi<|im_end|>»\n"
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n«2<|im_end|>»\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("style", "stop"), [("chatml", "learned"), ("chatml_marked", "learned"), ("phi3", "learned"), ("alpaca", "missing")]
 )
