@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tiny_models import tiny_tokenizer
 
-from rlhfkit.datamodules import SFTDataModule
+from rlhfkit.datamodules import PromptDataModule, SFTDataModule
 from rlhfkit.datamodules.chat import PromptFormat, as_messages, is_chat
 
 Write = Callable[..., str]
@@ -134,3 +134,26 @@ def test_template_arguments_can_be_json_text() -> None:
     assert style.for_row({}) is style
     with pytest.raises(ValueError, match="chat_template_kwargs"):
         style.for_row({"chat_template_kwargs": [1]})
+
+
+def test_arguments_of_a_row_reach_prompts_and_their_lengths() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    rows = [{"prompt": f"{i}", "chat_template_kwargs": {"start": "x"} if i < 2 else None} for i in range(4)]
+
+    def prompts(size: int, **options: Any) -> list[str]:
+        data = PromptDataModule(
+            rows,
+            rollout_batch_size=size,
+            shuffle=False,
+            tokenizer=tokenizer,
+            chat_template_arguments={"start": "abc"},
+            **options,
+        )
+        data.setup()
+        return [tokenizer.decode(prompt.token_ids) for prompt in data.next_prompts(size)]
+
+    assert prompts(4) == ["<u>0;<a>x", "<u>1;<a>x", "<u>2;<a>abc", "<u>3;<a>abc"]
+    assert prompts(2, max_prompt_length=9, overlong_prompts="drop") == ["<u>0;<a>x", "<u>1;<a>x"]
+    with pytest.raises(ValueError, match="2 of 4 prompts of the given rows have more than max_prompt_length 9 tokens"):
+        prompts(2, max_prompt_length=9)

@@ -101,20 +101,6 @@ def test_chat_template_is_used_when_the_tokenizer_has_one(write_rows: Write) -> 
     assert text(apply_chat_template=False) == "0+1="
 
 
-def test_a_row_can_have_arguments_of_its_own_for_the_template() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("<assistant>", "<assistant>{{ mode }}")
-    rows = [row | {"chat_template_kwargs": {"mode": "x"} if i < 2 else None} for i, row in enumerate(ROWS)]
-    options = {"tokenizer": tokenizer, "shuffle": False, "chat_template_arguments": {"mode": "abc"}}
-    prompts = module(rows, **options).next_prompts(4)
-    assert [tokenizer.decode(prompt.token_ids)[-4:] for prompt in prompts] == ["nt>x", "nt>x", ">abc", ">abc"]
-    kept = module(
-        rows, max_prompt_length=len(prompts[0].token_ids), overlong_prompts="drop", rollout_batch_size=2, **options
-    )
-    assert [prompt.index for prompt in kept.next_prompts(2)] == [0, 1]
-    assert len(kept._rows) == 2
-
-
 def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
