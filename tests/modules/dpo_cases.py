@@ -131,6 +131,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero3, computed before": ("rlhf_zero3", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
     "zero2, following": ("rlhf_zero2", 2, FOLLOWING),
     "zero3, following": ("rlhf_zero3", 2, FOLLOWING),
+    "ddp, following": ("ddp", 2, FOLLOWING),
+    "ddp, computed before": ("ddp", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
 }
 """Strategy, micro-batches per step and rank, and arguments of the module."""
 

@@ -76,9 +76,7 @@ def test_twenty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batch
 
 
 @pytest.mark.distributed
-def test_two_ranks_of_deepspeed_train_as_one_with_every_kind_of_reference(
-    folder: Path, expected: Any, tmp_path: Path
-) -> None:
+def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, expected: Any, tmp_path: Path) -> None:
     reports = ranks.run("modules.dpo_cases:on_ranks", 2, tmp_path, model=str(folder))
     for report in reports:  # the second epoch goes on with the reference where it was
         assert report["stopped and resumed"] == report["zero3, following"][6:]
