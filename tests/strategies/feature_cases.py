@@ -7,7 +7,7 @@ import peft
 import torch
 import toys
 from parity_cases import RANK, RANKS, Spy, difference, fit, weight_difference
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
@@ -39,7 +39,7 @@ def strategies() -> dict[str, Any]:
     }
 
 
-def everything(folder: Path, model: str, tied: str) -> dict[str, Any]:
+def everything(folder: Path, model: str, tied: str, mixtral: str) -> dict[str, Any]:
     """All features in one launch."""
     options = {"model": model, "critic": True, "reference": True}
     plain = fit(None, **options)
@@ -52,7 +52,7 @@ def everything(folder: Path, model: str, tied: str) -> dict[str, Any]:
         ]
     return {
         "equal": equal,
-        "experts": experts(folder),
+        "experts": experts(mixtral),
         "export": export(folder, model, tied),
         "sharded": sharded_build(model),
         "stages": one_module_at_many_stages(model),
@@ -163,6 +163,8 @@ def export(folder: Path, model: str, tied: str) -> dict[str, float]:
 class Mixture(torch.nn.Module):
     """Two experts, each a module of its own; a token goes through one of them, here by its id."""
 
+    always_run = False
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.experts = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(2))
@@ -171,7 +173,9 @@ class Mixture(torch.nn.Module):
         result = torch.zeros_like(hidden)
         for index, expert in enumerate(self.experts):
             chosen = tokens % 2 == index
-            if chosen.any():  # an expert without tokens does not run: its weights would be gathered on some ranks only
+            if (
+                chosen.any() or self.always_run
+            ):  # an expert without tokens does not run: its weights would be gathered on some ranks only
                 result[chosen] = expert(hidden[chosen])
         return result
 
@@ -209,28 +213,17 @@ def one_sided_batches(count: int) -> list[torch.Tensor]:
     return [batch // 2 * 2 + torch.arange(len(batch))[:, None] % 2 for batch in toys.global_batches(count)]
 
 
-def experts(folder: Path) -> dict[str, list[float]]:
+def experts(mixtral: str) -> dict[str, list[float]]:
     """Mixtures of experts with offloaded activations at every stage, against plain Lightning."""
-    config = MixtralConfig(
-        vocab_size=toys.VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        num_local_experts=4,
-        initializer_range=0.1,
-    )
-    torch.manual_seed(5)
-    source = folder / f"mixtral-{RANK}"  # the same on all ranks
-    MixtralForCausalLM(config).save_pretrained(source)
     leaf = {"critic": zero(leaf_module={"classes": ["Mixture"]})}
     results = {}
     for stage in (None, 0, 1, 2, 3):
         strategy = "auto" if stage is None else RLHFDeepSpeedStrategy(stage=stage, engine_configs=leaf)
         rank, ranks = (0, 1) if stage is None else (RANK, RANKS)
-        module, spy = Sparse(str(source), optimizer="sgd", critic=True), Spy()
+        # deepspeed 0.19.8 mixes up gradients at stages 1 and 2 when ranks use different parameters (weights were off by
+        # 8.5e-3 here, without a word): there every expert must run, without tokens too.
+        Mixture.always_run = stage in (1, 2)
+        module, spy = Sparse(mixtral, optimizer="sgd", critic=True), Spy()
         trainer = toys.trainer(strategy, ranks, callbacks=[spy])
         trainer.fit(module, toys.ShareLoader(one_sided_batches(4), rank, ranks))
         results[stage] = (module.losses, spy.weights)

@@ -1,9 +1,10 @@
-"""Stages per child, offloading, experts, models built in shards, LoRA, export: on two ranks, against plain Lightning."""
+"""Stages per child, offloading, experts, sharded building, LoRA, export: on two ranks, against plain Lightning."""
 
 from typing import Any
 
 import pytest
 import ranks
+import toys
 
 pytestmark = pytest.mark.distributed
 
@@ -12,7 +13,8 @@ pytestmark = pytest.mark.distributed
 def report(tmp_path_factory: Any, model_folder: str, tied_model_folder: str) -> dict[str, Any]:
     """Everything in one launch."""
     folder = tmp_path_factory.mktemp("features")
-    return ranks.run("feature_cases:everything", 2, folder, model=model_folder, tied=tied_model_folder)[0]
+    models = {"model": model_folder, "tied": tied_model_folder, "mixtral": toys.save_tiny_mixtral(folder / "mixtral")}
+    return ranks.run("feature_cases:everything", 2, folder, **models)[0]
 
 
 @pytest.mark.parametrize(

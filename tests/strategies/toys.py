@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 VOCABULARY = 48
 
@@ -31,6 +31,25 @@ def save_tiny_llama(folder: str | Path, *, tied: bool = False, seed: int = 1) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def save_tiny_mixtral(folder: str | Path) -> str:
+    """A mixture of four experts, two for each token."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        MixtralForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 
