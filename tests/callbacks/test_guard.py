@@ -77,7 +77,7 @@ def test_none_never_stops_and_a_run_starts_counting_anew() -> None:
     assert (guard.skipped_updates, guard.in_a_row) == (1, 1)
 
 
-def test_an_overflow_of_torchs_gradient_scaler_is_left_to_it() -> None:
+def test_an_overflow_of_torchs_gradient_scaler_is_left_to_it(tmp_path: Path) -> None:
     from lightning.pytorch.plugins.precision import MixedPrecision
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
@@ -88,7 +88,7 @@ def test_an_overflow_of_torchs_gradient_scaler_is_left_to_it() -> None:
     assert scaler.get_scale() < 2.0**127
     plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with pytest.raises(NonFiniteError):
-        fit([3e38] * 6, guard, plugins=[plugin])
+        fit([3e38] * 6, guard, plugins=[plugin], default_root_dir=tmp_path)
 
 
 def test_a_limit_below_one_is_refused() -> None:
