@@ -192,6 +192,8 @@ class RayLauncher(_Launcher):
         ray.cloudpickle.register_pickle_by_value(ray_rank)  # the module says why
         work = pack(function, args, kwargs, trainer, self.return_weights)
         join_or_start_ray(self.num_ranks * self.resources_per_rank.get("CPU", 0))
+        if trainer is not None:
+            trainer.lightning_module.trainer = trainer  # as a run in this process would; hooks for errors ask for it
         display = Display(trainer)
         try:
             with self._ranks() as ranks:

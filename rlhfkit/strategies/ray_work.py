@@ -136,7 +136,6 @@ class RunResult:
         _mark_not_resuming(trainer.fit_loop)
         if data is not None and self.data:
             data.load_state_dict(self.data)
-        trainer.lightning_module.trainer = trainer
         if self.weights is not None:
             load_weights(trainer.lightning_module, self.weights)
 
