@@ -147,6 +147,8 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
         if steps.weights:
             torch.save([steps.weights, steps.reference], folder / f"{name}.pt")
     report["stopped and resumed"] = resumed(folder, model)
+    fifty = {"strategy": "ddp", "num_nodes": 1, "max_steps": 50, "max_epochs": -1}
+    report["fifty steps"] = fit(Path(model), 2, ranks=RANKS, **fifty).losses
     return report
 
 

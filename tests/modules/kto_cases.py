@@ -135,4 +135,6 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
         report[strategy] = {"kl": steps.kl, "margins": steps.margins[accumulate - 1 :: accumulate]}
         if steps.weights:
             torch.save(steps.weights, folder / f"{strategy}.pt")
+    fifty = fit(Path(model), 2, ranks=RANKS, strategy="ddp", max_steps=50, max_epochs=-1)
+    report["fifty steps"] = {"kl": fifty.kl, "losses": fifty.losses}
     return report

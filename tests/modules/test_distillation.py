@@ -71,6 +71,17 @@ def test_training_is_the_loop_by_hand_however_it_is_split(folder: Path, name: st
             torch.testing.assert_close(tensor, weights[key], rtol=1e-6, atol=tolerance)
 
 
+def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
+    fifty: dict[str, Any] = {"max_steps": 50, "max_epochs": -1, "precision": "64-true"}
+    first = cases.fit(folder, 1, {}, **fifty).losses
+    assert len(first) == 50
+    assert first[-1] < 0.95 * first[0]
+    for attention, accumulate in ((None, 2), (None, 4), ("eager", 1), ("eager", 4)):
+        losses = cases.fit(folder, accumulate, {"attention": attention}, **fifty).losses
+        windows = [sum(losses[at : at + accumulate]) for at in range(0, len(losses), accumulate)]
+        assert windows == pytest.approx(first, rel=1e-5)
+
+
 def test_a_teacher_kept_on_disk_is_the_teacher_beside_the_student(folder: Path, tmp_path: Path) -> None:
     beside = cases.fit(folder, 2, REVERSE)
     cache = REVERSE | {"precompute_teacher": True, "teacher_cache": str(tmp_path)}

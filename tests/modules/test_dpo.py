@@ -61,15 +61,15 @@ def test_training_is_the_loop_by_hand_however_it_is_split(
         torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=1e-8)
 
 
-def test_twenty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
+def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
     runs = {}
     for attention in (None, "eager"):
         for accumulate in (1, 2, 4):
             options = {"attention": attention, "lr": 5e-3}
-            run = dpo_cases.fit(folder, accumulate, module=options, max_steps=20, max_epochs=-1, precision="64-true")
+            run = dpo_cases.fit(folder, accumulate, module=options, max_steps=50, max_epochs=-1, precision="64-true")
             runs[attention, accumulate] = windows(run.losses, accumulate)
     first = runs[None, 1]
-    assert len(first) == 20
+    assert len(first) == 50
     assert first[-1] < 0.9 * first[0]
     for run in runs.values():
         assert run == pytest.approx(first, rel=1e-5)
@@ -80,6 +80,10 @@ def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, expec
     reports = ranks.run("modules.dpo_cases:on_ranks", 2, tmp_path, model=str(folder))
     for report in reports:  # the second epoch goes on with the reference where it was
         assert report["stopped and resumed"] == report["zero3, following"][6:]
+    both = [sum(pair) / 2 for pair in zip(*(report["fifty steps"] for report in reports), strict=True)]
+    alone = dpo_cases.fit(folder, max_steps=50, max_epochs=-1)
+    assert len(alone.losses) == 50
+    assert windows(both, 2) == pytest.approx(alone.losses, rel=1e-4)
     for name, (_, accumulate, options) in CASES.items():
         alone = dpo_cases.fit(folder, module={"ref_model": None} | options if options else {})
         both = [sum(pair) / 2 for pair in zip(*(report[name] for report in reports), strict=True)]

@@ -21,6 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:the data has")
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl.json").read_text())["kto"]
 
 
+FIFTY: dict[str, Any] = {"max_steps": 50, "max_epochs": -1}
+
+
+def summed(losses: list[float], size: int) -> list[float]:
+    """Losses of optimizer steps from those of micro-batches, which Lightning has divided by their number."""
+    return [sum(losses[start : start + size]) for start in range(0, len(losses), size)]
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
@@ -45,20 +53,34 @@ def test_training_is_the_loop_by_hand_however_it_is_split(
     points, losses, weights = expected
     assert min(points) > 1  # the reference point counts: with 0 the losses would differ
     run = kto_cases.fit(folder, accumulate, knobs={"attention": attention}, precision="64-true")
-    windows = [sum(run.losses[start : start + accumulate]) for start in range(0, len(run.losses), accumulate)]
     # PyTorch's fused attention, which packed batches use, is good to float32 in float64 too.
     tolerance = 1e-6 if attention is None else 1e-10
     assert run.kl == pytest.approx(points, rel=tolerance)
-    assert windows == pytest.approx(losses, rel=tolerance)
+    assert summed(run.losses, accumulate) == pytest.approx(losses, rel=tolerance)
     for name, tensor in run.weights.items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=tolerance * 1e-2)
+
+
+def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
+    first = kto_cases.fit(folder, 1, precision="64-true", **FIFTY)
+    assert len(first.losses) == 50
+    assert first.losses[-1] < 0.95 * first.losses[0]
+    for attention, accumulate in ((None, 2), (None, 4), ("eager", 1), ("eager", 4)):
+        run = kto_cases.fit(folder, accumulate, knobs={"attention": attention}, precision="64-true", **FIFTY)
+        assert run.kl == pytest.approx(first.kl, rel=1e-5)
+        assert summed(run.losses, accumulate) == pytest.approx(first.losses, rel=1e-5)
 
 
 @pytest.mark.distributed
 def test_two_ranks_of_deepspeed_train_as_one(folder: Path, expected: Any, tmp_path: Path) -> None:
     points, _, weights = expected
     one = kto_cases.fit(folder, 2)
-    for rank in ranks.run("modules.kto_cases:on_ranks", 2, tmp_path, model=str(folder)):
+    reports = ranks.run("modules.kto_cases:on_ranks", 2, tmp_path, model=str(folder))
+    fifty, (first, second) = kto_cases.fit(folder, 1, **FIFTY), [report.pop("fifty steps") for report in reports]
+    assert first["kl"] == pytest.approx(fifty.kl, rel=1e-4)
+    both = [sum(pair) / 2 for pair in zip(first["losses"], second["losses"], strict=True)]
+    assert summed(both, 2) == pytest.approx(fifty.losses, rel=1e-4)
+    for rank in reports:
         for report in rank.values():
             assert report["kl"] == pytest.approx(points, rel=1e-4)
             assert report["margins"] == pytest.approx(one.margins[1::2], rel=1e-3, abs=1e-4)
