@@ -48,7 +48,7 @@ def weight_difference(root: Path, saved: int, name: str) -> float:
         *((f"stage {s}, middle", f"{s}-middle", 1e-6) for s in range(4)),
         ("tied, stage 3, middle", "tied-3-middle", 1e-6),
         # 16-bit weights of 0.1 are 5e-4 apart, and a sum in another order may end on the other side.
-        *((f"bf16, stage {s}, middle", f"bf16-{s}-middle", 5e-3) for s in (1, 3)),
+        ("bf16, stage 3, middle", "bf16-3-middle", 5e-3),
     ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same(
