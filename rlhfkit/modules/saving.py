@@ -31,7 +31,7 @@ class SavedModule(L.LightningModule):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer that is written beside a model."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to say what its tokenizer is")
 
     @property
     def hparams_initial(self) -> Any:

@@ -56,7 +56,7 @@ class ScalarModule(PolicyModule):
 
     def scores(self, batch: Any) -> Tensor:
         """What the model says about a batch."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define scores()")
 
     def loss(self, batch: Any, out: Tensor) -> LossOutput:
         """The objective of one micro-batch; the one method to override for another.
@@ -65,11 +65,11 @@ class ScalarModule(PolicyModule):
             batch: B sequences.
             out: From :meth:`scores`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define loss()")
 
     def claims(self, batch: Any, out: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities that the model gives to events, and whether they happened: (N,) each, of the counted ones."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define claims()")
 
     # ------------------------------------------------------------------ steps
 
