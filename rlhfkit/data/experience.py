@@ -66,12 +66,17 @@ class Sample:
     """Total reward; ``None``: could not be scored, the sample is not trained on."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The parts the reward is made of, by name, before weighting."""
+    token_rewards: list[float] | None = None
+    """How much of ``reward`` was earned at which token (turns of an episode, steps of a solution); what they leave of it
+    belongs to the last action. ``None``: all of it does."""
 
     def __post_init__(self) -> None:
         """Reject a sample whose per-token lists disagree."""
         lengths = {"token_ids": len(self.token_ids), "logprobs": len(self.logprobs), "versions": len(self.versions)}
         if self.action_mask is not None:
             lengths["action_mask"] = len(self.action_mask)
+        if self.token_rewards is not None:
+            lengths["token_rewards"] = len(self.token_rewards)
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the per-token lists of a Sample must have one length, got {lengths}")
 
@@ -97,6 +102,9 @@ class Experience(PaddedBatch):
     update: Tensor = row_field()
     """(B,) int64, the optimizer update of this iteration that trains on the row; 0 is on-policy."""
 
+    token_rewards: Tensor | None = step_field(None)
+    """(B, T-1) float32, the part of ``rewards`` that each token earned; ``None``: no sample says so. Not masked: what an
+    environment's token earned counts too."""
     old_logprobs: Tensor | None = step_field(None)
     """(B, T-1) float32, the trainer's before the iteration; ``None`` in the first update: equal to the current ones."""
     ref_logprobs: Tensor | None = step_field(None)
@@ -141,6 +149,8 @@ class Experience(PaddedBatch):
         action_mask = torch.zeros(batch, length - 1, dtype=torch.bool)
         logprobs = torch.zeros(batch, length - 1, dtype=torch.float32)
         versions = torch.full((batch, length - 1), -1, dtype=torch.int64)
+        distributed = any(sample.token_rewards is not None for sample in samples)
+        token_rewards = torch.zeros(batch, length - 1) if distributed else None
         for row, sample in enumerate(samples):
             tokens = sample.prompt.token_ids + sample.token_ids
             input_ids[row, : len(tokens)] = torch.tensor(tokens)
@@ -152,6 +162,8 @@ class Experience(PaddedBatch):
             logprobs[row, steps] = torch.where(chosen, torch.tensor(sample.logprobs, dtype=torch.float32), 0.0)
             versions[row, steps] = torch.where(chosen, torch.tensor(sample.versions, dtype=torch.int64), -1)
             action_mask[row, steps] = chosen if sample.reward is not None else False
+            if token_rewards is not None and sample.token_rewards is not None:
+                token_rewards[row, steps] = torch.tensor(sample.token_rewards, dtype=torch.float32)
         names = sorted({name for sample in samples for name in sample.reward_parts})
         rewards = [math.nan if sample.reward is None else float(sample.reward) for sample in samples]
         parts = {name: [sample.reward_parts.get(name, math.nan) for sample in samples] for name in names}
@@ -167,5 +179,6 @@ class Experience(PaddedBatch):
             truncated=torch.tensor([sample.finish_reason == "length" for sample in samples]),
             update=torch.zeros(batch, dtype=torch.int64),
             reward_parts={name: torch.tensor(column, dtype=torch.float32) for name, column in parts.items()},
+            token_rewards=token_rewards,
             temperature=temperature,
         )

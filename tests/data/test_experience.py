@@ -190,3 +190,12 @@ def test_denominators_are_the_steps_counts_per_averaged_micro_batch(experience: 
     assert experience.sequence_denominator == 3.0
     experience.step_tokens = 0.0
     assert experience.token_denominator == 1 / 8
+
+
+def test_what_each_token_earned_lies_where_the_token_is_chosen() -> None:
+    mixed = Experience.from_samples([sample(7, 0, 2, 3, token_rewards=[0.5, 0.0, 1.0]), sample(7, 1, 2, 1)])
+    assert mixed.token_rewards is not None
+    assert mixed.token_rewards.tolist() == [[0, 0.5, 0, 1.0], [0, 0, 0, 0]]
+    assert Experience.from_samples([sample(7, 1, 2, 1)]).token_rewards is None
+    with pytest.raises(ValueError, match="token_rewards"):
+        sample(7, 0, 2, 3, token_rewards=[1.0])
