@@ -42,6 +42,9 @@ def trainer(folder: Path, **arguments: Any) -> L.Trainer:
     return L.Trainer(**plain | quiet | {"default_root_dir": str(folder)} | arguments)
 
 
+FIFTY: dict[str, Any] = {"max_steps": 50, "max_epochs": -1, "precision": "64-true"}
+
+
 class Steps(L.Callback):
     """The loss of each micro-batch as a share of its step's; weights at the end, from any strategy."""
 
@@ -101,11 +104,15 @@ def by_hand(folder: Path, token_loss: Any) -> tuple[list[float], dict[str, torch
     return losses, student.state_dict()
 
 
-def on_ranks(folder: Path, data: str, knobs: dict[str, Any]) -> float:
-    """What one rank runs: ZeRO 3, where the teacher is an inference engine; then with the teacher's tokens on disk."""
+def on_ranks(folder: Path, data: str, knobs: dict[str, Any]) -> list[float]:
+    """What one rank runs: ZeRO 3, where the teacher is an inference engine; then with the teacher's tokens on disk.
+
+    Returns:
+        Losses of fifty further steps.
+    """
     steps = fit(Path(data), 2, knobs, ranks=RANKS, strategy="rlhf_zero3")
     cache = {"precompute_teacher": True, "top_k": 5, "teacher_cache": str(folder / "cache")}
     kept = fit(Path(data), 2, knobs | cache, ranks=RANKS, strategy="rlhf_zero2")
     if steps.weights:
         torch.save([steps.weights, kept.weights], folder / "weights.pt")
-    return 0.0
+    return fit(Path(data), 2, {}, ranks=RANKS, strategy="ddp", **FIFTY).losses

@@ -140,13 +140,16 @@ def _terms(model: Any, kind: str, example: Any) -> list[torch.Tensor]:
 def on_ranks(folder: Path, model: str) -> dict[str, Any]:
     """What one rank runs: losses of both kinds and their validation, in one process group."""
     report: dict[str, Any] = {}
-    for kind, strategy, accumulate in (
-        ("reward", "rlhf_zero2", 2),
-        ("reward", "rlhf_zero3", 1),
-        ("process", "rlhf_zero3", 2),
-        ("process", "ddp", 2),
+    for kind, strategy, accumulate, epochs in (
+        ("reward", "rlhf_zero2", 2, 4),
+        ("reward", "rlhf_zero3", 1, 4),
+        ("reward", "ddp", 2, EPOCHS),
+        ("process", "rlhf_zero3", 2, 4),
+        ("process", "ddp", 2, EPOCHS),
     ):
-        losses, made = fit(Path(model), kind, accumulate, ranks=RANKS, strategy=strategy, num_nodes=1, max_epochs=4)
+        exact = {"precision": "64-true" if strategy == "ddp" else "32-true"}
+        run = {"strategy": strategy, "num_nodes": 1, "max_epochs": epochs} | exact
+        losses, made = fit(Path(model), kind, accumulate, ranks=RANKS, **run)
         report[f"{kind} {strategy}"] = losses
         if strategy == "rlhf_zero3":
             made.save_pretrained(Path(model) / f"{kind} of two ranks")

@@ -72,12 +72,11 @@ def test_training_is_the_loop_by_hand_however_it_is_split(folder: Path, name: st
 
 
 def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
-    fifty: dict[str, Any] = {"max_steps": 50, "max_epochs": -1, "precision": "64-true"}
-    first = cases.fit(folder, 1, {}, **fifty).losses
+    first = cases.fit(folder, 1, {}, **cases.FIFTY).losses
     assert len(first) == 50
     assert first[-1] < 0.95 * first[0]
     for attention, accumulate in ((None, 2), (None, 4), ("eager", 1), ("eager", 4)):
-        losses = cases.fit(folder, accumulate, {"attention": attention}, **fifty).losses
+        losses = cases.fit(folder, accumulate, {"attention": attention}, **cases.FIFTY).losses
         windows = [sum(losses[at : at + accumulate]) for at in range(0, len(losses), accumulate)]
         assert windows == pytest.approx(first, rel=1e-5)
 
@@ -99,12 +98,16 @@ def test_a_teacher_kept_on_disk_is_the_teacher_beside_the_student(folder: Path, 
 
 
 @pytest.mark.distributed
-def test_two_ranks_of_deepspeed_train_as_one(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_with_deepspeed_and_for_fifty_steps_without(folder: Path, tmp_path: Path) -> None:
     _, weights = cases.by_hand(folder, bucketed)
-    ranks.run("modules.distillation_cases:on_ranks", 2, tmp_path, data=str(folder), knobs=REVERSE)
+    losses = ranks.run("modules.distillation_cases:on_ranks", 2, tmp_path, data=str(folder), knobs=REVERSE)
     for found in torch.load(tmp_path / "weights.pt"):
         for name, tensor in found.items():
             torch.testing.assert_close(tensor.double(), weights[name], rtol=1e-4, atol=5e-6)
+    shares = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
+    windows = [sum(pair) for pair in zip(shares[::2], shares[1::2], strict=True)]
+    assert len(windows) == 50
+    assert windows == pytest.approx(cases.fit(folder, 1, {}, **cases.FIFTY).losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(

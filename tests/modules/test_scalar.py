@@ -56,11 +56,18 @@ def test_52_steps_are_the_loop_by_hand_however_they_are_split(
 
 
 @pytest.mark.distributed
-def test_two_ranks_train_and_validate_as_one(folder: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_two_ranks_train_for_52_steps_and_validate_as_one(
+    folder: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
     reports = ranks.run("modules.scalar_cases:on_ranks", 2, tmp_path, model=str(folder))
     for run in set(reports[0]) - {"validation"}:
         together = [(one + other) / 2 for one, other in zip(*(report[run] for report in reports), strict=True)]
-        assert together == pytest.approx(expected[run.split()[0]][0][:16], rel=2e-5), run  # float32
+        kind, strategy = run.split()
+        wanted, rounding = expected[kind][0], 2e-5  # float32
+        if strategy == "ddp":
+            assert len(together) == 52
+            rounding = 3e-6
+        assert together == pytest.approx(wanted[: len(together)], rel=rounding), run
     module = scalar_cases.module(folder, "reward")
     source = scalar_cases.data(folder, "reward", 14, validation_data=str(folder / "reward.jsonl"))
     alone = scalar_cases.trainer(folder).validate(module, source, verbose=False)[0]
