@@ -13,6 +13,7 @@ PACKAGE = Path(rlhfkit.__file__).parent
 FLOORS = {
     "losses": 1,
     "data": 1,
+    "serving": 1,
     "models": 2,
     "rollout": 2,
     "datamodules": 2,

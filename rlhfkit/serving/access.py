@@ -1,0 +1,112 @@
+"""Who may talk to a server: a secret token that is never shown, and the rule for addresses without one."""
+
+import hmac
+import ipaddress
+import os
+
+MIN_TOKEN_LENGTH = 16
+"""Characters that a server's token must have: 16 random ones cannot be guessed over a network."""
+
+
+class AccessToken:
+    """A secret that client and server share, sent as ``Authorization: Bearer ...``.
+
+    Neither ``repr`` nor ``str`` nor any error shows it. Named by an environment variable it is not kept in the object
+    either: what is pickled, logged or written into a configuration file is the variable's name.
+
+    Example::
+
+        AccessToken(variable="REWARD_TOKEN")  # export REWARD_TOKEN=$(openssl rand -hex 32)
+    """
+
+    def __init__(self, value: str | None = None, *, variable: str | None = None) -> None:
+        """Say what it is, or where it is.
+
+        Args:
+            value: The secret itself.
+            variable: Name of the environment variable that holds it, here and in processes this object is sent to.
+
+        Raises:
+            ValueError: If not exactly one is given, the variable is not set, or the secret is empty or has other
+                characters than visible ASCII ones.
+        """
+        if (value is None) == (variable is None):
+            raise ValueError("give either the token or the environment variable that holds it")
+        self.variable = variable
+        self._value = value
+        self._read()
+
+    @classmethod
+    def optional(cls, value: str | None = None, *, variable: str | None = None) -> "AccessToken | None":
+        """A token, or ``None`` where neither argument says one.
+
+        Raises:
+            ValueError: See the constructor.
+        """
+        return None if value is None and variable is None else cls(value, variable=variable)
+
+    def header(self) -> dict[str, str]:
+        """What a client sends."""
+        return {"Authorization": f"Bearer {self._read()}"}
+
+    def matches(self, header: str | None) -> bool:
+        """Whether an ``Authorization`` header is right, in a time that does not depend on where it differs.
+
+        Args:
+            header: As received; ``None``: there was none.
+        """
+        scheme, _, given = (header or "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._read().encode())
+
+    def __len__(self) -> int:
+        """Characters of the secret."""
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        """Where it comes from, never what it is."""
+        return "AccessToken(***)" if self.variable is None else f"AccessToken(variable={self.variable!r})"
+
+    def _read(self) -> str:
+        where = "the token" if self.variable is None else f"environment variable {self.variable}"
+        value = self._value if self.variable is None else os.environ.get(self.variable)
+        if value is None:
+            raise ValueError(f"{where} is not set; it must hold the token")
+        if not value or not all("!" <= character <= "~" for character in value):
+            raise ValueError(f"{where} must be one or more visible ASCII characters, without spaces and line ends")
+        return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address: ``localhost``, 127.0.0.0/8 or ::1.
+
+    Args:
+        host: A name or an address. Other names are not looked up: they count as reachable from outside.
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_host(host: str, token: AccessToken | None) -> None:
+    """The rule of every server of ours: without a good token it can be reached from this machine only.
+
+    Args:
+        host: Where it is to listen.
+        token: What it asks for.
+
+    Raises:
+        ValueError: If the host can be reached from outside and there is no token, or the token is short.
+    """
+    if token is not None and len(token) < MIN_TOKEN_LENGTH:
+        raise ValueError(
+            f"a server's token must have at least {MIN_TOKEN_LENGTH} characters, {token!r} has {len(token)}; "
+            "`openssl rand -hex 32` makes a good one"
+        )
+    if token is None and not is_loopback(host):
+        raise ValueError(
+            f"refusing to listen on {host!r} without a token: others could reach the server. Name an environment "
+            "variable that holds one, or listen on 127.0.0.1"
+        )
