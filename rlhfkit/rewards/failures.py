@@ -1,10 +1,10 @@
-"""What becomes of a sample that could not be scored because the scoring failed: a hung function, a server that is down."""
+"""What becomes of a sample whose scoring failed: a function that hung, a server that was down."""
 
 import math
 from typing import Literal
 
 OnFailure = Literal["mask", "stop"] | float
-"""``"mask"``: the sample has no reward and is not trained on; ``"stop"``: an error ends the run; a number: the reward."""
+"""``"mask"``: the sample is not trained on; ``"stop"``: an error ends the run; a number: the reward of such samples."""
 
 
 class RewardFailure(RuntimeError):
