@@ -25,7 +25,7 @@ from rlhfkit.callbacks.summary import iteration_metrics, validation_metrics
 from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.data.grouping import deal_groups
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
-from rlhfkit.rewards.base import Reward
+from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling, FilledIteration
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 
@@ -187,7 +187,8 @@ class RolloutCallback(Callback):
         with trainer.profiler.profile("rollout.prepare"), self.phases.record("prepare", self.iteration):
             self.experience = module.prepare(experience)
         probe = {"rollout/probe_difference": self.publisher.difference}
-        self._metrics = iteration_metrics(self.samples, self.experience) | probe
+        of_reward = mean_metrics(everywhere(trainer, lambda: reward_metrics(self.reward)))
+        self._metrics = iteration_metrics(self.samples, self.experience) | probe | of_reward
         if self.dynamic_sampling is not None:
             self._metrics |= drawn.metrics()
         if self.ahead is not None:

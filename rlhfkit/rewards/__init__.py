@@ -1,6 +1,7 @@
 """Rewards: anything callable on samples, and ready-made ones. Importing this package loads torch and nothing else."""
 
-from rlhfkit.rewards.base import Reward, WeightedSum, evaluate, reward_name, score_samples
+from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
+from rlhfkit.rewards.composition import WeightedSum
 from rlhfkit.rewards.maths import MathMatch, math_match
 from rlhfkit.rewards.model import ModelReward
 from rlhfkit.rewards.process import ProcessModelReward
@@ -18,6 +19,7 @@ __all__ = [
     "evaluate",
     "exact_match",
     "math_match",
+    "reward_metrics",
     "reward_name",
     "score_samples",
 ]

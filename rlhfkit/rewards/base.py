@@ -1,9 +1,11 @@
-"""What a reward is, how samples are scored with one, and the weighted sum of several.
+"""What a reward is, and how samples are scored with one.
 
 A reward is any callable that takes samples and returns one number for each, in order, or ``None`` where it cannot tell
 (such a sample is not trained on). It may be a plain function, a class with ``__call__``, or ``async``.
 
-An async reward is bounded by a time limit here; a synchronous one runs in the caller's thread and must bound itself.
+An async reward is bounded by a time limit here. A synchronous one runs in the caller's thread, where nothing can stop
+it: a warning names it when it takes long, and :class:`~rlhfkit.rewards.sandboxed.SandboxedReward` runs it where it can
+be killed.
 """
 
 import asyncio
@@ -13,16 +15,23 @@ import math
 import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, cast
+from statistics import fmean
+from typing import Any, Protocol
 
 from rlhfkit.data.experience import Sample
+from rlhfkit.rewards.watchdog import WARN_AFTER, warn_if_slow
 
 TIMEOUT = 600.0
 """Seconds that an async reward may take for one batch of samples, unless told otherwise."""
 
+_GRACE = 5.0  # seconds that a cancelled async reward has to end
+
 
 class Reward(Protocol):
     """Anything that scores samples.
+
+    A class may say more: ``name``; ``metrics()``, numbers by name that a run logs (see :func:`reward_metrics`);
+    ``composed = True`` if it sets ``reward_parts`` of the samples itself; ``bounded = True`` if it bounds its own time.
 
     Example::
 
@@ -45,7 +54,29 @@ def reward_name(reward: Any) -> str:
     return name if isinstance(name, str) else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(reward).__name__).lower()
 
 
-def score_samples(reward: Reward, samples: Sequence[Sample], *, timeout: float = TIMEOUT) -> None:
+def reward_metrics(reward: Reward) -> dict[str, float]:
+    """What a reward tells about itself, such as the fraction of calls that failed, since it was last asked.
+
+    Args:
+        reward: With an optional method ``metrics()`` that returns numbers by name; most have none.
+    """
+    metrics = getattr(reward, "metrics", None)
+    return dict(metrics()) if callable(metrics) else {}
+
+
+def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several ranks as one: the mean over those that have it.
+
+    Args:
+        parts: Metrics by name, each rank's. A rank that scored nothing has none.
+    """
+    names = sorted({name for part in parts for name in part})
+    return {name: fmean(part[name] for part in parts if name in part) for name in names}
+
+
+def score_samples(
+    reward: Reward, samples: Sequence[Sample], *, timeout: float = TIMEOUT, warn_after: float = WARN_AFTER
+) -> None:
     """Score samples in place: sets ``reward`` and ``reward_parts`` of each.
 
     A reward that is not made of parts is its own only part. A part that could not be scored is NaN in
@@ -55,6 +86,7 @@ def score_samples(reward: Reward, samples: Sequence[Sample], *, timeout: float =
         reward: What to score with.
         samples: What to score; may be empty.
         timeout: Seconds an async reward may take.
+        warn_after: Seconds after which a warning names a synchronous reward that is still running.
 
     Raises:
         ValueError: If the reward returns another count than there are samples, or not finite numbers and ``None``.
@@ -64,16 +96,20 @@ def score_samples(reward: Reward, samples: Sequence[Sample], *, timeout: float =
         return
     for sample in samples:
         sample.reward, sample.reward_parts = None, {}
-    values = evaluate({reward_name(reward): reward}, samples, timeout=timeout)
+    values = evaluate({reward_name(reward): reward}, samples, timeout=timeout, warn_after=warn_after)
     for name, column in values.items():
         for sample, value in zip(samples, column, strict=True):
             sample.reward = value
-            if not isinstance(reward, WeightedSum):
+            if not getattr(reward, "composed", False):
                 sample.reward_parts[name] = math.nan if value is None else value
 
 
 def evaluate(
-    rewards: Mapping[str, Reward], samples: Sequence[Sample], *, timeout: float = TIMEOUT
+    rewards: Mapping[str, Reward],
+    samples: Sequence[Sample],
+    *,
+    timeout: float = TIMEOUT,
+    warn_after: float = WARN_AFTER,
 ) -> dict[str, list[float | None]]:
     """Call several rewards on the same samples, the async ones at the same time, and check what they return.
 
@@ -81,6 +117,7 @@ def evaluate(
         rewards: By name.
         samples: What to score.
         timeout: Seconds that each async reward may take.
+        warn_after: Seconds after which a warning names a synchronous reward that is still running.
 
     Returns:
         Checked values by name.
@@ -89,11 +126,23 @@ def evaluate(
         ValueError: See :func:`score_samples`.
         TimeoutError: See :func:`score_samples`.
     """
-    results = {name: reward(samples) for name, reward in rewards.items()}
+    results = {name: _call(name, reward, samples, warn_after) for name, reward in rewards.items()}
     waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
     if waiting:
         results |= _wait(waiting, timeout)
     return {name: _checked(name, result, samples) for name, result in results.items()}
+
+
+def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: float) -> Any:
+    """What a reward returns, watched unless it says that it needs no watching."""
+    if getattr(reward, "bounded", False) or getattr(reward, "composed", False):
+        return reward(samples)
+    prompts = sorted({sample.prompt.index for sample in samples})
+    shown = ", ".join(map(str, prompts[:8])) + (" ..." if len(prompts) > 8 else "")
+    what = f"reward {name!r}, called with {len(samples)} samples of prompts {shown},"
+    advice = "It runs in the trainer's own process and cannot be stopped there; SandboxedReward runs it in another one."
+    with warn_if_slow(what, advice, after=warn_after):
+        return reward(samples)
 
 
 def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float) -> dict[str, Any]:
@@ -118,7 +167,13 @@ def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float) -> dict[str, An
 
     thread = threading.Thread(target=run, name="rlhfkit-reward", daemon=True)
     thread.start()
-    thread.join()
+    thread.join(timeout + _GRACE)
+    if not outcome:
+        raise TimeoutError(
+            f"async reward {' or '.join(map(repr, waiting))} did not answer within {timeout:g} s and could not be "
+            "cancelled: it blocks its event loop (await asyncio.to_thread(...) what takes time), or a thread that it "
+            "waits for hangs"
+        )
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return dict(zip(waiting, outcome[0], strict=True))
@@ -151,67 +206,6 @@ def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | 
             )
         checked.append(number)
     return checked
-
-
-class WeightedSum:
-    """The weighted sum of named rewards; each part is logged by its name, before weighting.
-
-    Example::
-
-        WeightedSum({"correct": (exact_match, 1.0), "format": (FormatReward(r"<answer>.*</answer>"), 0.2)})
-        WeightedSum(correct=exact_match, format=(FormatReward(r"<answer>.*</answer>"), 0.2))  # weight 1 when left out
-    """
-
-    def __init__(
-        self,
-        parts: Mapping[str, Reward | tuple[Reward, float]] | None = None,
-        *,
-        missing: Literal["none", "skip"] = "none",
-        timeout: float = TIMEOUT,
-        **more: Any,
-    ) -> None:
-        """Name the parts.
-
-        Args:
-            parts: Name to ``(reward, weight)``, or to a reward, whose weight is then 1.
-            missing: What a ``None`` in a part does: ``"none"`` makes the sample's total ``None`` too, ``"skip"`` leaves
-                the part out of the sum (a sample without any part is ``None`` either way).
-            timeout: Seconds that each async part may take.
-            **more: Further parts.
-
-        Raises:
-            ValueError: If there is no part, or a weight is not finite.
-            TypeError: If a part cannot be called.
-        """
-        self.rewards: dict[str, Reward] = {}
-        self.weights: dict[str, float] = {}
-        for name, part in {**(parts or {}), **more}.items():
-            reward, weight = part if isinstance(part, tuple | list) else (part, 1.0)
-            if not callable(reward):
-                raise TypeError(f"part {name!r} must be a callable or (callable, weight), got {part!r}")
-            if not math.isfinite(weight):
-                raise ValueError(f"the weight of part {name!r} must be finite, got {weight}")
-            self.rewards[name], self.weights[name] = cast(Reward, reward), float(weight)
-        if not self.rewards:
-            raise ValueError("WeightedSum needs at least one part")
-        if missing not in ("none", "skip"):
-            raise ValueError(f"missing must be 'none' or 'skip', got {missing!r}")
-        self.missing = missing
-        self.timeout = timeout
-
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        """The totals; the parts are left in each sample's ``reward_parts``."""
-        values = evaluate(self.rewards, samples, timeout=self.timeout)
-        for name, column in values.items():
-            for sample, value in zip(samples, column, strict=True):
-                sample.reward_parts[name] = math.nan if value is None else value
-        return [self._total([values[name][row] for name in values]) for row in range(len(samples))]
-
-    def _total(self, parts: Sequence[float | None]) -> float | None:
-        terms = [weight * part for weight, part in zip(self.weights.values(), parts, strict=True) if part is not None]
-        if not terms or (len(terms) < len(parts) and self.missing == "none"):
-            return None
-        return math.fsum(terms)
 
 
 RewardFunction = Callable[[Sequence[Sample]], Any]
