@@ -1,8 +1,8 @@
 """What happens to a reward before it becomes an advantage: penalties, clipping, normalisation, and its place.
 
-The usual order, OpenRLHF's: penalties on the raw reward (:func:`overlong_penalty`, then :func:`stop_properly_penalty`),
-baseline (:mod:`rlhfkit.losses.advantages`), :func:`clip_rewards`, then :func:`token_rewards` puts it on the last action
-and subtracts the KL penalty from each token.
+The usual order, OpenRLHF's: penalties on the raw reward (:func:`overlong_penalty`, then :func:`stop_properly_penalty`
+or :func:`missing_eos_penalty`), baseline (:mod:`rlhfkit.losses.advantages`), :func:`clip_rewards`, then
+:func:`token_rewards` puts it on the last action, or where it was earned, and subtracts the KL penalty from each token.
 """
 
 from typing import NamedTuple
@@ -28,10 +28,20 @@ def last_action_mask(mask: Tensor) -> Tensor:
     return chosen & (after == 1)
 
 
-def token_rewards(rewards: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """Put the reward of a sequence on its last action, and the KL penalty on every action.
+def token_rewards(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    earned: Tensor | None = None,
+) -> Tensor:
+    """Put the reward of a sequence on its last action, or where it was earned, and the KL penalty on every action.
 
-    ``r_t = 1[t is the last action] r - β kl_t``
+    ``r_t = e_t + 1[t is the last action] (r - Σ_s e_s) - β kl_t``
+
+    ``e_t`` is what the action and the environment's tokens behind it earned, 0 without ``earned``; without the penalty
+    the rewards of a sequence sum to ``r`` wherever they were earned.
 
     InstructGPT, Ouyang et al. (2022, arXiv:2203.02155, equation 2); the estimator there, and OpenRLHF's default, is k1.
 
@@ -41,6 +51,8 @@ def token_rewards(rewards: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl
         kl: (B, T) KL estimate to the reference, detached here, see :func:`kl_estimate`. Masked entries may hold
             anything.
         kl_coef: ``β`` ≥ 0; OpenRLHF's is 0.01, TRL's 0.05.
+        earned: (B, T), the part of ``rewards`` that each token earned, detached here. What the environment's tokens
+            earned goes to the action before them; in front of the first action it stays with the last.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.
@@ -50,12 +62,26 @@ def token_rewards(rewards: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl
     """
     if rewards.shape != mask.shape[:1]:
         raise ValueError(f"rewards must be ({mask.shape[0]},), one per row of the mask, got {tuple(rewards.shape)}")
-    check_same_shape(mask=mask, kl=kl)
+    check_same_shape(mask=mask, kl=kl, earned=earned)
     if kl_coef < 0.0 or (kl_coef > 0.0 and kl is None):
         raise ValueError(f"kl_coef must be 0 or more, and needs kl when positive; got kl_coef={kl_coef}")
-    placed = torch.nan_to_num(full_precision(rewards.detach()), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-    placed = select(placed.unsqueeze(-1).expand(mask.shape), last_action_mask(mask))
+    total = torch.nan_to_num(full_precision(rewards.detach()), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    parts = None
+    if earned is not None:
+        scored = ~rewards.isnan().unsqueeze(-1).expand(mask.shape)
+        parts = _by_action(select(full_precision(earned.detach()), scored), mask)
+        total = total - parts.sum(-1)
+    placed = select(total.unsqueeze(-1).expand(mask.shape), last_action_mask(mask))
+    if parts is not None:
+        placed = placed + parts
     return placed if kl is None else placed - kl_coef * select(full_precision(kl.detach()), mask)
+
+
+def _by_action(earned: Tensor, mask: Tensor) -> Tensor:
+    """(B, T): at each action the sum over itself and the tokens behind it, up to the next action; 0 elsewhere."""
+    number = mask.long().cumsum(-1)  # 0 in front of the first action
+    sums = earned.new_zeros(mask.shape[0], mask.shape[1] + 1).scatter_add(-1, number, earned)
+    return select(sums.gather(-1, number), mask)
 
 
 def clip_rewards(rewards: Tensor, *, low: float = -10.0, high: float = 10.0) -> Tensor:
@@ -131,6 +157,30 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) ->
     else:
         punished = torch.where(rewards > 0.0, rewards * coef, rewards)
     return torch.where(truncated.bool(), punished, rewards)
+
+
+def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 1.0) -> Tensor:
+    """Subtract a penalty from the reward of answers that were cut off before they ended.
+
+    ``r - penalty 1[truncated]``
+
+    TRL's ``missing_eos_penalty`` of its PPO trainer, where 1 is advised and ``None`` the default.
+
+    Args:
+        rewards: (B,), NaN where missing, which stays.
+        truncated: (B,) bool, true when generation stopped at the length limit.
+        penalty: 0 or more; 0 changes nothing.
+
+    Returns:
+        (B,).
+
+    Raises:
+        ValueError: If shapes differ or the penalty is negative.
+    """
+    check_same_shape(rewards=rewards, truncated=truncated)
+    if penalty < 0.0:
+        raise ValueError(f"penalty must not be negative (it is subtracted here), got {penalty}")
+    return rewards - penalty * truncated.to(rewards.dtype)
 
 
 class RewardMoments(NamedTuple):

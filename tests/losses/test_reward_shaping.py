@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from rlhfkit.losses import (
     RewardMoments,
     clip_rewards,
     last_action_mask,
+    missing_eos_penalty,
     normalize_rewards,
     overlong_penalty,
     stop_properly_penalty,
@@ -27,6 +30,40 @@ def test_kl_penalty_is_on_every_action():
     mask = torch.tensor([[1, 1, 0]])
     got = token_rewards(torch.tensor([1.0]), mask, kl=torch.tensor([[0.5, -1.0, torch.nan]]), kl_coef=0.1)
     torch.testing.assert_close(got, torch.tensor([[-0.05, 1.1, 0.0]]))
+
+
+def test_a_reward_is_where_it_was_earned_and_what_is_left_of_it_on_the_last_action():
+    #          env  act  act  env  env  act  pad
+    mask = [0, 1, 1, 0, 0, 1, 0]
+    earned = [5.0, 1.0, 0.0, 2.0, 3.0, 0.0, 7.0]
+    got = token_rewards(torch.tensor([20.0]), torch.tensor([mask]), earned=torch.tensor([earned]))
+    assert got.tolist() == [[0, 1, 5, 0, 0, 14, 0]]  # 14: what is left, 5 in front of the first action among it
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=30, deadline=None)
+def test_wherever_a_reward_was_earned_its_total_is_the_same(seed):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(4, 9, generator=generator) < 0.5
+    mask[0] = False
+    earned, rewards = torch.randn(4, 9, generator=generator).double(), torch.randn(4, generator=generator).double()
+    rewards[1] = torch.nan
+    got = token_rewards(rewards, mask, earned=earned)
+    assert not got[~mask].any()
+    expected = torch.where(mask.any(-1) & ~rewards.isnan(), rewards, 0.0)
+    torch.testing.assert_close(got.sum(-1), expected)
+    for row in (2, 3):  # the last action apart, by the definition
+        actions = mask[row].nonzero()[:, 0].tolist()
+        for place, following in pairwise(actions):
+            torch.testing.assert_close(got[row, place], earned[row, place:following].sum())
+
+
+def test_an_answer_without_an_end_costs_a_penalty():
+    got = missing_eos_penalty(torch.tensor([1.0, torch.nan, -1.0]), torch.tensor([True, True, False]), penalty=0.5)
+    assert got[[0, 2]].tolist() == [0.5, -1.0]
+    assert got[1].isnan()
+    with pytest.raises(ValueError, match="penalty must not be negative"):
+        missing_eos_penalty(torch.zeros(1), torch.zeros(1), penalty=-1.0)
 
 
 def test_rewards_and_penalties_add_up_to_the_sequence():
