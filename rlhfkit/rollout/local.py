@@ -1,21 +1,22 @@
 """``LocalEngine``: generation in the training process. No Ray, no server; for tests, CPUs and first notebook cells.
 
 It holds its own copy of the policy, filled by :meth:`LocalEngine.load`, so it works the same under every strategy,
-sharded ones included. A group's prompt is computed once and its cache shared; finished rows leave the batch. Sampling
-inverts the cumulative distribution at one uniform number per token, drawn from the sample's own seed: what a sample
-becomes does not depend on its neighbours in the batch.
+sharded ones included. How it generates is :mod:`rlhfkit.rollout.decoding`. New weights may come while another thread
+generates: they are swapped in between two tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rlhfkit.data.experience import FinishReason, Prompt, Sample
+from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
-from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_context, sample_seed
-from rlhfkit.rollout.sampling import draw
+from rlhfkit.rollout.decoding import Completed, Decoding
+from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_context
+from rlhfkit.rollout.step_gate import StepGate
 
 
 class LocalEngine:
@@ -34,6 +35,7 @@ class LocalEngine:
     """
 
     shared = False
+    updates_in_flight = True
 
     def __init__(self, *, max_sequences: int = 128, device: str | None = None) -> None:
         if max_sequences < 1:
@@ -46,6 +48,7 @@ class LocalEngine:
         self._tokenizer: Any = None
         self._stops: tuple[int, ...] = ()
         self._dtype = torch.float32
+        self._gate = StepGate()
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
@@ -66,9 +69,13 @@ class LocalEngine:
             self.version = 0
 
     def load(self, weights: WeightSource, version: int) -> None:
-        """Copy the weights; see :meth:`RolloutEngine.load`."""
+        """Copy the weights, between two tokens of what is being generated; see :meth:`RolloutEngine.load`."""
         if self._config is None:
             raise RuntimeError("LocalEngine.load was called before LocalEngine.start")
+        with self._gate.change():
+            self._load(weights, version)
+
+    def _load(self, weights: WeightSource, version: int) -> None:
         self.version = None
         parameters = dict(self._model.named_parameters()) if self._model is not None else {}
         missing = set(parameters)
@@ -98,44 +105,64 @@ class LocalEngine:
         self.device = self.device or device
         return model.requires_grad_(False).eval().to(self.device)
 
-    def _ready(self) -> nn.Module:
-        if self._model is None or self.version is None:
-            raise RuntimeError(
-                "LocalEngine has no weights yet: RolloutCallback publishes them, or call load() yourself"
-            )
-        return self._model
+    @contextmanager
+    def _weights(self) -> Iterator[tuple[nn.Module, int]]:
+        """The model and its version, which do not change inside."""
+        with self._gate.step():
+            if self._model is None or self.version is None:
+                raise RuntimeError(
+                    "LocalEngine has no weights yet: RolloutCallback publishes them, or call load() yourself"
+                )
+            yield self._model, self.version
 
     @property
     def context(self) -> int:
         """Tokens the model can see."""
         return int(self._config.get_text_config().max_position_embeddings)
 
-    @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample; see :meth:`RolloutEngine.generate`."""
-        model = self._ready()
-        check_context(prompts, sampling.max_new_tokens, self.context)
-        jobs = [(p, s) for p in range(len(prompts)) for s in range(sampling.group_size)]
-        # Prompts of like length side by side waste the least padding; groups stay together to share their prompt.
-        jobs.sort(key=lambda job: (-len(prompts[job[0]].token_ids), job))
-        samples: dict[tuple[int, int], Sample] = {}
-        for first in range(0, len(jobs), self.max_sequences):
-            chunk = jobs[first : first + self.max_sequences]
-            rows = [(prompts[p], s) for p, s in chunk]
-            made = _generate(model, rows, sampling, iteration, self._stops, self._tokenizer)
-            for job, (tokens, logprobs, finish) in zip(chunk, made, strict=True):
-                versions = [self.version or 0] * len(tokens)
-                samples[job] = Sample(prompts[job[0]], job[1], tokens, logprobs, versions, finish)
-        return [samples[p, s] for p in range(len(prompts)) for s in range(sampling.group_size)]
+        stream = self.stream(sampling, iteration=iteration)
+        stream.submit(prompts)
+        groups: list[list[Sample]] = []
+        while len(groups) < len(prompts):
+            groups += stream.collect(len(prompts))
+        order = {id(prompt): place for place, prompt in enumerate(prompts)}
+        groups.sort(key=lambda group: order[id(group[0].prompt)])
+        return [sample for group in groups for sample in group]
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
+        """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`."""
+        with self._weights():  # there are some
+            return LocalStream(self, sampling, iteration)
+
+    def decode(self, rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Decoding:
+        """Completions side by side.
+
+        Args:
+            rows: Prompt and position in its group of each.
+            sampling: How to sample.
+            iteration: Goes into each row's seed.
+        """
+        return Decoding(
+            self._weights,
+            rows,
+            sampling,
+            iteration=iteration,
+            stops=self._stops,
+            tokenizer=self._tokenizer,
+            device=self.device,
+        )
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens; see :meth:`RolloutEngine.score`."""
-        model, scores = self._ready(), []
-        for sequence in sequences:
-            ids = torch.tensor([list(sequence)], device=self.device)
-            logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            scores.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+        scores = []
+        with self._weights() as (model, _):
+            for sequence in sequences:
+                ids = torch.tensor([list(sequence)], device=self.device)
+                logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+                scores.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())
         return scores
 
     def sleep(self) -> None:
@@ -149,84 +176,67 @@ class LocalEngine:
         self._model, self._config, self._tokenizer, self.version = None, None, None, None
 
 
-def _prefill(model: nn.Module, prompts: list[Prompt], device: torch.device | None) -> tuple[Tensor, Any, Tensor]:
-    """Compute each distinct prompt once and give every row its copy.
+class LocalStream:
+    """Groups of a :class:`LocalEngine` as they are finished; a :class:`~rlhfkit.rollout.streams.GroupStream`.
 
-    Returns:
-        Logits (B, V) of the first new token, the cache, and the mask (B, T) of real tokens, padded on the left.
+    Completions are generated side by side in batches. What is submitted during a batch waits for the next one.
+
+    Args:
+        engine: What generates.
+        sampling: How to sample.
+        iteration: Goes into each sample's seed.
     """
-    distinct = {id(prompt): prompt for prompt in prompts}
-    row_of = {key: row for row, key in enumerate(distinct)}
-    length = max(len(prompt.token_ids) for prompt in prompts)
-    ids = torch.zeros(len(distinct), length, dtype=torch.int64)
-    mask = torch.zeros(len(distinct), length, dtype=torch.int64)
-    for row, prompt in enumerate(distinct.values()):
-        ids[row, length - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-        mask[row, length - len(prompt.token_ids) :] = 1
-    ids, mask = ids.to(device), mask.to(device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-    rows = torch.tensor([row_of[id(prompt)] for prompt in prompts], device=device)
-    out.past_key_values.batch_select_indices(rows)
-    return out.logits[:, -1][rows], out.past_key_values, mask[rows]
 
+    def __init__(self, engine: LocalEngine, sampling: SamplingSpec, iteration: int) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._iteration = iteration
+        self._prompts: list[Prompt] = []
+        self._waiting: list[tuple[int, int]] = []  # prompt and position in its group
+        self._batch: list[tuple[int, int]] = []
+        self._running: Iterator[list[Completed]] = iter(())
+        self._samples: dict[int, list[Sample]] = {}  # by prompt
+        self._complete: list[int] = []
 
-def _uniforms(rows: list[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Tensor:
-    """(B, max_new_tokens) float64: the randomness of every row, from its own seed."""
-    drawn = []
-    for prompt, index in rows:
-        generator = torch.Generator().manual_seed(sample_seed(sampling.seed, iteration, prompt.index, index))
-        drawn.append(torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator))
-    return torch.stack(drawn)
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`.
 
+        Raises:
+            ValueError: If a prompt leaves no room in the model's context.
+        """
+        check_context(prompts, self._sampling.max_new_tokens, self._engine.context)
+        places = range(len(self._prompts), len(self._prompts) + len(prompts))
+        self._prompts += prompts
+        self._waiting += [(place, index) for place in places for index in range(self._sampling.group_size)]
+        # Prompts of like length side by side waste the least padding; groups stay together to share their prompt.
+        self._waiting.sort(key=lambda job: (-len(self._prompts[job[0]].token_ids), job))
 
-def _ends_in_text(tokenizer: Any, tokens: Tensor, stop: tuple[str, ...]) -> Tensor:
-    """(B,) bool: the text so far contains a stop text."""
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return torch.tensor([any(end in text for end in stop) for text in texts], device=tokens.device)
+    def collect(self, most: int) -> list[list[Sample]]:
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
+        while not self._complete:
+            ended = next(self._running, None)
+            if ended is not None:
+                self._take(ended)
+            elif self._waiting:
+                size = self._engine.max_sequences
+                self._batch, self._waiting = self._waiting[:size], self._waiting[size:]
+                rows = [(self._prompts[place], index) for place, index in self._batch]
+                self._running = self._engine.decode(rows, self._sampling, self._iteration).run()
+            else:
+                return []
+        self._complete.sort()
+        given, self._complete = self._complete[:most], self._complete[most:]
+        return [self._samples.pop(place) for place in given]
 
+    def _take(self, ended: list[Completed]) -> None:
+        for row, tokens, logprobs, versions, finish in ended:
+            place, index = self._batch[row]
+            group = self._samples.setdefault(place, [])
+            group.append(Sample(self._prompts[place], index, tokens, logprobs, versions, finish))
+            if len(group) == self._sampling.group_size:
+                group.sort(key=lambda sample: sample.sample_index)
+                self._complete.append(place)
 
-def _generate(
-    model: nn.Module,
-    rows: list[tuple[Prompt, int]],
-    sampling: SamplingSpec,
-    iteration: int,
-    model_stops: tuple[int, ...],
-    tokenizer: Any,
-) -> list[tuple[list[int], list[float], FinishReason]]:
-    """Token ids, log-probs and finish reason of each row, generated side by side."""
-    device = next(model.parameters()).device
-    stops = torch.tensor(sorted({*model_stops, *sampling.stop_token_ids}), dtype=torch.int64, device=device)
-    uniforms = _uniforms(rows, sampling, iteration).to(device)
-    tokens = torch.zeros(len(rows), sampling.max_new_tokens, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(len(rows), sampling.max_new_tokens, device=device)
-    ends = torch.zeros(len(rows), dtype=torch.int64, device=device)  # length of a finished row; 0: still running
-    logits, cache, mask = _prefill(model, [prompt for prompt, _ in rows], device)
-    alive = torch.arange(len(rows), device=device)  # rows of the batch; finished ones stay until a compaction
-    for step in range(sampling.max_new_tokens):
-        forbidden = stops if step < sampling.min_new_tokens else None
-        token, logprob = draw(logits, uniforms[alive, step], sampling, forbidden)
-        tokens[alive, step], logprobs[alive, step] = token, logprob
-        stopped = torch.isin(token, stops)
-        if sampling.stop and step + 1 >= sampling.min_new_tokens:
-            stopped |= _ends_in_text(tokenizer, tokens[alive, : step + 1], sampling.stop)
-        ends[alive[stopped & (ends[alive] == 0)]] = step + 1
-        running = (ends[alive] == 0).nonzero()[:, 0]
-        if len(running) == 0 or step + 1 == sampling.max_new_tokens:
-            break
-        if len(running) <= 0.75 * len(alive):  # a smaller batch pays for the copy of the cache
-            cache.batch_select_indices(running)
-            alive, mask, token = alive[running], mask[running], token[running]
-        mask = torch.cat([mask, mask.new_ones(len(alive), 1)], 1)
-        logits = model(
-            input_ids=token[:, None],
-            attention_mask=mask,
-            position_ids=mask.sum(1, keepdim=True) - 1,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1]
-    made: list[tuple[list[int], list[float], FinishReason]] = []
-    for row, end in enumerate(ends.tolist()):
-        length = end or sampling.max_new_tokens
-        made.append((tokens[row, :length].tolist(), logprobs[row, :length].tolist(), "stop" if end else "length"))
-    return made
+    def close(self) -> None:
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
+        self._waiting, self._complete, self._samples, self._running = [], [], {}, iter(())

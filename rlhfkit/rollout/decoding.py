@@ -1,0 +1,164 @@
+"""``Decoding``: completions generated side by side, one token a step, from weights that may change between two steps.
+
+A prompt that several rows share is computed once and its cache copied; finished rows leave the batch. Sampling inverts
+the cumulative distribution at one uniform number per token, drawn from the sample's own seed: what a sample becomes
+does not depend on its neighbours in the batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.data.experience import FinishReason, Prompt
+from rlhfkit.rollout.engine import SamplingSpec, sample_seed
+from rlhfkit.rollout.sampling import draw
+
+Weights = Callable[[], AbstractContextManager[tuple[nn.Module, int]]]
+"""Gives the model and its version; they do not change inside."""
+
+
+class Completed(NamedTuple):
+    """One row that has ended."""
+
+    row: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+class Decoding:
+    """B rows, from their prompts to their ends.
+
+    When the weights have changed since the last token, the cache of all that is running is computed anew from all its
+    tokens: every token's log-prob is what a plain forward pass under the weights of that token's version says.
+
+    Args:
+        weights: What to compute with; asked for once a token.
+        rows: Prompt and position in its group of each row.
+        sampling: How to sample.
+        iteration: Goes into each row's seed.
+        stops: Tokens that end a row, besides the sampling's own.
+        tokenizer: To look for stop texts.
+        device: Of the model.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        rows: Sequence[tuple[Prompt, int]],
+        sampling: SamplingSpec,
+        *,
+        iteration: int,
+        stops: Sequence[int],
+        tokenizer: Any,
+        device: torch.device | None,
+    ) -> None:
+        self._weights = weights
+        self._prompts = [prompt for prompt, _ in rows]
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+        self._device = device
+        shape = len(rows), sampling.max_new_tokens
+        self._stops = torch.tensor(sorted({*stops, *sampling.stop_token_ids}), dtype=torch.int64, device=device)
+        self._uniforms = _uniforms(rows, sampling, iteration).to(device)
+        self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(shape, device=device)
+        self._versions = torch.zeros(shape, dtype=torch.int64)
+        self._ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        self._alive = torch.arange(len(rows), device=device)  # rows in the batch; ended ones stay until a compaction
+        self._mask = torch.empty(0)
+        self._cache: Any = None
+        self._version: int | None = None  # that the cache was computed with
+
+    @torch.no_grad()
+    def run(self) -> Iterator[list[Completed]]:
+        """Decode; gives rows as they end. Closing it drops the others."""
+        for step in range(self._sampling.max_new_tokens):
+            logits, version = self._logits(step)
+            ended = self._append(step, logits, version)
+            if ended:
+                yield ended
+            if bool(self._ended.all()):
+                return
+
+    def _logits(self, step: int) -> tuple[Tensor, int]:
+        """(B, V) logits of the next token of every row in the batch, and the version of the weights."""
+        with self._weights() as (model, version):
+            if version != self._version:
+                self._version = version
+                return self._compute(model, step), version
+            running = ~self._ended[self._alive]
+            token = self._tokens[self._alive, step - 1]
+            if int(running.sum()) <= 0.75 * len(running):  # a smaller batch pays for the copy of the cache
+                kept = running.nonzero()[:, 0]
+                self._cache.batch_select_indices(kept)
+                self._alive, self._mask, token = self._alive[kept], self._mask[kept], token[kept]
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._alive), 1)], 1)
+            out = model(
+                input_ids=token[:, None],
+                attention_mask=self._mask,
+                position_ids=self._mask.sum(1, keepdim=True) - 1,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+            return out.logits[:, -1], version
+
+    def _compute(self, model: nn.Module, step: int) -> Tensor:
+        """Everything so far in one pass, padded on the left, each distinct row once; fills cache and mask anew."""
+        self._alive = (~self._ended).nonzero()[:, 0]
+        rows = self._alive.tolist()
+        made = self._tokens[self._alive, :step].tolist()
+        texts = [(*self._prompts[row].token_ids, *tokens) for row, tokens in zip(rows, made, strict=True)]
+        distinct = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+        length = max(map(len, distinct))
+        ids = torch.zeros(len(distinct), length, dtype=torch.int64)
+        mask = torch.zeros(len(distinct), length, dtype=torch.int64)
+        for text, place in distinct.items():
+            ids[place, length - len(text) :] = torch.tensor(text)
+            mask[place, length - len(text) :] = 1
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+        places = torch.tensor([distinct[text] for text in texts], device=self._device)
+        self._cache, self._mask = out.past_key_values, mask[places]
+        self._cache.batch_select_indices(places)
+        logits: Tensor = out.logits[:, -1][places]
+        return logits
+
+    def _append(self, step: int, logits: Tensor, version: int) -> list[Completed]:
+        """Draw a token for every row in the batch; gives the rows that have ended with it."""
+        sampling, alive = self._sampling, self._alive
+        forbidden = self._stops if step < sampling.min_new_tokens else None
+        token, logprob = draw(logits, self._uniforms[alive, step], sampling, forbidden)
+        self._tokens[alive, step], self._logprobs[alive, step] = token, logprob
+        self._versions[:, step] = version
+        stopped = torch.isin(token, self._stops)
+        if sampling.stop and step + 1 >= sampling.min_new_tokens:
+            texts = self._tokenizer.batch_decode(self._tokens[alive, : step + 1], skip_special_tokens=True)
+            ends = [any(end in text for end in sampling.stop) for text in texts]
+            stopped |= torch.tensor(ends, device=self._device)
+        new = alive[stopped & ~self._ended[alive]]
+        completed = [self._completed(row, step + 1, "stop") for row in new.tolist()]
+        self._ended[new] = True
+        if step + 1 == sampling.max_new_tokens:
+            completed += [self._completed(row, step + 1, "length") for row in (~self._ended).nonzero()[:, 0].tolist()]
+            self._ended[:] = True
+        return completed
+
+    def _completed(self, row: int, length: int, reason: FinishReason) -> Completed:
+        parts = (self._tokens, self._logprobs, self._versions)
+        tokens, logprobs, versions = (part[row, :length].tolist() for part in parts)
+        return Completed(row, tokens, logprobs, versions, reason)
+
+
+def _uniforms(rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Tensor:
+    """(B, max_new_tokens) float64: the randomness of every row, from its own seed."""
+    drawn = []
+    for prompt, index in rows:
+        generator = torch.Generator().manual_seed(sample_seed(sampling.seed, iteration, prompt.index, index))
+        drawn.append(torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator))
+    return torch.stack(drawn)

@@ -1,0 +1,84 @@
+"""Groups as they are finished: ``GroupStream``, engines that have one, and ``Rounds``, which makes one of any other.
+
+What fills an iteration asks for prompts' groups, takes those that are complete, asks for more, and closes the stream
+when it has enough. Whatever is not complete then is dropped.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.rollout.engine import SamplingSpec
+
+
+class GroupStream(Protocol):
+    """Groups under way."""
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Begin with the groups of these prompts too.
+
+        Args:
+            prompts: Each at most once in the life of the stream.
+        """
+        ...
+
+    def collect(self, most: int) -> list[list[Sample]]:
+        """Wait until a group is complete.
+
+        Args:
+            most: Groups to give at most; further ones that are complete are given next time.
+
+        Returns:
+            Complete groups, at least one, in the order of their prompts; none when no prompt is left.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drop what was not given; a second call does nothing."""
+        ...
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """A :class:`~rlhfkit.rollout.engine.RolloutEngine` that gives groups as they end, and can drop the rest."""
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> GroupStream:
+        """Begin a stream; one at a time.
+
+        Args:
+            sampling: How to sample.
+            iteration: Goes into each sample's seed.
+
+        Raises:
+            RuntimeError: If no weights were loaded yet, or the engine died.
+        """
+        ...
+
+
+class Rounds:
+    """A stream of whatever gives groups all at once: what was submitted since the last round is the next one.
+
+    Args:
+        sample: Gives the groups of prompts, in their order.
+    """
+
+    def __init__(self, sample: Callable[[list[Prompt]], list[list[Sample]]]) -> None:
+        self._sample = sample
+        self._prompts: list[Prompt] = []
+        self._groups: list[list[Sample]] = []
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """See :class:`GroupStream`."""
+        self._prompts += prompts
+
+    def collect(self, most: int) -> list[list[Sample]]:
+        """See :class:`GroupStream`."""
+        if not self._groups and self._prompts:
+            prompts, self._prompts = self._prompts, []
+            self._groups = self._sample(prompts)
+        given, self._groups = self._groups[:most], self._groups[most:]
+        return given
+
+    def close(self) -> None:
+        """See :class:`GroupStream`."""
+        self._prompts, self._groups = [], []
