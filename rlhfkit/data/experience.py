@@ -69,6 +69,8 @@ class Sample:
     token_rewards: list[float] | None = None
     """How much of ``reward`` was earned at which token (turns of an episode, steps of a solution); what they leave of it
     belongs to the last action. ``None``: all of it does."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """What else is known of how it came about (turns of an episode, why it ended); numbers are logged as means."""
 
     def __post_init__(self) -> None:
         """Reject a sample whose per-token lists disagree."""
@@ -109,6 +111,8 @@ class Experience(PaddedBatch):
     """(B, T-1) float32, the trainer's before the iteration; ``None`` in the first update: equal to the current ones."""
     ref_logprobs: Tensor | None = step_field(None)
     """(B, T-1) float32, under the reference policy."""
+    teacher_logprobs: Tensor | None = step_field(None)
+    """(B, T-1) float32, under the teacher of a distillation."""
     values: Tensor | None = step_field(None)
     """(B, T-1) float32, critic's estimate before the iteration."""
     advantages: Tensor | None = step_field(None)

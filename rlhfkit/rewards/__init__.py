@@ -2,18 +2,23 @@
 
 from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
 from rlhfkit.rewards.composition import WeightedSum
+from rlhfkit.rewards.environment import EpisodeReward, OnLastTurn
 from rlhfkit.rewards.maths import MathMatch, math_match
 from rlhfkit.rewards.model import ModelReward
 from rlhfkit.rewards.process import ProcessModelReward
+from rlhfkit.rewards.remote import RemoteReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
 
 __all__ = [
+    "EpisodeReward",
     "ExactMatch",
     "FormatReward",
     "LengthPenalty",
     "MathMatch",
     "ModelReward",
+    "OnLastTurn",
     "ProcessModelReward",
+    "RemoteReward",
     "Reward",
     "WeightedSum",
     "evaluate",

@@ -4,31 +4,44 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource, sample_seed
+from rlhfkit.rollout.environment import Action, Environment, Step
 
 if TYPE_CHECKING:
+    from rlhfkit.rollout.episodes import EpisodeEngine as EpisodeEngine
     from rlhfkit.rollout.local import LocalEngine as LocalEngine
     from rlhfkit.rollout.pool import VLLMPool as VLLMPool
     from rlhfkit.rollout.replay import ReplayEngine as ReplayEngine
+    from rlhfkit.rollout.tools import ToolEnvironment as ToolEnvironment
+    from rlhfkit.rollout.tools import tool_schemas as tool_schemas
     from rlhfkit.rollout.transfer import ModuleWeights as ModuleWeights
 
 _LAZY = {
+    "EpisodeEngine": "rlhfkit.rollout.episodes",
     "LocalEngine": "rlhfkit.rollout.local",
     "ModuleWeights": "rlhfkit.rollout.transfer",
     "ReplayEngine": "rlhfkit.rollout.replay",
+    "ToolEnvironment": "rlhfkit.rollout.tools",
     "VLLMPool": "rlhfkit.rollout.pool",
+    "tool_schemas": "rlhfkit.rollout.tools",
 }
 
 __all__ = [
+    "Action",
     "DynamicSampling",
+    "Environment",
+    "EpisodeEngine",
     "LocalEngine",
     "ModuleWeights",
     "ReplayEngine",
     "RolloutEngine",
     "SamplingSpec",
+    "Step",
+    "ToolEnvironment",
     "VLLMPool",
     "WeightInfo",
     "WeightSource",
     "sample_seed",
+    "tool_schemas",
 ]
 
 

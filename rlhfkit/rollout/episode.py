@@ -1,0 +1,220 @@
+"""``Episode``: one conversation between policy and environment, and everything that can end it."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from rlhfkit.data.experience import FinishReason, Prompt, Sample
+from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.environment import Action, Environment, Observation, Step
+from rlhfkit.rollout.event_loop import call
+from rlhfkit.rollout.observations import ObservationTokenizer, is_conversation
+from rlhfkit.rollout.trajectory import Trajectory
+from rlhfkit.rollout.turn_sampler import EngineFailedError, TurnSampler, turn_index
+
+End = Literal["done", "turns", "tokens", "time", "error"]
+
+FINISH: dict[End, FinishReason] = {
+    "done": "stop",
+    "turns": "length",
+    "tokens": "length",
+    "time": "abort",
+    "error": "abort",
+}
+"""How each end is called in ``Sample.finish_reason``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """What an episode may take."""
+
+    turns: int
+    tokens: int
+    """Prompt, actions and observations together."""
+    seconds: float
+    """From its first to its last moment, generating included."""
+    call_seconds: float
+    """Of each call of the environment."""
+
+
+class Episode:
+    """One of them.
+
+    Args:
+        prompt: What it begins with.
+        sample_index: Position in the group.
+        environment: Makes the environment.
+        sampler: Samples the turns.
+        observations: Tokenises what the environment says.
+        limits: Ends it.
+        sampling: How to sample; the group is the caller's business.
+        iteration: Goes into the seeds.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        *,
+        environment: Callable[[], Environment],
+        sampler: TurnSampler,
+        observations: ObservationTokenizer,
+        limits: EpisodeLimits,
+        sampling: SamplingSpec,
+        iteration: int,
+    ) -> None:
+        self.prompt = prompt
+        self.sample_index = sample_index
+        self.make_environment = environment
+        self.sampler = sampler
+        self.observations = observations
+        self.limits = limits
+        self.sampling = dataclasses.replace(sampling, group_size=1)
+        self.iteration = iteration
+        self.error: Exception | None = None
+        """What ended it too early."""
+        self._trajectory = Trajectory(prompt, sample_index)
+        self._environment: Environment | None = None
+        self._steps: list[dict[str, Any]] = []
+        self._judged = True
+        self._outside = 0.0  # seconds in the environment
+
+    async def play(self) -> Sample:
+        """Play it to its end, whatever that is.
+
+        Returns:
+            The sample; its ``info`` has ``reward`` (``None`` after an error or out of time), ``ended`` (:data:`End`),
+            ``turns``, ``failed``, ``environment_tokens``, ``environment_seconds``, ``last_text``, ``steps``, and
+            ``error`` where there was one.
+
+        Raises:
+            EngineFailedError: If the engine failed.
+        """
+        self._deadline = time.monotonic() + self.limits.seconds
+        ended: End = "error"
+        try:
+            with self.sampler.participant():
+                ended = await self._turns()
+        except EngineFailedError:
+            raise
+        except TimeoutError as error:
+            ended, self.error = "time", error
+        except Exception as error:  # of the environment, or of what it said
+            self.error = error
+        finally:
+            await self._close()
+        return self._sample(ended)
+
+    async def _turns(self) -> End:
+        self._environment = environment = await self._outside_call(self.make_environment, "making the environment")
+        self._begin(await self._outside_call(environment.reset, "reset()", self.prompt))
+        for turn in range(self.limits.turns):
+            room = self.limits.tokens - len(self._trajectory.context)
+            if room < 1:
+                return "tokens"
+            action = await self._act(turn, room)
+            step = await self._outside_call(environment.step, "step()", action)
+            if not isinstance(step, Step):
+                raise TypeError(f"step() must return a Step, got {type(step).__name__}")
+            self._earn(step)
+            if step.done:
+                return "done"
+            if turn + 1 < self.limits.turns and not self._observe(step.observation):
+                return "tokens"
+        return "turns"
+
+    def _begin(self, observation: Observation | None) -> None:
+        """Take what reset() said."""
+        if observation is None:
+            return
+        if is_conversation(observation):
+            token_ids = self.observations.conversation(observation)  # type: ignore[arg-type]  # checked
+            self._trajectory.prompt = dataclasses.replace(self.prompt, token_ids=token_ids)
+        else:
+            self._trajectory.observe(self.observations.behind(observation), self.sampler.engine.version or 0)
+
+    async def _act(self, turn: int, room: int) -> Action:
+        """The policy's turn."""
+        spec = self.sampling
+        most = min(spec.max_new_tokens, room)
+        if most < spec.max_new_tokens:
+            spec = dataclasses.replace(spec, max_new_tokens=most, min_new_tokens=min(spec.min_new_tokens, most))
+        index = turn_index(self.prompt.index, self.sample_index, turn)
+        sampled = await call(
+            partial(self.sampler.sample, self._trajectory.context, spec, iteration=self.iteration, index=index),
+            timeout=self._left(),
+            doing=f"the episode (limit: {self.limits.seconds:g} s), generating in turn {turn},",
+        )
+        self._trajectory.act(sampled)
+        tokenizer = self.observations.tokenizer
+        text = tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+        raw_text = tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
+        return Action(turn, list(sampled.token_ids), text, raw_text, sampled.finish_reason)
+
+    def _earn(self, step: Step) -> None:
+        self._steps.append(dict(step.info))
+        if step.reward is None:
+            self._judged = False
+        else:
+            self._trajectory.earn(float(step.reward))
+
+    def _observe(self, observation: Observation | None) -> bool:
+        """Append what step() said; false, and nothing appended, if no room for another turn would be left."""
+        if observation is None:
+            raise ValueError(
+                "step() returned neither an observation nor done=True: the policy cannot go on (an empty text lets it)"
+            )
+        token_ids = self.observations.behind(observation, self._trajectory.last)
+        if len(self._trajectory.context) + len(token_ids) >= self.limits.tokens:
+            return False
+        versions = self._trajectory.versions
+        self._trajectory.observe(token_ids, versions[-1] if versions else 0)
+        return True
+
+    async def _outside_call(self, function: Callable[..., Any], name: str, *arguments: Any) -> Any:
+        """Call the environment, in time."""
+        began = time.monotonic()
+        left = self._left()
+        limit = min(self.limits.call_seconds, left)
+        which = f"{name} of the environment" if limit < left else f"the episode (limit: {self.limits.seconds:g} s)"
+        try:
+            return await call(function, *arguments, timeout=limit, doing=which)
+        finally:
+            self._outside += time.monotonic() - began
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    async def _close(self) -> None:
+        """Let the environment free what it has; a failure there is nothing the policy could learn from."""
+        environment, self._environment = self._environment, None
+        if environment is None:
+            return
+        try:
+            await call(environment.close, timeout=self.limits.call_seconds, doing="close() of the environment")
+        except Exception as error:
+            self.error = self.error or error
+
+    def _sample(self, ended: End) -> Sample:
+        trajectory = self._trajectory
+        finish = FINISH[ended]
+        if ended == "done" and trajectory.last is not None and trajectory.last.finish_reason == "length":
+            finish = "length"  # its last turn was cut off
+        whole = self._judged and trajectory.turns > 0 and ended not in ("time", "error")
+        last = trajectory.last.token_ids if trajectory.last is not None else []
+        sample = trajectory.sample(finish, {})
+        sample.info |= {
+            "reward": sum(sample.token_rewards or ()) if whole else None,
+            "ended": ended,
+            "turns": trajectory.turns,
+            "failed": ended in ("time", "error"),
+            "environment_tokens": len(trajectory.token_ids) - trajectory.actions,
+            "environment_seconds": self._outside,
+            "last_text": self.observations.tokenizer.decode(last, skip_special_tokens=True),
+            "steps": self._steps,
+        }
+        if self.error is not None:
+            sample.info["error"] = f"{type(self.error).__name__}: {self.error}"
+        return sample

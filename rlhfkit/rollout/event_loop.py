@@ -1,0 +1,188 @@
+"""An asyncio loop in a thread, for code that talks to many slow things from a synchronous caller.
+
+A call that hangs costs its own time limit and nothing else: plain functions run in daemon threads that are left behind,
+coroutines are cancelled without being waited for, and a coroutine that blocks the whole loop is found and named.
+"""
+
+import asyncio
+import concurrent.futures
+import contextvars
+import inspect
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_HEARTBEAT = 0.25  # seconds
+
+
+class BlockedLoopError(RuntimeError):
+    """A coroutine has kept the loop from doing anything else."""
+
+
+class LoopThread:
+    """A loop in a daemon thread, started when first used.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._beat = 0.0
+
+    def __reduce__(self) -> Any:
+        """A copy for another process is one that has not started; threads do not travel."""
+        return type(self), (self._name,)
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], *, blocked_after: float) -> T:
+        """Run a coroutine to its end; several threads may do so at once.
+
+        Args:
+            work: Makes the coroutine.
+            blocked_after: Seconds that one step of any coroutine may keep the loop.
+
+        Raises:
+            BlockedLoopError: If the loop is kept longer; the message shows by what. The thread is left behind.
+            BaseException: What the coroutine raised.
+        """
+        loop = self._running()
+        future = asyncio.run_coroutine_threadsafe(work(), loop)
+        try:
+            while not concurrent.futures.wait([future], timeout=1.0).done:
+                silent = time.monotonic() - self._beat
+                if silent > blocked_after:
+                    raise BlockedLoopError(self._blocked(loop, silent))
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the thread, when what runs in it has let go; a second call does nothing."""
+        with self._lock:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is not None and thread is not None and thread.is_alive():
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(5.0)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None or self._thread is None or not self._thread.is_alive():
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
+                self._beat = time.monotonic()
+                self._thread.start()
+            return self._loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        def beat() -> None:
+            self._beat = time.monotonic()
+            loop.call_later(_HEARTBEAT, beat)
+
+        asyncio.set_event_loop(loop)
+        loop.call_soon(beat)
+        try:
+            loop.run_forever()
+            _cancel_everything(loop)
+        finally:
+            loop.close()
+
+    def _blocked(self, loop: asyncio.AbstractEventLoop, seconds: float) -> str:
+        """What to say about it; the next run starts with another loop."""
+        with self._lock:
+            thread = self._thread
+            if self._loop is loop:
+                self._loop, self._thread = None, None
+        frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+        where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "(the thread has ended)\n"
+        return (
+            f"an async function has blocked the event loop of all episodes for {seconds:.0f} s: await something that "
+            f"does not block there, or make it a plain function, which gets a thread of its own. It is at\n{where}"
+        )
+
+
+async def call(function: Callable[..., Any], *arguments: Any, timeout: float, doing: str) -> Any:
+    """Call a function of somebody else's, async or not, and wait for it for so long and no longer.
+
+    Args:
+        function: A coroutine function, or a plain one, which runs in a thread of its own.
+        *arguments: Of it.
+        timeout: Seconds.
+        doing: For the message.
+
+    Raises:
+        TimeoutError: If it takes longer. A coroutine is cancelled, a thread left behind.
+        Exception: What it raised.
+    """
+    task = asyncio.ensure_future(
+        function(*arguments) if inspect.iscoroutinefunction(function) else in_thread(function, *arguments)
+    )
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+    except asyncio.CancelledError:
+        _abandon(task)
+        raise
+    if not done:
+        _abandon(task)
+        raise TimeoutError(f"{doing} took longer than {timeout:g} s")
+    return task.result()
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a daemon thread of its own: one that hangs keeps neither the loop nor the interpreter's end.
+
+    Args:
+        function: If what it returns can be awaited, it is, in the loop.
+        *arguments: Of it.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = function(*arguments)
+        except StopIteration as stop:  # which a future cannot carry
+            error = RuntimeError(f"{stop!r} was raised")
+            error.__cause__ = stop
+        except BaseException as raised:  # handed to whoever waits
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(work,), name="rlhfkit-call", daemon=True).start()
+    result = await future
+    return await result if inspect.isawaitable(result) else result
+
+
+def _abandon(task: "asyncio.Future[Any]") -> None:
+    """Cancel without waiting, and let nobody be told what it raises."""
+    task.cancel()
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def _cancel_everything(loop: asyncio.AbstractEventLoop) -> None:
+    """Give what is still running a chance to clean up."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))

@@ -1,0 +1,199 @@
+"""``ToolEnvironment``: the policy calls Python functions, reads what they return, and answers when it knows enough."""
+
+import asyncio
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhfkit.rollout.environment import Action, Environment, Message, Step
+from rlhfkit.rollout.event_loop import call
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What the policy wants to be called, or why that cannot be read."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+    """Told to the policy in place of a result."""
+
+
+ToolCallParser = Callable[[Action], Sequence[ToolCall]]
+"""Finds the calls in an action, in order; none: the action is the answer."""
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def parse_tool_calls(action: Action) -> list[ToolCall]:
+    """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen models write calls.
+
+    Args:
+        action: What the policy said.
+    """
+    return [_parse(text) for text in _CALL.findall(action.text)]
+
+
+def _parse(text: str) -> ToolCall:
+    try:
+        written = json.loads(text)
+    except ValueError as error:
+        return ToolCall(error=f"the tool call is no JSON: {error}")
+    if not isinstance(written, dict) or not isinstance(written.get("name"), str):
+        return ToolCall(error='a tool call is {"name": ..., "arguments": {...}}')
+    arguments = written.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        return ToolCall(written["name"], error="the arguments of a tool call must be a JSON object")
+    return ToolCall(written["name"], arguments)
+
+
+def tool_schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """JSON schemas of functions, from their type hints and docstrings; what chat templates take as ``tools``.
+
+    Example::
+
+        PromptDataModule(..., chat_template_arguments={"tools": tool_schemas([search])})
+
+    Args:
+        tools: Functions with type hints and a docstring of Google's style that says what each argument is.
+
+    Raises:
+        ValueError: If one lacks them.
+    """
+    from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+    schemas = []
+    for tool in tools:
+        try:
+            schemas.append(get_json_schema(tool))
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise ValueError(
+                f"tool {getattr(tool, '__name__', tool)!r} needs type hints and a docstring with an Args section: "
+                f"{error}"
+            ) from error
+    return schemas
+
+
+class ToolEnvironment(Environment):
+    """Runs the tools that an action calls and returns their results as messages; an action without calls is the answer.
+
+    A tool that raises, takes too long, does not exist or is called wrongly gives a message that says so: the policy is
+    to learn from it. Subclass it for tools with a state (bound methods are tools like any others) or a reward.
+
+    Tools run in this process. For code that the policy has written, give a function that runs it in a sandbox.
+
+    Example::
+
+        def multiply(a: int, b: int) -> int:
+            ...  # with a docstring that says what a and b are
+
+
+        EpisodeEngine(engine, tools=[multiply])
+
+    Args:
+        tools: Plain functions, which get a thread each, or async ones, by their names.
+        parse: Finds the calls in an action.
+        timeout: Seconds of each call.
+        max_result_characters: A longer result is cut.
+        role: Role of the messages; ``"user"`` for templates that know no tools.
+
+    Raises:
+        ValueError: If there is no tool, one has no name or schema, two have the same name, or a limit is out of range.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]],
+        *,
+        parse: ToolCallParser = parse_tool_calls,
+        timeout: float = 30.0,
+        max_result_characters: int = 8000,
+        role: str = "tool",
+    ) -> None:
+        self.tools = {getattr(tool, "__name__", ""): tool for tool in tools}
+        if not tools or "" in self.tools or len(self.tools) < len(tools):
+            raise ValueError(f"tools must be one or more functions of different names, got {list(tools)!r}")
+        if timeout <= 0 or max_result_characters < 1:
+            raise ValueError(
+                f"timeout and max_result_characters must be positive, got {timeout} and {max_result_characters}"
+            )
+        self.parse = parse
+        self.timeout = timeout
+        self.max_result_characters = max_result_characters
+        self.role = role
+
+    async def step(self, action: Action) -> Step:
+        """Run what is called, all at the same time."""
+        calls = list(self.parse(action))
+        if not calls:
+            return Step(reward=await _awaited(self.answer_reward(action)), done=True)
+        outcomes = await asyncio.gather(*map(self._run, calls))
+        messages: list[Message] = [
+            {"role": self.role, "name": wanted.name, "content": text}
+            for wanted, (text, _) in zip(calls, outcomes, strict=True)
+        ]
+        failed = sum(not worked for _, worked in outcomes)
+        return Step(messages, info={"tool_calls": len(calls), "tool_errors": failed})
+
+    def answer_reward(self, action: Action) -> Any:
+        """The reward of an answer, an action that calls no tool: 0, to be overridden (also by an async method).
+
+        Args:
+            action: The answer.
+        """
+        return 0.0
+
+    async def _run(self, wanted: ToolCall) -> tuple[str, bool]:
+        """The result of one call as text, and whether it worked."""
+        tool = self.tools.get(wanted.name)
+        if wanted.error:
+            return f"Error: {wanted.error}", False
+        if tool is None:
+            return f"Error: there is no tool {wanted.name!r}; there are {', '.join(self.tools)}", False
+        try:
+            inspect.signature(tool).bind(**wanted.arguments)
+        except TypeError as error:
+            return f"Error: {wanted.name}: {error}", False
+        bound = _bound(tool, wanted.arguments)
+        try:
+            result = await call(bound, timeout=self.timeout, doing=f"tool {wanted.name}")
+        except Exception as error:
+            return self._short(f"Error: {type(error).__name__}: {error}"), False
+        return self._short(result if isinstance(result, str) else json.dumps(result, default=str)), True
+
+    def _short(self, text: str) -> str:
+        limit = self.max_result_characters
+        return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
+
+
+class ToolEnvironmentFactory:
+    """Makes tool environments; unlike a lambda it can be sent to another process.
+
+    Args:
+        tools: Of each.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
+        self.tools = list(tools)
+
+    def __call__(self) -> ToolEnvironment:
+        """One for another episode."""
+        return ToolEnvironment(self.tools)
+
+
+def _bound(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """The tool with its arguments, async if it is."""
+    return functools.partial(tool, **arguments)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

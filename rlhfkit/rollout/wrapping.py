@@ -1,0 +1,77 @@
+"""``EngineWrapper``: an engine around another one, which passes on everything it does not do itself."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
+
+
+class EngineWrapper:
+    """A :class:`~rlhfkit.rollout.engine.RolloutEngine` with the weights, versions and ranks of another.
+
+    What an engine can do beyond the protocol is passed on too. Subclasses change :meth:`generate`.
+
+    Args:
+        engine: The engine inside.
+
+    Raises:
+        TypeError: If it is none.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        if not isinstance(engine, RolloutEngine):
+            raise TypeError(f"engine must implement rlhfkit.rollout.RolloutEngine, got {type(engine).__name__}")
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the engine inside has."""
+        if name == "engine" or name.startswith("__"):  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.engine, name)
+
+    @property
+    def shared(self) -> bool:
+        """Whether one engine serves all ranks."""
+        return self.engine.shared
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the weights being served."""
+        return self.engine.version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        self.engine.version = version
+
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
+        """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
+        self.engine.start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        """Sample; see :meth:`RolloutEngine.generate`."""
+        return self.engine.generate(prompts, sampling, iteration=iteration)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of given tokens; see :meth:`RolloutEngine.score`."""
+        return self.engine.score(sequences)
+
+    def load(self, weights: WeightSource, version: int) -> None:
+        """Serve these weights; see :meth:`RolloutEngine.load`."""
+        self.engine.load(weights, version)
+
+    def sleep(self) -> None:
+        """Give up memory; see :meth:`RolloutEngine.sleep`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+        self.engine.wake()
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        self.engine.close()
