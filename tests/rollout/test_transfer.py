@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
+from rlhfkit.rollout.carriers import Carrier, NetworkCarrier, SharedMemoryCarrier
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.senders import GlooGroup, GlooSender, checked
+from rlhfkit.rollout.gloo_group import GlooGroup
+from rlhfkit.rollout.senders import GlooSender, checked
+from rlhfkit.rollout.shared_blocks import SharedBlocks
 from rlhfkit.rollout.transfer import ModuleWeights, plan_buckets
 from rollout.zero3_ranks import run_ranks
 
@@ -100,6 +103,11 @@ class TestModuleWeights:
         assert all(torch.equal(t, model.get_parameter(n).detach().bfloat16()) for n, t in weights)
         assert {tensor.dtype for _, tensor in weights} == {torch.bfloat16}
 
+    def test_finite_weights_whose_sum_is_not_are_published(self) -> None:
+        model = nn.Linear(3, 3)
+        nn.init.constant_(model.weight, 3e38)
+        assert len(list(ModuleWeights(model))) == 2
+
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_a_weight_that_is_not_finite_raises_before_the_first_is_yielded(self, value: float) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -149,6 +157,7 @@ class ReceiverThreads:
         self.num_workers = num_workers
         self.dies_after = dies_after
         self.groups: list[GlooGroup] = []
+        self.carriers: list[Carrier] = []
         self.received: list[dict[str, Tensor]] = []
         self._threads = ThreadPoolExecutor(2 * num_workers)
 
@@ -161,7 +170,11 @@ class ReceiverThreads:
         limit = timedelta(seconds=r["timeout"])
         store = dist.TCPStore(r["address"], r["port"], is_master=False, timeout=limit)
         group = GlooGroup(store, r["prefix"], rank, r["world_size"], r["timeout"], "127.0.0.1")
+        carrier: Carrier = NetworkCarrier(group)
+        if r["shared_memory"] is not None:
+            carrier = SharedMemoryCarrier(group, SharedBlocks.open(r["shared_memory"], r["bucket_bytes"]))
         self.groups.append(group)
+        self.carriers.append(carrier)
         return group
 
     def update(self, update: dict[str, Any]) -> "Calls":
@@ -173,13 +186,14 @@ class ReceiverThreads:
         return Calls([self._threads.submit(self._receive, index, infos) for index in range(len(self.groups))])
 
     def _receive(self, index: int, infos: list[WeightInfo]) -> None:
-        for number, bucket in enumerate(plan_buckets(infos, self._rendezvous["bucket_bytes"])):
+        buckets = plan_buckets(infos, self._rendezvous["bucket_bytes"])
+        blocks = self.carriers[index].incoming([bucket.num_bytes for bucket in buckets])
+        for number, block in enumerate(blocks):
             if index == 1 and number == self.dies_after:
+                blocks.close()
                 self.groups[index].close()
                 raise RuntimeError("receiver 1 is gone")
-            block = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            self.groups[index].broadcast(block).wait()
-            self.received[index].update(bucket.views(block, infos))
+            self.received[index].update({name: view.clone() for name, view in buckets[number].views(block, infos)})
 
     def close(self) -> None:
         for group in self.groups:
@@ -205,12 +219,17 @@ class Calls:
 class TestGlooSender:
     """The trainer's half of the transfer."""
 
+    @pytest.mark.parametrize("shared_memory", [True, False])
     @pytest.mark.parametrize("num_workers", [1, 3])
-    def test_every_receiver_gets_every_bit_again_and_again(self, num_workers: int) -> None:
-        sender, receivers = GlooSender(timeout=20, bucket_bytes=1000), ReceiverThreads(num_workers)
+    def test_every_receiver_gets_every_bit_again_and_again(self, num_workers: int, shared_memory: bool) -> None:
+        sender = GlooSender(timeout=20, bucket_bytes=1000, shared_memory=shared_memory)  # less than the larger weights
+        receivers = ReceiverThreads(num_workers)
         model = nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 3).to(torch.bfloat16), nn.Linear(5, 5).double())
         try:
             sender.connect(receivers)
+            kinds = {type(carrier) for carrier in receivers.carriers}
+            assert kinds == {SharedMemoryCarrier if shared_memory else NetworkCarrier}
+            assert not [*Path("/dev/shm").glob("rlhfkit-*")]  # freed with the processes, whatever ends them
             for _ in range(3):
                 with torch.no_grad():
                     for parameter in model.parameters():
@@ -225,8 +244,10 @@ class TestGlooSender:
             sender.close()
             receivers.close()
 
-    def test_a_receiver_that_leaves_is_noticed_at_once(self) -> None:
-        sender, receivers = GlooSender(timeout=20, bucket_bytes=1000), ReceiverThreads(2, dies_after=3)
+    @pytest.mark.parametrize("shared_memory", [True, False])
+    def test_a_receiver_that_leaves_is_noticed_at_once(self, shared_memory: bool) -> None:
+        sender = GlooSender(timeout=20, bucket_bytes=1000, shared_memory=shared_memory)
+        receivers = ReceiverThreads(2, dies_after=3)
         weights = ModuleWeights(nn.Sequential(*(nn.Linear(15, 15) for _ in range(20))))
         try:
             sender.connect(receivers)

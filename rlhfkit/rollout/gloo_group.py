@@ -1,0 +1,124 @@
+"""``GlooGroup``: the trainer and the engines' workers as a group of their own, which touches no global state of torch.
+
+Its store listens on one address only. Every operation has a time limit.
+"""
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Operation:
+    """A broadcast or meeting under way."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work: dist.Work | None = work
+
+    def is_completed(self) -> bool:
+        """Whether it has succeeded or failed."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: If a member failed, the time is up, or the group was closed.
+        """
+        if self._work is None:
+            raise RuntimeError("the group was closed during an operation")
+        self._work.wait()
+
+    def drop(self) -> None:
+        """Let go of the group's connections."""
+        self._work = None
+
+
+class GlooGroup:
+    """A gloo group over its own store.
+
+    Args:
+        store: Shared key-value store.
+        prefix: Distinguishes this group from earlier ones over the same store.
+        rank: Of this process.
+        size: Members.
+        timeout: Seconds any operation may take.
+        address: Address of this machine that the others reach.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int, timeout: float, address: str) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave most of it out
+        options = gloo._Options()
+        options._timeout = self._timeout
+        options._threads = 2
+        options._devices = [gloo.create_device(hostname=address)]
+        self._group: Any = gloo(dist.PrefixStore(prefix, store), rank, size, options)
+        self._under_way: list[Operation] = []
+
+    def broadcast(self, block: Tensor) -> Operation:
+        """Start sending from (or receiving into) the block; rank 0 sends.
+
+        Args:
+            block: Contiguous CPU tensor, untouched until the work is done.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        return self._watched(self._group.broadcast([block], options))
+
+    def meet(self) -> Operation:
+        """Start to wait until every member has come to this point."""
+        options = dist.AllreduceOptions()
+        options.timeout = self._timeout
+        return self._watched(self._group.allreduce([torch.zeros(1)], options))
+
+    def _watched(self, work: dist.Work) -> Operation:
+        operation = Operation(work)
+        self._under_way = [*(other for other in self._under_way if not other.is_completed()), operation]
+        return operation
+
+    def close(self) -> None:
+        """Drop all connections, so that members that wait for this one fail now.
+
+        In torch 2.13 ``abort`` and ``shutdown`` leave the sockets of a gloo group open; they are closed when nothing
+        refers to the group any more, and a piece of its work does.
+        """
+        for operation in self._under_way:
+            operation.drop()
+        self._under_way, self._group = [], None
+
+
+def open_store(address: str, timeout: float) -> dist.TCPStore:
+    """A store that listens on one address only, on a port that is free.
+
+    Args:
+        address: Of this machine.
+        timeout: Seconds any operation may take.
+    """
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the route to a host; nothing is sent.
+
+    Args:
+        host: Name or address.
+        port: Any.
+    """
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
