@@ -22,6 +22,7 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
     "merge-adapter": ("a LoRA adapter merged into its base model", "rlhfkit.commands.merge_adapter:merge_adapter"),
     "generate": ("sample completions of prompts, as JSON lines", "rlhfkit.commands.generate:generate"),
     "score": ("add a reward to each line of completions", "rlhfkit.commands.score:score"),
+    "serve-reward": ("a reward model or function over HTTP", "rlhfkit.commands.serve_reward:serve_reward"),
 }
 """Command to its one-line help and the function that it calls (``module:function``)."""
 

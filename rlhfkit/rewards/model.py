@@ -88,7 +88,7 @@ class ModelReward:
         """
         if not samples:
             return []
-        self._load()
+        self.load()
         examples = self.examples(samples)
         lengths = [len(example.input_ids) for example in examples]
         forwards = min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(lengths))
@@ -111,7 +111,8 @@ class ModelReward:
         """The rewards of a batch of examples, (B,); override to read something else off the model."""
         return reward_output(self._loaded, batch, normalized=self.normalized)
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Load the model now, not when the first samples come. Does nothing the second time."""
         if self._loaded is not None:
             return
         device = self.device

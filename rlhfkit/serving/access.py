@@ -58,6 +58,14 @@ class AccessToken:
         scheme, _, given = (header or "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._read().encode())
 
+    def redacted(self, text: str) -> str:
+        """A text of others, such as a server's answer, without the secret if it has it.
+
+        Args:
+            text: To be shown or logged.
+        """
+        return text.replace(self._read(), "***")
+
     def __len__(self) -> int:
         """Characters of the secret."""
         return len(self._read())
