@@ -5,6 +5,7 @@ or :func:`missing_eos_penalty`), baseline (:mod:`rlhfkit.losses.advantages`), :f
 :func:`token_rewards` puts it on the last action, or where it was earned, and subtracts the KL penalty from each token.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -198,6 +199,19 @@ class RewardMoments(NamedTuple):
     def zero(cls) -> "RewardMoments":
         """Of no rewards."""
         return cls(*torch.zeros(3, dtype=torch.float64))
+
+    @classmethod
+    def of(cls, saved: Sequence[float]) -> "RewardMoments":
+        """Inverse of :meth:`plain`.
+
+        Args:
+            saved: Three numbers.
+        """
+        return cls(*torch.tensor(saved, dtype=torch.float64))
+
+    def plain(self) -> list[float]:
+        """Three numbers for a checkpoint."""
+        return [float(moment) for moment in self]
 
     def update(self, rewards: Tensor) -> "RewardMoments":
         """With more rewards, exactly as if all had come at once (Chan et al., 1979).

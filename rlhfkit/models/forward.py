@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from rlhfkit.losses.logprobs import linear_logprobs, logits_logprobs
 from rlhfkit.models.attention import PACKED_ATTENTION, PackedLayout
 
+VALUE_HEAD = "value_head"
+"""Attribute of a language model that holds the value head of a shared backbone; no part of the Hugging Face model."""
+
 
 class PolicyOutput(NamedTuple):
     """What the policy says about a batch.
@@ -21,11 +24,14 @@ class PolicyOutput(NamedTuple):
         logprobs: (B, T-1) float32; 0 where the mask is false.
         entropy: (B, T-1) float32 in nats, with gradient; ``None`` unless asked for.
         router_aux_loss: Scalar, the load-balancing loss of a mixture of experts; ``None`` unless asked for.
+        values: (B, T-1) float32, of the value head, in the state in which each token was chosen; 0 where the mask is
+            false; ``None`` unless asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     router_aux_loss: Tensor | None = None
+    values: Tensor | None = None
 
 
 class TokenizedBatch(Protocol):
@@ -102,6 +108,7 @@ def policy_output(
     temperature: float = 1.0,
     entropy: bool = False,
     router_aux_loss: bool = False,
+    values: bool = False,
     packed: bool | None = None,
 ) -> PolicyOutput:
     """Log-probs of the selected tokens of a batch.
@@ -116,6 +123,7 @@ def policy_output(
         temperature: Divides the logits; that of the sampler, so that log-probs compare.
         entropy: Also give the entropy of each selected position.
         router_aux_loss: Also give the load-balancing loss of a mixture of experts, over all tokens that go through it.
+        values: Also give the numbers of the model's value head, see :func:`~rlhfkit.models.heads.add_value_head`.
         packed: Remove the padding. ``None``: where the model's attention is ours.
 
     Raises:
@@ -127,14 +135,19 @@ def policy_output(
     targets = batch.input_ids[:, 1:][mask]
     if router_aux_loss:
         inputs["output_router_logits"] = True
-    chosen, balance = _chosen(model, bare, inputs, positions, targets, temperature, entropy)
+    chosen, balance = _chosen(model, bare, inputs, positions, targets, temperature, entropy, values)
     if router_aux_loss and balance is None:
         raise ValueError(
             f"{type(bare).__name__} has no router whose load could be balanced: use router_aux_loss_coef=0"
         )
     empty = torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device)
     columns = [empty.masked_scatter(mask, column) for column in chosen.unbind(-1)]
-    return PolicyOutput(columns[0], columns[1] if entropy else None, balance if router_aux_loss else None)
+    return PolicyOutput(
+        columns[0],
+        columns[1] if entropy else None,
+        balance if router_aux_loss else None,
+        columns[-1] if values else None,
+    )
 
 
 def _chosen(
@@ -145,9 +158,15 @@ def _chosen(
     targets: Tensor,
     temperature: float,
     entropy: bool,
+    values: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(M, 1) log-probs or (M, 2) log-probs and entropy of the M selected tokens; and the router's loss, if any."""
+    """(M, 1 to 3): log-probs, then entropy and values where asked for, of the M selected tokens; the router's loss."""
     if not has_plain_head(bare):
+        if values:
+            raise ValueError(
+                f"{type(bare).__name__} changes its logits behind the output layer, and a value head beside that is "
+                "not supported: use a critic with a backbone of its own"
+            )
         output = model(**inputs, use_cache=False)
         logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
@@ -156,15 +175,19 @@ def _chosen(
     layer = cast(Any, bare).get_output_embeddings()
 
     def forward(hidden: Tensor) -> Tensor:
+        selected = hidden.flatten(0, 1)[positions]
         out = linear_logprobs(
-            hidden.flatten(0, 1)[positions],
+            selected,
             layer.weight,
             targets,
             bias=getattr(layer, "bias", None),
             temperature=temperature,
             entropy=entropy,
         )
-        return torch.stack([column for column in out if column is not None], -1)
+        columns = [column for column in out if column is not None]
+        if values:  # one forward pass for both heads; the value head's own hooks gather a ZeRO-3 shard
+            columns.append(getattr(bare, VALUE_HEAD)(selected)[:, 0])
+        return torch.stack(columns, -1)
 
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)

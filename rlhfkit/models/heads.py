@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhfkit.losses.masked import full_precision
 from rlhfkit.models.adapters import adapter_base, add_lora
-from rlhfkit.models.forward import TokenizedBatch, model_inputs, unwrap
+from rlhfkit.models.forward import VALUE_HEAD, TokenizedBatch, has_plain_head, model_inputs, unwrap
 from rlhfkit.models.load import disable_dropout, existing_name, pretrained_arguments
 from rlhfkit.models.lora import LoRA
 from rlhfkit.models.quantization import Quantization
@@ -164,6 +164,34 @@ def load_scalar_model(
     if gradient_checkpointing:
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
+
+
+def add_value_head(model: nn.Module, *, std: float | None = None) -> None:
+    """Put a value head on a language model's trunk: policy and critic in one, read by ``policy_output(values=True)``.
+
+    The head is the attribute ``value_head`` of the model. It travels with the model's state, but it is no part of the
+    Hugging Face model: what is saved as a folder or published to an engine goes without it.
+
+    Args:
+        model: A Hugging Face causal language model, changed in place, before it is wrapped.
+        std: Spread of the head's weights, see :func:`load_scalar_model`.
+
+    Raises:
+        ValueError: If the model has a value head, or no plain output layer.
+    """
+    bare: Any = unwrap(model)
+    if hasattr(bare, VALUE_HEAD):
+        raise ValueError(f"this {type(bare).__name__} has a value head already")
+    if not has_plain_head(bare):
+        raise ValueError(
+            f"{type(bare).__name__} changes its logits behind the output layer, and a value head beside that is not "
+            "supported: use a critic with a backbone of its own"
+        )
+    embedding = bare.get_input_embeddings().weight
+    width = bare.config.get_text_config().hidden_size
+    head = ScalarHead(width, 1, bias=False, device=embedding.device, dtype=embedding.dtype)
+    _initialize(head, std)
+    setattr(bare, VALUE_HEAD, head)
 
 
 def _needs_head(config: Any, name: str, stepwise: bool, new_head: bool) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.models.adapters import adapter_layers
-from rlhfkit.models.forward import unwrap
+from rlhfkit.models.forward import VALUE_HEAD, unwrap
 
 _WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _BASE = ".base_layer"  # peft puts the layer that an adapter belongs to under this name
@@ -65,6 +65,8 @@ class MergedWeight:
 def merged_weights(module: nn.Module) -> list[MergedWeight]:
     """All weights by Hugging Face name, tied ones once (whoever loads them ties again, as the configuration says).
 
+    The value head of a shared backbone is left out: no engine knows it.
+
     Args:
         module: Bare, or wrapped by DDP, ``torch.compile``, peft or a DeepSpeed engine.
 
@@ -83,7 +85,7 @@ def merged_weights(module: nn.Module) -> list[MergedWeight]:
         if shard is not None:
             seen.add(shard)
         owner, _, kind = name.rpartition(".")
-        if layers and _of_adapter(name):
+        if name.startswith(f"{VALUE_HEAD}.") or (layers and _of_adapter(name)):
             continue
         layer = layers.get(owner.removesuffix(_BASE)) if owner.endswith(_BASE) and kind == "weight" else None
         for wrapper in (*_WRAPPER_NAMES, "base_layer.") if layers else _WRAPPER_NAMES:
@@ -105,7 +107,11 @@ def adapter_weights(module: nn.Module) -> list[MergedWeight]:
     """
     while (inner := unwrap(module)) is not module:
         module = inner
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    trained = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not name.startswith(f"{VALUE_HEAD}.")
+    ]
     others = [name for name, _ in trained if ".lora_" not in name]
     if not trained or others:
         reason = f"{others[0]!r} is trained beside it" if others else "there is none"

@@ -234,19 +234,22 @@ class PolicyModule(SavedModule):
         compute: Callable[[Experience], Tensor],
         experience: Experience,
         rows: Tensor | None = None,
+        columns: int | None = None,
     ) -> Tensor:
         """A forward pass over a whole iteration, each rank computing its share. A collective: all ranks call it alike.
 
         Args:
             model: What ``compute`` calls; in eval mode meanwhile.
-            compute: From a batch of b sequences of t tokens to (b, t-1).
+            compute: From a batch of b sequences of t tokens to (b, t-1), or (b, t-1, C).
             experience: B sequences, the same on every rank.
             rows: (B,) bool, which sequences are wanted; all when ``None``.
+            columns: C, where ``compute`` gives several numbers for each token.
 
         Returns:
-            (B, T-1) float32 on the CPU, the same on every rank; 0 in rows not asked for.
+            (B, T-1) or (B, T-1, C) float32 on the CPU, the same on every rank; 0 in rows not asked for.
         """
-        total = torch.zeros(experience.action_mask.shape, device=self.device)
+        last = () if columns is None else (columns,)
+        total = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
         wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
         world, rank = self.trainer.world_size, self.global_rank
         if len(wanted):

@@ -37,6 +37,8 @@ class GRPOModule(OnPolicyModule):
             ``batch``, or ``none`` (Dr.GRPO, Liu et al., 2025, arXiv:2503.20783). Only for the estimator ``None``.
         gamma: Discount of later tokens' rewards, in [0, 1].
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1 (REINFORCE++).
+        token_level_rewards: Where samples say which token earned what (``Sample.token_rewards``), the advantage of a
+            token is what is earned from it on, not that of its sample. For estimators in units of the reward.
         **kwargs: See :class:`OnPolicyModule`.
 
     Raises:
@@ -51,12 +53,18 @@ class GRPOModule(OnPolicyModule):
         advantage_scale: AdvantageScale = "group",
         gamma: float = 1.0,
         whiten_advantages: bool = False,
+        token_level_rewards: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale=advantage_scale)  # checks the scale
         if not 0.0 <= gamma <= 1.0:
             raise ValueError(f"gamma must be in [0, 1], got {gamma}")
+        if token_level_rewards and estimator is None and advantage_scale != "none":
+            raise ValueError(
+                "token_level_rewards takes what was earned before a token from its sample's advantage, which has to be "
+                f"in units of the reward: advantage_scale={advantage_scale!r} has others, use 'none' or an estimator"
+            )
         self._estimator: Estimator | None = None if estimator is None else resolve_function(estimator, "estimator")
         self.hparams["estimator"] = None if self._estimator is None else function_name(self._estimator)
 
@@ -85,10 +93,13 @@ class GRPOModule(OnPolicyModule):
         """
         scores = self.estimate(experience.rewards, experience.group)
         in_reward = self.hparams["kl_coef"] and self.hparams["kl_in_reward"]
-        if not in_reward and self.hparams["gamma"] == 1.0 and not self.hparams["whiten_advantages"]:
+        earned = experience.token_rewards if self.hparams["token_level_rewards"] else None
+        of_samples = earned is None and not in_reward and self.hparams["gamma"] == 1.0
+        if of_samples and not self.hparams["whiten_advantages"]:
             return scores
         mask = experience.action_mask
-        returns = discounted_returns(self.token_rewards(experience, scores), mask, gamma=self.hparams["gamma"])
+        rewards = self.token_rewards(experience, scores, earned=earned)
+        returns = discounted_returns(rewards, mask, gamma=self.hparams["gamma"])
         return whiten(returns, mask) if self.hparams["whiten_advantages"] else returns
 
     def check_group_size(self, group_size: int) -> None:

@@ -25,19 +25,24 @@ from rlhfkit.losses import (
 )
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.pretraining import check_pretraining_data, pretraining_loss
+from rlhfkit.modules.rewarded import RewardedModule
+from rlhfkit.modules.trust import KLStop, pass_by
 
 
-class OnPolicyModule(PolicyModule):
+class OnPolicyModule(RewardedModule):
     """A policy that learns from its own samples.
 
-    A subclass says what the advantages are (:meth:`advantages`). The loss is a surrogate (PPO's unless told), plus a KL
-    penalty towards the model it started from and an entropy bonus where asked for.
+    A subclass says what the advantages are (:meth:`advantages`), or a function that is passed in. The loss is a
+    surrogate (PPO's unless told), plus a KL penalty towards the model it started from, an entropy bonus, and the
+    cross-entropy of other text, where asked for.
 
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default).
+        advantages: Your own estimator, in place of the subclass's: a function of the iteration's
+            :class:`~rlhfkit.data.Experience` that returns what :meth:`advantages` does, or its dotted name.
         surrogate: The policy loss: a function of :mod:`rlhfkit.losses`, your own of the same form
             ``(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, or
             its dotted name.
@@ -54,13 +59,19 @@ class OnPolicyModule(PolicyModule):
             ``β *= 1 + clip(KL / target - 1, ±0.2) n / horizon`` for n samples (Ziegler et al., 2019, arXiv:1909.08593,
             section 2.2, whose KL is that of a whole answer); ``None``: ``kl_coef`` stays. ``policy/kl_coef`` is logged.
         kl_horizon: Samples in which the coefficient may change by a fifth (10000: OpenRLHF's and the paper's).
+        kl_stop: Nats per token: once the policy has gone so far from the one that began the iteration (k3, over an
+            update's tokens), that update and the later ones of the iteration leave it as it is, bitwise; the critic
+            goes on, unless it shares the policy's trunk. 0.015 in Spinning Up; ``None``: never, as in OpenRLHF.
+            ``policy/kl_stopped`` is the share of updates that were not made.
         kl_in_reward: Subtract the penalty from the reward of each token (InstructGPT, OpenRLHF's default for PPO)
             instead of adding it to the loss.
         entropy_coef: Weight of an entropy bonus.
+        ptx_coef: Weight of the cross-entropy of text that ``PromptDataModule(pretraining_data=...)`` mixes into every
+            update (PTX: InstructGPT, Ouyang et al., 2022, arXiv:2203.02155, section 3.5; 0.05 in OpenRLHF).
         correction: Importance correction for what engine and trainer disagree on: a name of
             :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
         log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
-        **kwargs: See :class:`PolicyModule`.
+        **kwargs: See :class:`RewardedModule` and :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -71,6 +82,7 @@ class OnPolicyModule(PolicyModule):
         model: str,
         *,
         lr: float = 1e-6,
+        advantages: str | Callable[[Experience], Tensor] | None = None,
         surrogate: str | Callable[..., LossOutput] = ppo_loss,
         surrogate_arguments: Mapping[str, Any] | None = None,
         clip_low: float | None = 0.2,
@@ -81,8 +93,10 @@ class OnPolicyModule(PolicyModule):
         kl_estimator: KLEstimator = "k3",
         kl_target: float | None = None,
         kl_horizon: int = 10000,
+        kl_stop: float | None = None,
         kl_in_reward: bool = False,
         entropy_coef: float = 0.0,
+        ptx_coef: float = 0.0,
         correction: str | Mapping[str, Any] | None = None,
         log_entropy: bool = True,
         **kwargs: Any,
@@ -90,6 +104,8 @@ class OnPolicyModule(PolicyModule):
         super().__init__(model, lr=lr, **kwargs)
         # Not read from hparams: a subclass may well have a hyperparameter of that name for a bonus of its own.
         self.entropy_coef = entropy_coef
+        self._advantages = None if advantages is None else resolve_function(advantages, "advantages")
+        self.hparams["advantages"] = None if self._advantages is None else function_name(self._advantages)
         self.surrogate = resolve_function(surrogate, "surrogate")
         self.hparams["surrogate"] = function_name(self.surrogate)
         clips = {"clip_low": clip_low, "clip_high": clip_high}
@@ -101,6 +117,9 @@ class OnPolicyModule(PolicyModule):
             raise ValueError(f"kl_target={kl_target} must be positive, and needs a positive kl_coef to start from")
         if kl_horizon < 1:
             raise ValueError(f"kl_horizon must be at least 1 sample, got {kl_horizon}")
+        if ptx_coef < 0:
+            raise ValueError(f"ptx_coef must be 0 (no text) or more, got {ptx_coef}")
+        self.kl_stop = KLStop(kl_stop)
         self.kl_coef = kl_coef
         """Weight of the KL penalty now; moves when there is a ``kl_target``."""
         if isinstance(correction, str) and correction not in CORRECTION_PRESETS:
@@ -144,6 +163,12 @@ class OnPolicyModule(PolicyModule):
         """Whether there is a KL penalty."""
         return bool(self.hparams["kl_coef"])
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether :meth:`advantages` needs log-probs before the iteration of all samples, the first update's too."""
+        in_reward = self.needs_reference and bool(self.hparams["kl_in_reward"])
+        return in_reward or self.hparams["kl_target"] is not None
+
     # ------------------------------------------------------------------ one iteration
 
     def advantages(self, experience: Experience) -> Tensor:
@@ -166,20 +191,30 @@ class OnPolicyModule(PolicyModule):
 
         Returns:
             A copy with advantages, and, where needed, old log-probs (for all but the first update, whose own log-probs
-            are the old ones) and reference log-probs.
+            are the old ones) and reference log-probs. Rewards are the samples' and the reward model's, before
+            penalties, normalisation and clipping, which :meth:`advantages` sees.
         """
-        adaptive = self.hparams["kl_target"] is not None
-        in_reward = self.needs_reference and self.hparams["kl_in_reward"]
-        rows = experience.update >= 0 if in_reward or adaptive else experience.update > 0
-        experience = dataclasses.replace(
-            experience,
-            old_logprobs=self.sharded_logprobs(self.policy, experience, rows) if bool(rows.any()) else None,
-            ref_logprobs=self.reference_logprobs(experience) if self.needs_reference else None,
-        )
-        advantages = self.advantages(experience)
+        self.kl_stop.begin()
+        scored = self.scored(experience)
+        prepared = self.fill_in(self.shaped(scored))
+        return dataclasses.replace(prepared, rewards=scored.rewards, token_rewards=scored.token_rewards)
+
+    def fill_in(self, experience: Experience) -> Experience:
+        """Log-probs and advantages; override it to fill in more.
+
+        Args:
+            experience: The whole iteration, with the rewards that are learned from.
+        """
+        rows = experience.update >= 0 if self.needs_old_logprobs else experience.update > 0
+        if experience.old_logprobs is None and bool(rows.any()):
+            old_logprobs = self.sharded_logprobs(self.policy, experience, rows)
+            experience = dataclasses.replace(experience, old_logprobs=old_logprobs)
+        if self.needs_reference:
+            experience = dataclasses.replace(experience, ref_logprobs=self.reference_logprobs(experience))
+        advantages = (self._advantages or self.advantages)(experience)
         if advantages.dim() == 1:
             advantages = advantages[:, None].expand_as(experience.action_mask)
-        if adaptive:
+        if self.hparams["kl_target"] is not None:
             self._adapt_kl_coef(experience)
         return dataclasses.replace(experience, advantages=advantages)
 
@@ -189,14 +224,16 @@ class OnPolicyModule(PolicyModule):
         self.kl_coef *= 1.0 + min(max(error, -0.2), 0.2) * len(experience) / self.hparams["kl_horizon"]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remember the weight of the KL penalty too."""
+        """Remember the weight of the KL penalty, and whether the policy stands still."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["kl_coef"] = self.kl_coef
+        checkpoint["kl_stopped"] = self.kl_stop.stopped
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue with the weight of the KL penalty that was reached."""
         super().on_load_checkpoint(checkpoint)
         self.kl_coef = checkpoint.get("kl_coef", self.kl_coef)
+        self.kl_stop.stopped = checkpoint.get("kl_stopped", False)
 
     def reference_logprobs(self, experience: Experience) -> Tensor:
         """Log-probs under the model that training started from. A collective.
@@ -210,19 +247,21 @@ class OnPolicyModule(PolicyModule):
         with self.reference_model() as reference:
             return self.sharded_logprobs(reference, experience)
 
-    def token_rewards(self, experience: Experience, rewards: Tensor) -> Tensor:
+    def token_rewards(self, experience: Experience, rewards: Tensor, *, earned: Tensor | None = None) -> Tensor:
         """Rewards per token: the sample's on its last action, and the KL penalty on each where it is in the reward.
 
         Args:
             experience: B sequences.
             rewards: (B,), NaN where missing.
+            earned: (B, T-1), the part of them that each token earned, in the same units; ``None``: the last earned all.
 
         Returns:
             (B, T-1); 0 outside the mask.
         """
-        if not (self.needs_reference and self.hparams["kl_in_reward"]):
-            return token_rewards(rewards, experience.action_mask)
-        return token_rewards(rewards, experience.action_mask, kl=self._kl(experience), kl_coef=self.kl_coef)
+        kl, kl_coef = None, 0.0
+        if self.needs_reference and self.hparams["kl_in_reward"]:
+            kl, kl_coef = self._kl(experience), self.kl_coef
+        return token_rewards(rewards, experience.action_mask, kl=kl, kl_coef=kl_coef, earned=earned)
 
     def _kl(self, experience: Experience) -> Tensor:
         """(B, T-1) estimate of the KL of the policy before the iteration to the reference."""
@@ -235,6 +274,11 @@ class OnPolicyModule(PolicyModule):
             mask=experience.action_mask,
         )
 
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether entropy is logged or rewarded."""
+        return self.hparams["log_entropy"] or bool(self.entropy_coef)
+
     def policy_output(self, batch: Experience) -> PolicyOutput:
         """Log-probs, and entropy if it is logged or rewarded, of the tokens the policy chose."""
         return policy_output(
@@ -242,7 +286,7 @@ class OnPolicyModule(PolicyModule):
             batch,
             batch.action_mask,
             temperature=batch.temperature,
-            entropy=self.hparams["log_entropy"] or bool(self.entropy_coef),
+            entropy=self.needs_entropy,
         )
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
@@ -289,9 +333,37 @@ class OnPolicyModule(PolicyModule):
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
         """One micro-batch of an iteration."""
         out = self.policy_output(batch)
-        result = self.loss(batch, out)
-        self.log_means({"loss": result.loss.detach(), **result.metrics, **self.rollout_metrics(batch, out)})
-        return result.loss
+        result = self.objective(batch, out)
+        self.kl_stop.measure(batch, out.logprobs)
+        loss, metrics = result.loss, {**result.metrics, **self.rollout_metrics(batch, out)}
+        if self.hparams["ptx_coef"]:
+            text = pretraining_loss(self, batch_idx)
+            loss = loss + self.hparams["ptx_coef"] * text
+            metrics["ptx/loss"] = text.detach()
+        self.log_means({"loss": loss.detach(), **metrics})
+        return loss
+
+    def objective(self, batch: Experience, out: PolicyOutput) -> LossOutput:
+        """All that is learned from one micro-batch of samples: the policy's :meth:`loss`, and more in subclasses.
+
+        Args:
+            batch: B sequences of one update.
+            out: What the current policy says about them.
+        """
+        return self.loss(batch, out)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Let the step pass by what is not to learn now."""
+        stopped = self.kl_stop.decide(self)
+        if self.kl_stop.limit is not None:
+            self.log_means({"policy/kl_stopped": torch.tensor(float(stopped), device=self.device)})
+        if stopped:
+            pass_by(self, "policy")
+
+    def setup(self, stage: str) -> None:
+        """Check that text is there if and only if it is learned from."""
+        if stage == "fit":
+            check_pretraining_data(self, self.hparams["ptx_coef"])
 
     @torch.no_grad()
     def rollout_metrics(self, batch: Experience, out: PolicyOutput) -> dict[str, Tensor]:

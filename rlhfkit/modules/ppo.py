@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.experience import Experience
-from rlhfkit.losses import KLEstimator, LossOutput, gae, value_loss, whiten
-from rlhfkit.models.heads import load_scalar_model, scalar_output
+from rlhfkit.losses import KLEstimator, LossOutput, RewardMoments, gae, normalize_rewards, value_loss, whiten
+from rlhfkit.models import PolicyOutput, policy_output, unwrap
+from rlhfkit.models.forward import VALUE_HEAD
+from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_output
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.on_policy import OnPolicyModule
+from rlhfkit.modules.trust import pass_by
 
 
 class PPOModule(OnPolicyModule):
@@ -18,25 +21,36 @@ class PPOModule(OnPolicyModule):
 
     The KL penalty to the model it started from is part of the reward of each token, advantages come from generalised
     advantage estimation and are whitened over the whole iteration, and policy and critic take one optimizer step
-    together: under ``RLHFDeepSpeedStrategy`` each has an engine, a learning rate and a gradient norm of its own.
+    together: under ``RLHFDeepSpeedStrategy`` each has an engine, a learning rate and a gradient norm of its own. With a
+    ``shared_backbone`` the critic is one more head of the policy: one model, one forward pass, one engine.
+
+    What tokens earned (``Sample.token_rewards``) is credited to them, the rest of the reward to the last action.
 
     Args:
         model: Folder or hub name of the policy.
         critic: Folder or hub name of what the critic starts from: a reward model, whose head it keeps, or a causal
             language model, which gets a new head; ``None``: the policy.
-        critic_lr: Peak learning rate of the critic (9e-6: OpenRLHF's default).
-        value_coef: Weight of the value loss; of no effect under Adam, except through shared gradient clipping.
+        shared_backbone: Put a value head on the policy's own trunk instead of a second model. The values of a sample
+            then move with the policy, and the two losses compete: choose ``value_coef`` (0.1 in TRL, 0.5 in the PPO
+            paper's Atari runs).
+        critic_lr: Peak learning rate of the critic (9e-6: OpenRLHF's default), or of the value head alone.
+        value_coef: Weight of the value loss; of no effect under Adam, except through shared gradient clipping or a
+            shared backbone.
         value_clip: The value loss looks no further than this from the old value (0.5: OpenRLHF's); ``None``: no clip.
         gamma: Discount, in [0, 1] (1: everywhere).
         lam: GAE's lambda for the policy, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF has 1).
         critic_lam: GAE's lambda for the critic's targets; ``None``: ``lam`` (VAPO, 2025, arXiv:2504.05118, takes 1).
+        normalize_values: The critic predicts returns that are shifted and scaled by the mean and deviation of all
+            returns so far; saved in checkpoints. ``value_clip`` is in these units then. As MAPPO's value normalisation
+            (Yu et al., 2021, arXiv:2103.01955); its head is not rescaled as in PopArt (arXiv:1602.07714).
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1.
-        critic_warmup_steps: Optimizer steps in which only the critic learns.
+        critic_warmup_steps: Optimizer steps in which only the critic learns; the policy and its optimizer state stay
+            bitwise as they are.
         clip_high: As in :class:`OnPolicyModule` (PPO's 0.2).
         kl_coef: As in :class:`OnPolicyModule` (0.01: OpenRLHF's default).
         kl_estimator: As in :class:`OnPolicyModule` (k1: InstructGPT's).
         kl_in_reward: As in :class:`OnPolicyModule`.
-        **kwargs: See :class:`OnPolicyModule` and :class:`PolicyModule`.
+        **kwargs: See :class:`OnPolicyModule`, :class:`RewardedModule` and :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -49,12 +63,14 @@ class PPOModule(OnPolicyModule):
         model: str,
         *,
         critic: str | None = None,
+        shared_backbone: bool = False,
         critic_lr: float = 9e-6,
         value_coef: float = 1.0,
         value_clip: float | None = 0.5,
         gamma: float = 1.0,
         lam: float = 0.95,
         critic_lam: float | None = None,
+        normalize_values: bool = False,
         whiten_advantages: bool = True,
         critic_warmup_steps: int = 0,
         clip_high: float | None = 0.2,
@@ -76,10 +92,13 @@ class PPOModule(OnPolicyModule):
                 raise ValueError(f"{name} must be positive, got {rate}")
         if critic_warmup_steps < 0:
             raise ValueError(f"critic_warmup_steps must be 0 or more, got {critic_warmup_steps}")
-        if critic_warmup_steps and self.hparams["weight_decay"]:
+        if shared_backbone and (critic is not None or critic_warmup_steps):
             raise ValueError(
-                "critic_warmup_steps keeps the policy as it is, which weight_decay would not: set one to 0"
+                "with shared_backbone the critic is a head of the policy: it starts as nothing else, and cannot learn "
+                "while the policy stands still; leave critic and critic_warmup_steps out"
             )
+        self.return_moments = RewardMoments.zero()
+        """Count, mean and squared deviations of the returns so far; moves with ``normalize_values`` only."""
         # One token shows a bad discount or clip here, not after the first samples.
         one = torch.zeros(1, 1)
         for each in (lam, critic_lam if critic_lam is not None else lam):
@@ -89,9 +108,12 @@ class PPOModule(OnPolicyModule):
     # ------------------------------------------------------------------ building
 
     def configure_model(self) -> None:
-        """Build policy, critic, and the reference if the KL penalty needs one."""
+        """Build policy and critic, and what else is needed."""
         super().configure_model()
-        if not hasattr(self, "critic"):
+        if self.hparams["shared_backbone"]:
+            if not hasattr(unwrap(self.policy), VALUE_HEAD):
+                add_value_head(self.policy)
+        elif not hasattr(self, "critic"):
             self.critic = self.build_critic()
 
     def build_critic(self) -> nn.Module:
@@ -109,16 +131,46 @@ class PPOModule(OnPolicyModule):
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Policy and critic, each with its learning rate."""
         groups = super().parameter_groups()
-        return [group | {"lr": self.hparams["critic_lr"]} if group["name"] == "critic" else group for group in groups]
+        if not self.hparams["shared_backbone"]:
+            rate = {"lr": self.hparams["critic_lr"]}
+            return [group | rate if group["name"] == "critic" else group for group in groups]
+        head = list(getattr(unwrap(self.policy), VALUE_HEAD).parameters())
+        ours = {id(parameter) for parameter in head}
+        trunk = [parameter for parameter in groups[0]["params"] if id(parameter) not in ours]
+        groups[0] = groups[0] | {"params": trunk}
+        return [*groups, {"params": head, "name": VALUE_HEAD, "lr": self.hparams["critic_lr"]}]
 
     # ------------------------------------------------------------------ one iteration
 
-    def prepare(self, experience: Experience) -> Experience:
-        """Fill in values, log-probs, advantages and returns; see :meth:`OnPolicyModule.prepare`."""
-        values = self.sharded(self.critic, self.value_output, experience)
-        experience = super().prepare(dataclasses.replace(experience, values=values))
+    def fill_in(self, experience: Experience) -> Experience:
+        """Values, log-probs, advantages and returns.
+
+        Args:
+            experience: The whole iteration, with the rewards that are learned from.
+
+        Returns:
+            A copy whose values and returns are in the critic's own units.
+        """
+        if self.hparams["shared_backbone"]:
+            old_logprobs, predicted = self.sharded(self.policy, self._both, experience, columns=2).unbind(-1)
+            experience = dataclasses.replace(experience, old_logprobs=old_logprobs.contiguous())
+        else:
+            predicted = self.sharded(self.critic, self.value_output, experience)
+        mask, values = experience.action_mask, predicted
+        if self.hparams["normalize_values"]:
+            values = (predicted * self.return_moments.std + self.return_moments.mean).to(predicted.dtype) * mask
+        experience = super().fill_in(dataclasses.replace(experience, values=values))
         lam = self.hparams["lam"] if self.hparams["critic_lam"] is None else self.hparams["critic_lam"]
-        return dataclasses.replace(experience, returns=self._gae(experience, lam)[1])
+        returns = self._gae(experience, lam)[1]
+        if self.hparams["normalize_values"]:
+            self.return_moments = self.return_moments.update(returns[mask])
+            returns = normalize_rewards(returns, self.return_moments.mean, self.return_moments.std) * mask
+        return dataclasses.replace(experience, values=predicted.contiguous(), returns=returns)
+
+    def _both(self, batch: Experience) -> Tensor:
+        """(b, t-1, 2): log-probs and values in one forward pass."""
+        out = policy_output(self.policy, batch, batch.action_mask, temperature=batch.temperature, values=True)
+        return torch.stack([out.logprobs, self._values_of(out)], -1)
 
     def advantages(self, experience: Experience) -> Tensor:
         """Advantage of each token: generalised advantage estimation, whitened.
@@ -134,7 +186,7 @@ class PPOModule(OnPolicyModule):
 
     def _gae(self, experience: Experience, lam: float) -> tuple[Tensor, Tensor]:
         assert experience.values is not None
-        rewards = self.token_rewards(experience, experience.rewards)
+        rewards = self.token_rewards(experience, experience.rewards, earned=experience.token_rewards)
         return gae(rewards, experience.values, experience.action_mask, gamma=self.hparams["gamma"], lam=lam)
 
     def value_output(self, batch: Experience) -> Tensor:
@@ -165,11 +217,53 @@ class PPOModule(OnPolicyModule):
             denominator=batch.token_denominator,
         )
 
-    def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
-        """One micro-batch: the policy's loss and the critic's."""
-        policy_loss = super().training_step(batch, batch_idx)
-        result = self.value_loss(batch, self.value_output(batch))
-        self.log_means({"value/loss": result.loss.detach(), **result.metrics})
+    def policy_output(self, batch: Experience) -> PolicyOutput:
+        """What the policy says about a batch; with a shared backbone, the values too."""
+        if not self.hparams["shared_backbone"]:
+            return super().policy_output(batch)
+        return policy_output(
+            self.policy,
+            batch,
+            batch.action_mask,
+            temperature=batch.temperature,
+            entropy=self.needs_entropy,
+            values=True,
+        )
+
+    @staticmethod
+    def _values_of(out: PolicyOutput) -> Tensor:
+        assert out.values is not None
+        return out.values
+
+    def objective(self, batch: Experience, out: PolicyOutput) -> LossOutput:
+        """The policy's loss plus the critic's.
+
+        Args:
+            batch: B sequences of one update.
+            out: What the current policy says about them.
+        """
+        policy = super().objective(batch, out)
+        values = self._values_of(out) if self.hparams["shared_backbone"] else self.value_output(batch)
+        value = self.value_loss(batch, values)
+        metrics = {"policy/loss": policy.loss.detach(), "value/loss": value.loss.detach()}
+        loss = policy.loss + self.hparams["value_coef"] * value.loss
+        return LossOutput(loss, {**policy.metrics, **value.metrics, **metrics})
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Let the step pass by the policy while the critic warms up; see :class:`OnPolicyModule`."""
+        super().on_before_optimizer_step(optimizer)
         if self.global_step < self.hparams["critic_warmup_steps"]:
-            policy_loss = 0.0 * policy_loss  # still part of the graph: every engine has to take part in every step
-        return policy_loss + self.hparams["value_coef"] * result.loss
+            pass_by(self, "policy")
+
+    # ------------------------------------------------------------------ saving
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember the moments of the returns."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["return_moments"] = self.return_moments.plain()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue with the moments of the returns."""
+        super().on_load_checkpoint(checkpoint)
+        if "return_moments" in checkpoint:
+            self.return_moments = RewardMoments.of(checkpoint["return_moments"])

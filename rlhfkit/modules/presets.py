@@ -68,6 +68,7 @@ token's return here, on the whole answer's reward there."""
 REINFORCE_PLUS_PLUS = _preset(
     estimator="rlhfkit.modules.presets.no_baseline",
     whiten_advantages=True,
+    token_level_rewards=True,
     clip_high=0.2,
     kl_coef=0.01,
     kl_estimator="k1",

@@ -130,6 +130,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         """Optimizer steps of this run that were skipped to lower the dynamic loss scale of fp16; not errors."""
         self._frozen: set[str] = set()
         self._accumulating: set[str] = set()
+        self._left_out: set[str] = set()  # children that the coming optimizer step passes by
 
     # ----------------------------------------------------------------------------------------------------- start-up
 
@@ -327,17 +328,22 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
                 "training_step returned None: ranks that skip a step would leave the others waiting. Return a loss of"
                 " zero that depends on the output instead."
             )
-        outcome = self._steps.step(optimizer.engines)
+        taking_part = {name: engine for name, engine in optimizer.engines.items() if name not in self._left_out}
+        outcome = self._steps.step(taking_part)
         self.skipped_updates += outcome is Outcome.SKIPPED
         self.rescaled_updates += outcome is Outcome.RESCALED
         for name, engine in optimizer.engines.items():
             self._accumulating.discard(name)
-            self.gradient_norms[name] = measured_norm(engine) if outcome is Outcome.STEPPED else math.inf
+            if name in self._left_out:
+                self.gradient_norms[name] = 0.0
+            else:
+                self.gradient_norms[name] = measured_norm(engine) if outcome is Outcome.STEPPED else math.inf
             clip_next_step(engine, 0.0)
             if self.log_gradient_norm and not module.trainer.barebones:
                 module.log(f"grad_norm/{name}", self.gradient_norms[name])
         if not module.trainer.barebones:
             module.log("skipped_updates", float(self.skipped_updates))
+        self._left_out -= set(optimizer.engines)
         optimizer.mark_stepped()
         return result
 
@@ -347,6 +353,18 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
             discard_gradients(self.engines[child])
             self._steps.forget(child)
             self._accumulating.discard(child)
+
+    def leave_out(self, child: str) -> None:
+        """Let the optimizer step that is about to be made pass by a child.
+
+        For ``on_before_optimizer_step``, on all ranks alike. The child's gradients are dropped, its weights and its
+        optimizer state stay bitwise as they are, and its norm is reported as 0.
+
+        Args:
+            child: Name of a child with an engine.
+        """
+        self.discard_gradients(child)
+        self._left_out.add(child)
 
     def _set_clipping(self, optimizer: Optimizer, norm: float) -> None:
         if isinstance(optimizer, LightningOptimizer):

@@ -89,11 +89,13 @@ class JointSteps:
             self._watches[name].after_backward(loss)
 
     def step(self, engines: Mapping[str, "DeepSpeedEngine"]) -> Outcome:
-        """Step these engines, or drop the gradients of all. Collective: one sum of two numbers per engine.
+        """Step these engines, or drop the gradients of all; none is fine. Collective: a sum of two numbers per engine.
 
         Under fp16 with a dynamic loss scale, an overflowing gradient is how the scale is found: as long as the scale of
         the engine can fall, DeepSpeed lowers it and nothing is counted as an error.
         """
+        if not engines:
+            return Outcome.STEPPED
         losses, gradients = self._finite(list(engines))
         if all(losses.values()) and all(gradients.values()):
             for engine in engines.values():

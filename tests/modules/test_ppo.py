@@ -148,14 +148,15 @@ def test_reward_rises_and_the_critic_explains_it(tmp_path: Path) -> None:
 
 
 def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
-    trainer, module, data, _ = setup_run(
-        tmp_path, module=PPOModule, module_arguments={"critic_warmup_steps": 2, "critic_lr": 1e-3}, max_epochs=1
-    )
+    arguments = {"critic_warmup_steps": 2, "critic_lr": 1e-3, "weight_decay": 0.1}
+    trainer, module, data, _ = setup_run(tmp_path, module=PPOModule, module_arguments=arguments, max_epochs=1)
     trainer.fit(module, data)
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert all(torch.equal(tensor, start[name]) for name, tensor in module.policy.state_dict().items())
     first = load_scalar_model(str(tmp_path / "model")).state_dict()
     assert not all(torch.equal(tensor, first[name]) for name, tensor in module.critic.state_dict().items())
+    known = trainer.optimizers[0].state
+    assert not any(parameter in known for parameter in module.policy.parameters())  # Adam has not begun there
 
 
 def test_a_critic_starts_as_the_reward_model_it_is_given(tmp_path: Path) -> None:
@@ -175,7 +176,13 @@ def test_a_critic_starts_as_the_reward_model_it_is_given(tmp_path: Path) -> None
         ({"lam": 1.1}, "lam"),
         ({"gamma": -0.1}, "gamma"),
         ({"value_clip": 0.0}, "clip"),
-        ({"critic_warmup_steps": 3, "weight_decay": 0.1}, "weight_decay"),
+        ({"shared_backbone": True, "critic": "elsewhere"}, "leave critic and critic_warmup_steps out"),
+        ({"shared_backbone": True, "critic_warmup_steps": 1}, "leave critic and critic_warmup_steps out"),
+        ({"reward_clip": 0.0}, "reward_clip must be positive"),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty"),
+        ({"stop_properly_coef": 1.5}, "stop_properly_coef"),
+        ({"kl_stop": 0.0}, "kl_stop"),
+        ({"ptx_coef": -0.1}, "ptx_coef"),
     ],
 )
 def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

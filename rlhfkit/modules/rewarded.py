@@ -1,0 +1,145 @@
+"""``RewardedModule``: from the reward of a sample to the one that is learned from: reward model, penalties, scale."""
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhfkit.data.experience import Experience
+from rlhfkit.losses import RewardMoments, clip_rewards, missing_eos_penalty, normalize_rewards, stop_properly_penalty
+from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
+from rlhfkit.modules.base import PolicyModule
+
+
+class RewardedModule(PolicyModule):
+    """A policy whose samples are rewarded.
+
+    Each iteration's rewards are the callback's plus the reward model's, minus a penalty where an answer was cut off,
+    normalised, and clipped: OpenRLHF's order, in which the baseline comes after. Logs show them before all but the
+    first of these.
+
+    Args:
+        model: Folder or hub name of the policy.
+        reward_model: Folder or hub name of a reward model, whose normalised score is added to the callback's reward. It
+            is a frozen child: the strategy shards or offloads it like the reference, and every rank scores its share.
+            It must have the policy's tokens. :class:`~rlhfkit.rewards.ModelReward` in the callback does the same
+            unsharded, for validation and dynamic sampling as well.
+        stop_properly_coef: At most 1. In [0, 1]: positive rewards of answers that the length limit cut off are
+            multiplied by it, so that with 0 only what ends is rewarded; below 0: it is their reward (ProRL v2). 1: off.
+        missing_eos_penalty: Subtracted from the reward of answers that the length limit cut off (TRL's PPO). 0: off.
+        normalize_rewards: Shift and scale by the mean and deviation of all rewards so far, this iteration's among them;
+            saved in checkpoints. Off in OpenRLHF and TRL.
+        reward_clip: Rewards are clipped to ± this (10 in OpenRLHF; off in TRL); ``None``: not.
+        **kwargs: See :class:`PolicyModule`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    reward_model: nn.Module
+    frozen_children = (*PolicyModule.frozen_children, "reward_model")
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        reward_model: str | None = None,
+        stop_properly_coef: float = 1.0,
+        missing_eos_penalty: float = 0.0,
+        normalize_rewards: bool = False,
+        reward_clip: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        if reward_clip is not None and reward_clip <= 0:
+            raise ValueError(f"reward_clip must be positive or None, got {reward_clip}")
+        if missing_eos_penalty < 0:
+            raise ValueError(
+                f"missing_eos_penalty must be 0 (none) or more, it is subtracted; got {missing_eos_penalty}"
+            )
+        if stop_properly_coef > 1:
+            raise ValueError(f"stop_properly_coef must be at most 1 (no penalty), got {stop_properly_coef}")
+        self.reward_moments = RewardMoments.zero()
+        """Count, mean and squared deviations of the rewards so far; moves with ``normalize_rewards`` only."""
+
+    # ------------------------------------------------------------------ the reward model
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether ``RolloutCallback`` has to give a reward."""
+        return self.hparams["reward_model"] is None
+
+    def configure_model(self) -> None:
+        """Build the reward model too, where there is one."""
+        super().configure_model()
+        if self.hparams["reward_model"] is not None and not hasattr(self, "reward_model"):
+            self.reward_model = self.build_reward_model()
+
+    def build_reward_model(self) -> nn.Module:
+        """Load the reward model, frozen; override to wrap or change it.
+
+        Raises:
+            ValueError: If its tokens are not the policy's, or it is no reward model.
+        """
+        name, trust = self.hparams["reward_model"], self.hparams["trust_remote_code"]
+        if load_tokenizer(name, trust_remote_code=trust).get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                f"the reward model {name} has another tokenizer than the policy {self.hparams['model']}: give the "
+                "callback a ModelReward(..., text=lambda sample: ...) in place of reward_model"
+            )
+        model = load_scalar_model(
+            name,
+            new_head=False,
+            dtype=self.model_dtype,
+            attention=self.hparams["attention"],
+            trust_remote_code=trust,
+        )
+        return model.requires_grad_(False).eval()
+
+    def scored(self, experience: Experience) -> Experience:
+        """With the reward model's score in the rewards, and among their parts as ``model``. A collective.
+
+        Args:
+            experience: B sequences, the same on every rank.
+        """
+        if self.hparams["reward_model"] is None:
+            return experience
+
+        def scores(batch: Experience) -> Tensor:
+            return reward_output(self.reward_model, batch, normalized=True)[:, None]
+
+        score = self.sharded(self.reward_model, scores, experience)[:, 0]
+        parts = {**experience.reward_parts, "model": score}
+        return dataclasses.replace(experience, rewards=experience.rewards + score, reward_parts=parts)
+
+    # ------------------------------------------------------------------ penalties and scale
+
+    def shaped(self, experience: Experience) -> Experience:
+        """With the rewards that are learned from; override for another order or another penalty.
+
+        Args:
+            experience: The whole iteration, the same on every rank. Called once for each: running moments move here.
+        """
+        hparams, rewards, earned = self.hparams, experience.rewards, experience.token_rewards
+        rewards = stop_properly_penalty(rewards, experience.truncated, coef=hparams["stop_properly_coef"])
+        rewards = missing_eos_penalty(rewards, experience.truncated, penalty=hparams["missing_eos_penalty"])
+        if hparams["normalize_rewards"]:
+            self.reward_moments = self.reward_moments.update(rewards)
+            mean, std = self.reward_moments.mean, self.reward_moments.std
+            rewards = normalize_rewards(rewards, mean, std)
+            # What a token earned is a difference of rewards: it has a scale, and no mean.
+            earned = None if earned is None else normalize_rewards(earned, mean, std, shift_mean=False)
+        if hparams["reward_clip"] is not None:
+            rewards = clip_rewards(rewards, low=-hparams["reward_clip"], high=hparams["reward_clip"])
+        return dataclasses.replace(experience, rewards=rewards, token_rewards=earned)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember the running moments."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["reward_moments"] = self.reward_moments.plain()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue with the running moments."""
+        super().on_load_checkpoint(checkpoint)
+        if "reward_moments" in checkpoint:
+            self.reward_moments = RewardMoments.of(checkpoint["reward_moments"])
