@@ -1,0 +1,132 @@
+"""``Sandbox``: child processes for calls that may hang, die, or eat memory; none of which reaches the caller.
+
+Each process has one call in flight. One that does not answer in time is killed, with everything it has started, and
+replaced; the other calls never notice. (A pool of ``concurrent.futures`` cannot do that: two calls that hang on two
+workers keep both for ever.) Answers come back as JSON, never pickled, so that reading them runs nobody's code.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from rlhfkit.rewards.sandbox_process import Limits, Outcome, SandboxProcess, Work
+
+START_TIMEOUT = 120.0
+"""Seconds until a process must be ready, its imports done."""
+
+
+class Sandbox:
+    """A pool of persistent child processes that all run the same function.
+
+    Args:
+        work: What they run.
+        workers: How many.
+        timeout: Seconds for one call.
+        limits: What each may use.
+        start_timeout: Seconds until a process must be ready.
+        fresh: A new process for each call, so that none finds what another left behind.
+
+    Raises:
+        ValueError: If a number is out of range.
+        OSError: On Windows, which has none of what this needs.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        workers: int,
+        timeout: float,
+        limits: Limits | None = None,
+        start_timeout: float = START_TIMEOUT,
+        fresh: bool = False,
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        for name, seconds in {"timeout": timeout, "start_timeout": start_timeout}.items():
+            if not seconds > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds}")
+        try:
+            import resource  # noqa: F401  # what the child processes limit themselves with
+        except ImportError as error:
+            raise OSError("sandboxes need Linux or macOS; on Windows use WSL") from error
+        self.work = work
+        self.workers = workers
+        self.timeout = timeout
+        self.limits = limits or Limits()
+        self.fresh = fresh
+        self._start_timeout = start_timeout
+        self._idle: queue.SimpleQueue[SandboxProcess] = queue.SimpleQueue()
+        self.processes = tuple(SandboxProcess(work, self.limits, start_timeout) for _ in range(workers))
+        """All of them, running or not."""
+        for process in self.processes:
+            self._idle.put(process)
+        self._closing = threading.Lock()
+        weakref.finalize(self, _end, self.processes)  # when nobody holds us any more, and when Python ends
+
+    def run(self, job: Any, *, timeout: float | None = None) -> Outcome:
+        """One call, in the next process that is free.
+
+        Args:
+            job: Argument of the function; picklable.
+            timeout: Seconds for this call; ``None``: the usual.
+
+        Raises:
+            RuntimeError: If no process can be started.
+        """
+        process = self._idle.get()  # each call is bounded, so this is
+        try:
+            return process.ask(job, self.timeout if timeout is None else timeout)
+        finally:
+            if self.fresh:
+                process.end()
+            self._idle.put(process)
+
+    def map(self, jobs: Sequence[Any], *, timeout: float | None = None) -> list[Outcome]:
+        """Calls at the same time, as many as there are workers.
+
+        Args:
+            jobs: Arguments of the function.
+            timeout: Seconds for each call; ``None``: the usual.
+
+        Returns:
+            Outcomes in the order of the jobs.
+
+        Raises:
+            RuntimeError: If a process cannot be started.
+        """
+        if not jobs:
+            return []
+        threads = ThreadPoolExecutor(min(self.workers, len(jobs)), thread_name_prefix="rlhfkit-sandbox")
+        try:
+            return list(threads.map(lambda job: self.run(job, timeout=timeout), jobs))
+        finally:
+            threads.shutdown(cancel_futures=True)  # after an error the rest is not tried
+
+    @property
+    def walls(self) -> list[str]:
+        """What stands around the processes beside resource limits; empty before the first call."""
+        return next((process.walls for process in self.processes if process.walls), [])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Processes stay where they are when it is sent elsewhere."""
+        options = ("workers", "timeout", "limits", "fresh")
+        given = {name: getattr(self, name) for name in options} | {"start_timeout": self._start_timeout}
+        return partial(Sandbox, self.work, **given), ()
+
+    def close(self) -> None:
+        """End the processes when their calls have ended; the next call starts new ones."""
+        with self._closing:
+            taken = [self._idle.get() for _ in self.processes]
+            _end(taken)
+            for process in taken:
+                self._idle.put(process)
+
+
+def _end(processes: Sequence[SandboxProcess]) -> None:
+    for process in processes:
+        process.end()

@@ -1,0 +1,203 @@
+"""The two processes of one sandbox: a guard, and inside the walls a worker. Run as a program by its path.
+
+The guard waits. When its input closes (our side has had enough, or is gone), when the worker ends, or when all its
+processes together use too much memory, it kills everything, removes the folder, and writes one line that says why.
+
+The worker loads a function, calls it with what comes down one pipe (pickled: it comes from us) and answers up another
+with JSON, which is safe to read whoever wrote it. Whatever it prints goes to a third.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import pickle
+import select
+import shutil
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+CHECK_EVERY = 0.1
+"""Seconds between two looks at the memory of the worker's processes."""
+
+
+def main() -> None:
+    """Read the settings from the command line, and start guard and worker."""
+    settings = json.loads(sys.argv[1])
+    confinement = load_file(str(Path(__file__).with_name("confinement.py")))
+    separated = confinement.separate()
+    worker = os.fork()
+    if worker == 0:
+        _work(settings, confinement, separated)
+    os.close(settings["requests"])
+    os.close(settings["answers"])
+    reason = _guard(worker, int(settings["limits"]["memory_gib"] * 2**30), separated)
+    shutil.rmtree(settings["folder"], ignore_errors=True)
+    print(json.dumps(reason), flush=True)
+
+
+# ---------------------------------------------------------------------- the guard
+
+
+def _guard(worker: int, memory: int, separated: bool) -> str:
+    """Wait until there is a reason to end everything, end it, and say why."""
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):
+            poll.register(os.pidfd_open(worker), select.POLLIN)
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll(CHECK_EVERY * 1000)]
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        while ended and ended != worker:  # an orphan that we have inherited
+            ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        elif 0 in ready and not os.read(0, 1):
+            reason = "was closed"
+        elif _memory(worker, shared=True) > memory and _memory(worker, shared=False) > memory:
+            reason = f"was killed because its processes used more than {memory / 2**30:g} GiB of memory together"
+        else:
+            continue
+        _kill_all(None if ended else worker, separated)
+        return reason
+
+
+def descendants(root: int) -> Iterator[int]:
+    """The children of a process, their children, and so on; nothing where the kernel does not tell."""
+    for listing in Path(f"/proc/{root}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, listing.read_text().split()):
+                yield child
+                yield from descendants(child)
+
+
+def _memory(worker: int, *, shared: bool) -> int:
+    """Bytes in memory of the worker and what it started; pages of several processes count once unless ``shared``."""
+    return sum(_resident(process) if shared else _share(process) for process in (worker, *descendants(worker)))
+
+
+def _resident(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except (OSError, IndexError):  # it has just ended
+        return 0
+
+
+def _share(process: int) -> int:
+    """What is a process's own, and its share of the pages of several."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    except (OSError, StopIteration):  # it has just ended, or is another user's and we may not look
+        return _resident(process)
+
+
+def _kill_all(worker: int | None, separated: bool) -> None:
+    """End every process inside. Process 1 takes its namespace with it; without one the whole tree is hunted down."""
+    if worker is not None:
+        os.kill(worker, signal.SIGKILL)
+    for _ in range(1000):
+        left = [] if separated else list(descendants(os.getpid()))
+        for process in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, 0 if separated else os.WNOHANG)[0]:
+                pass
+        if not left:
+            return
+        time.sleep(0.005)
+
+
+# ---------------------------------------------------------------------- the worker
+
+
+def _work(settings: dict[str, Any], confinement: ModuleType, separated: bool) -> None:
+    """Serve, and never return."""
+    code = 1
+    try:
+        requests, answers = os.fdopen(settings["requests"], "rb"), os.fdopen(settings["answers"], "wb")
+        _to_nowhere()
+        setup = pickle.loads(_read(requests))
+        walls = confinement.confine(settings["limits"], settings["folder"], separated=separated, readable=setup["path"])
+        if setup["path"]:
+            sys.path[:] = setup["path"]
+        try:
+            function = getattr(load_file(setup["program"]), setup["factory"])(*pickle.loads(setup["arguments"]))
+        except BaseException as error:
+            _write(answers, {"status": "error", "message": _described(error)})
+            return
+        _write(answers, {"status": "ok", "value": walls})
+        while request := _read(requests):
+            _write(answers, _answer(function, request))
+        code = 0
+    except BrokenPipeError:  # nobody listens any more
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _to_nowhere() -> None:
+    """No input, and output where our side keeps its end; the pipes that the guard uses are not for the worker."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+
+
+def _answer(function: Callable[[Any], Any], request: bytes) -> dict[str, Any]:
+    """What the function returned, or its error as text: an exception object may be anything and stays here."""
+    try:
+        value = function(pickle.loads(request))
+        json.dumps(value)
+    except BaseException as error:
+        return {"status": "error", "message": _described(error)}
+    return {"status": "ok", "value": value}
+
+
+def _described(error: BaseException) -> str:
+    """An exception as text, even one that cannot describe itself."""
+    try:
+        return "".join(traceback.format_exception(error))[-4000:]
+    except BaseException:
+        return f"{type(error).__name__} (which cannot be described)"
+
+
+def _read(stream: Any) -> bytes:
+    """The next message, or nothing at the end."""
+    head = stream.read(8)
+    return stream.read(struct.unpack(">Q", head)[0]) if len(head) == 8 else b""
+
+
+def _write(stream: Any, answer: dict[str, Any]) -> None:
+    message = json.dumps(answer).encode()
+    stream.write(struct.pack(">Q", len(message)) + message)
+    stream.flush()
+
+
+def load_file(path: str) -> ModuleType:
+    """A module from its file. By name it would bring its package, and that torch.
+
+    Args:
+        path: Of a Python file.
+    """
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()
