@@ -1,29 +1,20 @@
 """``EpisodeEngine``: an engine whose samples are whole episodes with an environment, played side by side."""
 
-import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from rlhfkit.data.experience import Prompt, Sample
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, check_context
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.environment import Environment
 from rlhfkit.rollout.episode import Episode, EpisodeLimits
-from rlhfkit.rollout.event_loop import LoopThread
 from rlhfkit.rollout.observations import ObservationTokenizer
-from rlhfkit.rollout.turn_sampler import EngineFailedError, TurnSampler
-from rlhfkit.rollout.wrapping import EngineWrapper
-
-log = logging.getLogger(__name__)
+from rlhfkit.rollout.playing import NewEpisode, PlayingEngine
+from rlhfkit.rollout.turn_sampler import TurnSampler
 
 
-class EpisodeError(RuntimeError):
-    """An environment failed, and this was not to be passed over."""
-
-
-class EpisodeEngine(EngineWrapper):
+class EpisodeEngine(PlayingEngine):
     """Plays episodes on another engine: policy and environment take turns until the environment says ``done``.
 
     Token ids in, token ids out: what the engine sampled is never tokenised again, what the environment says is
@@ -91,36 +82,24 @@ class EpisodeEngine(EngineWrapper):
         on_error: Literal["mask", "raise"] = "mask",
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(engine)
-        rules: list[tuple[str, Any, bool, str]] = [
-            ("max_turns", max_turns, max_turns >= 1, "at least 1"),
-            (
-                "max_episode_tokens",
-                max_episode_tokens,
-                max_episode_tokens is None or max_episode_tokens >= 2,
-                "None or at least 2",
-            ),
-            ("episode_timeout", episode_timeout, episode_timeout > 0, "more than 0 seconds"),
-            ("environment_timeout", environment_timeout, environment_timeout > 0, "more than 0 seconds"),
-            ("concurrency", concurrency, concurrency is None or concurrency >= 1, "None or at least 1"),
-            ("parallel_calls", parallel_calls, parallel_calls is None or parallel_calls >= 1, "None or at least 1"),
-            ("on_error", on_error, on_error in ("mask", "raise"), "'mask' or 'raise'"),
-        ]
-        for name, value, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"EpisodeEngine({name}=...) must be {rule}, got {value!r}")
+        super().__init__(
+            engine,
+            max_turns=max_turns,
+            max_episode_tokens=max_episode_tokens,
+            episode_timeout=episode_timeout,
+            blocked_after=environment_timeout + 5.0,
+            concurrency=concurrency,
+            parallel_calls=parallel_calls,
+            on_error=on_error,
+        )
+        if not environment_timeout > 0:
+            raise ValueError(
+                f"EpisodeEngine(environment_timeout=...) must be more than 0 seconds, got {environment_timeout}"
+            )
         self.environment = _environment(environment, tools)
-        self.max_turns = max_turns
-        self.max_episode_tokens = max_episode_tokens
-        self.episode_timeout = episode_timeout
         self.environment_timeout = environment_timeout
-        self.concurrency = concurrency
-        self.parallel_calls = parallel_calls
-        self.on_error = on_error
         self.chat_template_arguments = dict(chat_template_arguments or {})
-        self._loop = LoopThread("rlhfkit-episodes")
         self._observations: ObservationTokenizer | None = None
-        self._context = 0
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
@@ -132,76 +111,30 @@ class EpisodeEngine(EngineWrapper):
 
             tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
             self._observations = ObservationTokenizer(tokenizer, self.chat_template_arguments)
-            self._context = model_context(self.engine, model, trust_remote_code=trust_remote_code)
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""
-        self._loop.close()
-        self._observations = None
         super().close()
+        self._observations = None
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        """Play ``group_size`` episodes from each prompt; see :meth:`RolloutEngine.generate`.
-
-        Raises:
-            ValueError: If a prompt leaves no room for an answer.
-            EpisodeError: If all environments failed, or one did and ``on_error`` is ``"raise"``.
-            BlockedLoopError: If an async environment blocks all others for longer than ``environment_timeout``.
-            Exception: Whatever the engine raised.
-        """
+    def new_episodes(self, sampling: SamplingSpec, iteration: int) -> NewEpisode:
+        """Episodes of one stream, which share their requests."""
         if self._observations is None:
-            raise RuntimeError("EpisodeEngine.generate was called before EpisodeEngine.start")
-        limit = min(self.max_episode_tokens or self._context, self._context)
-        check_context(prompts, 1, limit)
-        limits = EpisodeLimits(
-            turns=self.max_turns, tokens=limit, seconds=self.episode_timeout, call_seconds=self.environment_timeout
+            raise RuntimeError("EpisodeEngine was asked for samples before EpisodeEngine.start")
+        return partial(
+            Episode,
+            environment=self.environment,
+            sampler=TurnSampler(self.engine, parallel_calls=self.parallel_calls),
+            observations=self._observations,
+            limits=EpisodeLimits(
+                turns=self.max_turns,
+                tokens=self.most_tokens,
+                seconds=self.episode_timeout,
+                call_seconds=self.environment_timeout,
+            ),
+            sampling=sampling,
+            iteration=iteration,
         )
-        try:
-            return self._loop.run(
-                lambda: self._play(prompts, sampling, iteration, limits),
-                blocked_after=self.environment_timeout + 5.0,
-            )
-        except EngineFailedError as failure:
-            if isinstance(failure.__cause__, Exception):
-                raise failure.__cause__ from None
-            raise
-
-    async def _play(
-        self, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int, limits: EpisodeLimits
-    ) -> list[Sample]:
-        """All episodes of a call."""
-        sampler = TurnSampler(self.engine, parallel_calls=self.parallel_calls)
-        episodes = [
-            Episode(
-                prompt,
-                index,
-                environment=self.environment,
-                sampler=sampler,
-                observations=self._observations,  # type: ignore[arg-type]  # generate() has checked
-                limits=limits,
-                sampling=sampling,
-                iteration=iteration,
-            )
-            for prompt in prompts
-            for index in range(sampling.group_size)
-        ]
-        places = asyncio.Semaphore(self.concurrency or max(1, len(episodes)))
-
-        async def play(episode: Episode) -> Sample:
-            async with places:
-                sample = await episode.play()
-            if self.on_error == "raise" and sample.info["failed"]:
-                raise EpisodeError(_which(sample)) from episode.error
-            return sample
-
-        tasks = [asyncio.ensure_future(play(episode)) for episode in episodes]
-        try:
-            samples = list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:  # when one fails, nobody waits for the others
-                task.cancel()
-        report_failures(samples, iteration)
-        return samples
 
 
 def _environment(environment: Any, tools: Sequence[Callable[..., Any]]) -> Callable[[], Environment]:
@@ -219,47 +152,3 @@ def _environment(environment: Any, tools: Sequence[Callable[..., Any]]) -> Calla
             f"{environment!r}"
         )
     return environment
-
-
-def model_context(engine: RolloutEngine, model: str, *, trust_remote_code: bool = False) -> int:
-    """Tokens of prompt and completion that an engine can serve.
-
-    Args:
-        engine: Its ``max_model_len`` counts, if it has one.
-        model: Folder or hub name.
-        trust_remote_code: Passed to Transformers.
-    """
-    limit = getattr(engine, "max_model_len", None)
-    if limit is not None:
-        return int(limit)
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    return int(config.get_text_config().max_position_embeddings)
-
-
-def report_failures(samples: Sequence[Sample], iteration: int) -> None:
-    """Say how many episodes failed and how the first did.
-
-    Args:
-        samples: Whose ``info`` says so.
-        iteration: For the message.
-
-    Raises:
-        EpisodeError: If all of them failed, and there is more than one.
-    """
-    failed = [sample for sample in samples if sample.info["failed"]]
-    if not failed:
-        return
-    message = f"{len(failed)} of {len(samples)} episodes failed, the first: {_which(failed[0])}"
-    if len(failed) == len(samples) > 1:
-        raise EpisodeError(message)
-    log.warning("iteration %d: %s; they are not trained on", iteration, message)
-
-
-def _which(sample: Sample) -> str:
-    """Which episode failed and how."""
-    return (
-        f"sample {sample.sample_index} of prompt {sample.prompt.index}, after {sample.info['turns']} turns: "
-        f"{sample.info.get('error', sample.info['ended'])}"
-    )

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -42,28 +42,29 @@ class LoopThread:
         """A copy for another process is one that has not started; threads do not travel."""
         return type(self), (self._name,)
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, T]], *, blocked_after: float) -> T:
-        """Run a coroutine to its end; several threads may do so at once.
+    def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Start a coroutine; any thread may.
 
         Args:
-            work: Makes the coroutine.
+            work: The coroutine.
+        """
+        return asyncio.run_coroutine_threadsafe(work, self._running())
+
+    def wait(self, futures: Sequence["concurrent.futures.Future[Any]"], *, blocked_after: float) -> None:
+        """Wait until one of them is done.
+
+        Args:
+            futures: From :meth:`submit`.
             blocked_after: Seconds that one step of any coroutine may keep the loop.
 
         Raises:
             BlockedLoopError: If the loop is kept longer; the message shows by what. The thread is left behind.
-            BaseException: What the coroutine raised.
         """
-        loop = self._running()
-        future = asyncio.run_coroutine_threadsafe(work(), loop)
-        try:
-            while not concurrent.futures.wait([future], timeout=1.0).done:
-                silent = time.monotonic() - self._beat
-                if silent > blocked_after:
-                    raise BlockedLoopError(self._blocked(loop, silent))
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        first = concurrent.futures.FIRST_COMPLETED
+        while not concurrent.futures.wait(futures, timeout=1.0, return_when=first).done:
+            silent = time.monotonic() - self._beat
+            if silent > blocked_after:
+                raise BlockedLoopError(self._blocked(silent))
 
     def close(self) -> None:
         """End the thread, when what runs in it has let go; a second call does nothing."""
@@ -95,12 +96,10 @@ class LoopThread:
         finally:
             loop.close()
 
-    def _blocked(self, loop: asyncio.AbstractEventLoop, seconds: float) -> str:
-        """What to say about it; the next run starts with another loop."""
+    def _blocked(self, seconds: float) -> str:
+        """What to say about it; what comes next gets another loop."""
         with self._lock:
-            thread = self._thread
-            if self._loop is loop:
-                self._loop, self._thread = None, None
+            thread, self._loop, self._thread = self._thread, None, None
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
         where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "(the thread has ended)\n"
         return (

@@ -71,6 +71,10 @@ class TurnSampler:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def expect(self, participants: int) -> None:
+        """Say for how many episodes it is worth waiting a moment, where :meth:`participant` does not count them."""
+        self._participants = participants
+
     @contextmanager
     def participant(self) -> Iterator[None]:
         """Inside runs an episode that will ask for something, for which it is worth waiting a moment."""

@@ -1,7 +1,6 @@
-"""``EngineWrapper``: an engine around another one, which passes on everything it does not do itself."""
+"""``EngineWrapper``: an engine around another one, which passes on everything but how samples are made."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,7 +11,8 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
 class EngineWrapper:
     """A :class:`~rlhfkit.rollout.engine.RolloutEngine` with the weights, versions and ranks of another.
 
-    What an engine can do beyond the protocol is passed on too. Subclasses change :meth:`generate`.
+    Subclasses change :meth:`generate`. Other ways of sampling that the engine inside may have (``stream``) are not
+    passed on: they would go past the subclass.
 
     Args:
         engine: The engine inside.
@@ -26,16 +26,15 @@ class EngineWrapper:
             raise TypeError(f"engine must implement rlhfkit.rollout.RolloutEngine, got {type(engine).__name__}")
         self.engine = engine
 
-    def __getattr__(self, name: str) -> Any:
-        """What only the engine inside has."""
-        if name == "engine" or name.startswith("__"):  # while it is copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.engine, name)
-
     @property
     def shared(self) -> bool:
         """Whether one engine serves all ranks."""
         return self.engine.shared
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether new weights may come while it generates."""
+        return bool(getattr(self.engine, "updates_in_flight", False))
 
     @property
     def version(self) -> int | None:
