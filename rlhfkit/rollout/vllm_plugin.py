@@ -7,7 +7,6 @@ being the ``worker_extension_cls`` of our engines, which needs no installed meta
 Imported by vLLM's processes only; it needs vLLM. Written for vLLM 0.32.
 """
 
-import ctypes
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -85,8 +84,6 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
         else:
             blocks = SharedBlocks.open(init_info.shared_memory, init_info.bucket_bytes)
             self._carrier = SharedMemoryCarrier(self._group, blocks)
-        if self.device.type == "cpu":
-            _keep_freed_memory()
 
     def start_weight_update(self) -> None:
         """Prepare every layer to be loaded anew, even after an update that broke off halfway."""
@@ -148,20 +145,6 @@ def _keep_what_waits(model: nn.Module, block: Tensor) -> None:
             for name, value in arguments.arguments.items():
                 if isinstance(value, Tensor) and value.device.type == "cpu" and first <= value.data_ptr() < last:
                     arguments.arguments[name] = value.clone()
-
-
-def _keep_freed_memory() -> None:
-    """Have the C library keep what is freed: each update frees and takes the whole model, layer by layer.
-
-    Packing into memory that the operating system has to hand out anew takes two to three times as long (glibc; other
-    libraries have no ``mallopt`` and do as they do).
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        trim_threshold, top_pad, mmap_max = -1, -2, -4  # names of <malloc.h>
-        libc.mallopt(mmap_max, 0)
-        libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(top_pad, 64 * 2**20)
 
 
 def _repack_tied_layers(packed_before: dict[nn.Module, Any]) -> None:
