@@ -2,6 +2,8 @@
 
 import copy
 import json
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,97 +19,50 @@ from transformers import AutoModelForCausalLM
 from rlhfkit import PPOModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model
 
-CLIP, KL, LAM, VALUE_CLIP = 0.2, 0.05, 0.9, 0.05
+from .ppo_cases import ARGUMENTS, KL, ByHand, Keep, PlainSGD, check_moved_alike
 
 
-class PlainSGD(PPOModule):
-    """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
+def digits_as_they_come(samples: Sequence[Sample]) -> list[float]:
+    """An eighth for each digit, said token by token; the rest of the reward is for the length."""
+    for sample in samples:
+        tokens = [chr(token + 29) for token in sample.token_ids]  # of the tiny tokenizer
+        sample.token_rewards = [character.isdigit() / 8 for character in tokens]
+    return [score + len(sample.token_ids) / 10 for sample, score in zip(samples, digits(samples), strict=True)]
 
-    def configure_optimizers(self) -> Any:
-        groups = self.parameter_groups()
-        return torch.optim.SGD([{"lr": self.hparams["lr"]} | group for group in groups])
 
-
-class Keep(L.Callback):
-    """The samples of every iteration."""
+class Shaped:
+    """By hand: a penalty for answers that were cut off, running moments, a clip, and credit where it is due."""
 
     def __init__(self) -> None:
-        self.iterations: list[list[Sample]] = []
-        self.updates: list[Tensor] = []
+        self.seen: list[float] = []
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
-        assert rollouts.experience is not None
-        self.iterations.append(copy.deepcopy(rollouts.samples))
-        self.updates.append(rollouts.experience.update.clone())
-
-
-def logprobs_of(model: Any, sample: Sample) -> Tensor:
-    """(n,) of the sample's tokens, by the definition."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
-    logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
-    return logprobs.gather(-1, ids[0, 1:, None])[-len(sample.token_ids) :, 0]
+    def __call__(self, samples: Sequence[Sample]) -> list[Tensor]:
+        totals = [(sample.reward or 0.0) - 0.3 * (sample.finish_reason == "length") for sample in samples]
+        self.seen += totals
+        mean, std = statistics.fmean(self.seen), statistics.stdev(self.seen)
+        rewards = []
+        for sample, total in zip(samples, totals, strict=True):
+            earned = torch.tensor(sample.token_rewards, dtype=torch.float64) / std
+            earned[-1] += min(max((total - mean) / std, -1.5), 1.5) - float(earned.sum())
+            rewards.append(earned)
+        return rewards
 
 
-def values_of(critic: Any, sample: Sample) -> Tensor:
-    """(n,) of the states in which the sample's tokens were chosen, from the backbone and the head's weight."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
-    hidden = critic.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    return (hidden.double() @ critic.model.score.weight[0].double())[-len(sample.token_ids) - 1 : -1]
+SHAPING: dict[str, Any] = {
+    "missing_eos_penalty": 0.3, "normalize_rewards": True, "reward_clip": 1.5, "normalize_values": True
+}  # fmt: skip
 
 
-def gae_by_hand(rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    advantages, following, after = torch.zeros_like(values), torch.zeros(()), torch.zeros(())
-    for step in reversed(range(len(values))):
-        delta = rewards[step] + after - values[step]
-        following = delta + LAM * following
-        advantages[step], after = following, values[step]
-    return advantages, advantages + values
-
-
-def iteration_by_hand(
-    policy: Any, critic: Any, reference: Any, samples: list[Sample], update: Tensor, lr: float
-) -> None:
-    """One iteration of PPO by SGD, one sequence at a time, in float64."""
-    with torch.no_grad():
-        old = [logprobs_of(policy, sample) for sample in samples]
-        before = [values_of(critic, sample) for sample in samples]
-        made = []
-        for sample, mine, value in zip(samples, old, before, strict=True):
-            rewards = -KL * (mine - logprobs_of(reference, sample))
-            rewards[-1] += sample.reward or 0.0
-            made.append(gae_by_hand(rewards, value))
-        everything = torch.cat([advantages for advantages, _ in made])
-        mean, std = everything.mean(), everything.std(unbiased=False)
-    for number in range(int(update.max()) + 1):
-        rows = (update == number).nonzero()[:, 0].tolist()
-        tokens = sum(len(samples[row].token_ids) for row in rows)
-        total = torch.zeros((), dtype=torch.float64)
-        for row in rows:
-            advantages = (made[row][0] - mean) / std
-            ratio = (logprobs_of(policy, samples[row]) - old[row]).exp()
-            surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-            values = values_of(critic, samples[row])
-            clipped = before[row] + (values - before[row]).clamp(-VALUE_CLIP, VALUE_CLIP)
-            error = torch.maximum((values - made[row][1]) ** 2, (clipped - made[row][1]) ** 2)
-            total = total - surrogate.sum() + 0.5 * error.sum()
-        (total / tokens).backward()
-        with torch.no_grad():
-            for parameter in [*policy.parameters(), *critic.parameters()]:
-                if parameter.grad is not None:
-                    parameter -= lr * parameter.grad
-                    parameter.grad = None
-
-
-def test_three_iterations_are_the_loop_by_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shaped", [False, True], ids=["plain", "token rewards, normalised rewards and values"])
+def test_three_iterations_are_the_loop_by_hand(tmp_path: Path, shaped: bool) -> None:
     keep = Keep()
-    arguments = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": KL, "lam": LAM, "value_clip": VALUE_CLIP, "clip_high": CLIP}
+    reward = digits_as_they_come if shaped else digits
     trainer, module, data, _ = setup_run(
         tmp_path,
         module=PlainSGD,
-        module_arguments=arguments,
+        module_arguments=ARGUMENTS | (SHAPING if shaped else {}),
         data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
-        rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        rollouts=RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[keep],
         max_epochs=3,
     )
@@ -115,15 +70,17 @@ def test_three_iterations_are_the_loop_by_hand(tmp_path: Path) -> None:
     assert trainer.global_step == 6
     folder = str(tmp_path / "model")
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    reference, critic = copy.deepcopy(policy), load_scalar_model(folder, dtype=torch.float64, attention="eager")
+    reference: Any = copy.deepcopy(policy)
+    critic: Any = load_scalar_model(folder, dtype=torch.float64, attention="eager")
     started = copy.deepcopy(critic)
+    hand = ByHand(policy, reference, critic.model.base_model, critic.model.score, normalize_values=shaped)
+    if shaped:
+        hand.rewards = Shaped()
+        assert any(sample.finish_reason == "length" for samples in keep.iterations for sample in samples)
     for samples, update in zip(keep.iterations, keep.updates, strict=True):
-        iteration_by_hand(policy, critic, reference, samples, update, lr=0.05)
-    for mine, theirs, first in ((module.policy, policy, reference), (module.critic, critic, started)):
-        expected, beginning = dict(theirs.named_parameters()), dict(first.named_parameters())
-        moved = sum(float((expected[name] - beginning[name]).detach().abs().sum()) for name in expected)
-        error = sum(float((p.double() - expected[name]).detach().abs().sum()) for name, p in mine.named_parameters())
-        assert error < 1e-3 * moved  # float32 against float64
+        hand.iteration(samples, update)
+    check_moved_alike(module.policy, policy, reference)
+    check_moved_alike(module.critic, critic, started)
 
 
 def test_reward_rises_and_the_critic_explains_it(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""PPO written by hand: plain Transformers, one sequence at a time, in float64."""
+
+import copy
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from rlhfkit import PPOModule, RolloutCallback, Sample
+
+CLIP, KL, LAM, VALUE_CLIP = 0.2, 0.05, 0.9, 0.05
+ARGUMENTS = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": KL, "lam": LAM, "value_clip": VALUE_CLIP, "clip_high": CLIP}
+"""Of the module that does the same."""
+
+
+class PlainSGD(PPOModule):
+    """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
+
+    def configure_optimizers(self) -> Any:
+        groups = self.parameter_groups()
+        return torch.optim.SGD([{"lr": self.hparams["lr"]} | group for group in groups])
+
+
+class Keep(L.Callback):
+    """The samples of every iteration."""
+
+    def __init__(self) -> None:
+        self.iterations: list[list[Sample]] = []
+        self.updates: list[Tensor] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
+        assert rollouts.experience is not None
+        self.iterations.append(copy.deepcopy(rollouts.samples))
+        self.updates.append(rollouts.experience.update.clone())
+
+
+def logprobs_of(model: Any, sample: Sample, temperature: float = 1.0) -> Tensor:
+    """(n,) of the sample's tokens, by the definition."""
+    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[-len(sample.token_ids) :, 0]
+
+
+def text_loss(model: Any, texts: Sequence[list[int]]) -> Tensor:
+    """Mean of -log p over all tokens but the first of each text."""
+    losses = []
+    for token_ids in texts:
+        ids = torch.tensor([token_ids])
+        logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
+        losses.append(-logprobs.gather(-1, ids[0, 1:, None])[:, 0])
+    return torch.cat(losses).mean()
+
+
+def values_of(backbone: Any, head: Any, sample: Sample) -> Tensor:
+    """(n,) of the states in which the sample's tokens were chosen, from a backbone and the head's weight."""
+    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return (hidden.double() @ head.weight[0].double())[-len(sample.token_ids) - 1 : -1]
+
+
+def reward_at_the_end(samples: Sequence[Sample]) -> list[Tensor]:
+    """(n,) of each sample: its reward on the last token."""
+    rewards = [torch.zeros(len(sample.token_ids), dtype=torch.float64) for sample in samples]
+    for row, sample in zip(rewards, samples, strict=True):
+        row[-1] = sample.reward or 0.0
+    return rewards
+
+
+def gae_by_hand(rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    advantages, following, after = torch.zeros_like(values), torch.zeros(()), torch.zeros(())
+    for step in reversed(range(len(values))):
+        delta = rewards[step] + after - values[step]
+        following = delta + LAM * following
+        advantages[step], after = following, values[step]
+    return advantages, advantages + values
+
+
+@dataclass
+class ByHand:
+    """A policy and the head and backbone of its critic."""
+
+    policy: Any
+    reference: Any
+    backbone: Any
+    head: Any
+    rewards: Callable[[Sequence[Sample]], list[Tensor]] = reward_at_the_end
+    text: Callable[[int], Tensor] | None = None
+    """From the number of the update to what is added to its loss."""
+    temperature: float = 1.0
+    normalize_values: bool = False
+    returns: list[float] = field(default_factory=list)
+    """All that were seen."""
+    updates: int = 0
+
+    def scale(self) -> tuple[float, float]:
+        """Mean and deviation of the returns so far."""
+        if not self.normalize_values or len(self.returns) < 2:
+            return 0.0, 1.0
+        return statistics.fmean(self.returns), statistics.stdev(self.returns)
+
+    def iteration(self, samples: list[Sample], update: Tensor, lr: float = 0.05) -> None:
+        """One iteration by SGD."""
+        mean, std = self.scale()
+        with torch.no_grad():
+            old = [logprobs_of(self.policy, sample, self.temperature) for sample in samples]
+            before = [values_of(self.backbone, self.head, sample) for sample in samples]
+            made = []
+            for sample, mine, value, reward in zip(samples, old, before, self.rewards(samples), strict=True):
+                penalised = reward - KL * (mine - logprobs_of(self.reference, sample, self.temperature))
+                made.append(gae_by_hand(penalised, value * std + mean))
+        everything = torch.cat([advantages for advantages, _ in made])
+        self.returns += torch.cat([returns for _, returns in made]).tolist()
+        mean, std = self.scale()
+        for number in range(int(update.max()) + 1):
+            rows = (update == number).nonzero()[:, 0].tolist()
+            tokens = sum(len(samples[row].token_ids) for row in rows)
+            total = torch.zeros((), dtype=torch.float64)
+            for row in rows:
+                advantages = (made[row][0] - everything.mean()) / everything.std(unbiased=False)
+                ratio = (logprobs_of(self.policy, samples[row], self.temperature) - old[row]).exp()
+                surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+                values, target = values_of(self.backbone, self.head, samples[row]), (made[row][1] - mean) / std
+                clipped = before[row] + (values - before[row]).clamp(-VALUE_CLIP, VALUE_CLIP)
+                error = torch.maximum((values - target) ** 2, (clipped - target) ** 2)
+                total = total - surrogate.sum() + 0.5 * error.sum()
+            loss = total / tokens
+            if self.text is not None:
+                loss = loss + self.text(self.updates)
+            loss.backward()
+            self.updates += 1
+            self.step(lr)
+
+    def step(self, lr: float) -> None:
+        models = (self.policy, self.backbone, self.head)  # of which one may be a part of another
+        parameters = {id(p): p for model in models for p in model.parameters()}.values()
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter -= lr * parameter.grad
+                    parameter.grad = None
+
+
+def check_moved_alike(mine: Any, by_hand: Any, started: Any) -> None:
+    """The weights that training has moved went where those by hand did, to float32's precision."""
+    expected, beginning = dict(by_hand.named_parameters()), dict(started.named_parameters())
+    moved = sum(float((expected[name] - beginning[name]).detach().abs().sum()) for name in expected)
+    theirs = {name: p for name, p in mine.named_parameters() if name in expected}
+    assert theirs.keys() == expected.keys()
+    error = sum(float((p.double() - expected[name]).detach().abs().sum()) for name, p in theirs.items())
+    assert moved > 0
+    assert error < 1e-3 * moved

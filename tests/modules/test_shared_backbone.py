@@ -1,0 +1,92 @@
+"""PPO with policy and critic on one trunk, and with text mixed in, against the loop by hand."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from tiny_models import tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModule
+from rlhfkit.data.collate import TokenBatch
+from rlhfkit.models import load_causal_lm, policy_output, scalar_output
+from rlhfkit.models.heads import add_value_head, load_scalar_model
+from rlhfkit.rollout import ModuleWeights
+
+from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainSGD, check_moved_alike, text_loss
+
+TEXTS = ["to be", "or not to be", "that is", "the question", "whether tis", "nobler", "in the mind", "to suffer"]
+
+
+def text_data(**arguments: Any) -> SFTDataModule:
+    rows = [{"text": text} for text in TEXTS]
+    return SFTDataModule(rows, text="text", **({"micro_batch_size": 2} | arguments))
+
+
+def test_three_iterations_with_text_on_a_shared_backbone_are_the_loop_by_hand(tmp_path: Path) -> None:
+    keep = Keep()
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module=PlainSGD,
+        module_arguments=ARGUMENTS | {"critic_lr": 0.05, "shared_backbone": True, "ptx_coef": 0.3},
+        data_arguments={
+            "rollout_batch_size": 4, "micro_batch_size": 4, "pretraining_data": text_data(shuffle=False)
+        },
+        rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8, temperature=0.8)),
+        callbacks=[keep],
+        max_epochs=3,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    policy: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    reference = copy.deepcopy(policy)
+    head: Any = copy.deepcopy(load_scalar_model(str(tmp_path / "model")).model.score).double()  # type: ignore[operator]
+    started = copy.deepcopy(head)
+    token_ids = [[*module.tokenizer(text)["input_ids"], module.tokenizer.eos_token_id] for text in TEXTS]
+    hand = ByHand(policy, reference, policy.model, head, temperature=0.8)
+    hand.text = lambda update: 0.3 * text_loss(policy, token_ids[4:] if update % 2 else token_ids[:4])
+    for samples, update in zip(keep.iterations, keep.updates, strict=True):
+        hand.iteration(samples, update)
+    assert hand.updates == 6
+    check_moved_alike(module.policy, policy, reference)
+    check_moved_alike(module.policy.value_head, head, started)
+    assert trainer.callback_metrics["ptx/loss"] > 0
+
+
+def test_policy_and_value_head_say_what_two_models_would(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model"))
+    shared, critic = load_causal_lm(folder), load_scalar_model(folder)
+    add_value_head(shared)
+    ids = torch.randint(3, 99, (3, 9), generator=torch.Generator().manual_seed(0))
+    batch = TokenBatch(input_ids=ids, attention_mask=ids > 0, loss_mask=ids[:, 1:] % 3 > 0)
+    out = policy_output(shared, batch, batch.loss_mask, entropy=True, values=True)
+    alone = policy_output(load_causal_lm(folder), batch, batch.loss_mask, entropy=True)
+    assert out.values is not None
+    assert torch.equal(out.logprobs, alone.logprobs)
+    assert torch.equal(out.entropy, alone.entropy)  # type: ignore[arg-type]
+    expected = scalar_output(critic, batch, nn.functional.pad(batch.loss_mask, (0, 1)))[:, :-1]
+    torch.testing.assert_close(out.values, expected, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="has a value head already"):
+        add_value_head(shared)
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["full", "lora"])
+def test_nobody_outside_sees_the_value_head(tmp_path: Path, lora: LoRA | None) -> None:
+    folder = str(tiny_model(tmp_path / "model"))
+    module = PPOModule(folder, shared_backbone=True, lora=lora)
+    module.configure_model()
+    names = [name for name, _ in load_causal_lm(folder).named_parameters()]
+    assert [info.name for info in ModuleWeights(module.policy).metadata()] == names
+    saved = AutoModelForCausalLM.from_pretrained(module.save_pretrained(tmp_path / "saved"), output_loading_info=True)
+    assert not saved[1]["unexpected_keys"]
+    groups = {group["name"]: group for group in module.parameter_groups()}
+    assert groups["value_head"]["lr"] == module.hparams["critic_lr"]
+    assert [tuple(parameter.shape) for parameter in groups["value_head"]["params"]] == [(1, 64)]
+    if lora is None:
+        assert len(groups["policy"]["params"]) == len(names)
+    else:
+        module.save_pretrained(tmp_path / "adapter", adapter=True)
+        assert len(groups["policy"]["params"]) == 2 * 2 * 7  # A and B of seven layers in two blocks
