@@ -8,6 +8,7 @@ from rlhfkit.rewards.model import ModelReward
 from rlhfkit.rewards.process import ProcessModelReward
 from rlhfkit.rewards.remote import RemoteReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
+from rlhfkit.rewards.sandboxed import SandboxedReward
 
 __all__ = [
     "EpisodeReward",
@@ -20,6 +21,7 @@ __all__ = [
     "ProcessModelReward",
     "RemoteReward",
     "Reward",
+    "SandboxedReward",
     "WeightedSum",
     "evaluate",
     "exact_match",

@@ -1,5 +1,6 @@
 """One sandbox from our side: started when it is needed, asked one thing at a time, killed when it does not answer."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -124,8 +125,11 @@ class SandboxProcess:
             self._start()
         return self._exchange(pickle.dumps(job), timeout)
 
-    def end(self) -> str:
+    def end(self, *, patience: float = 0.0) -> str:
         """Kill whatever runs inside, and clean up.
+
+        Args:
+            patience: Seconds that the guard has to end by itself first, with a reason of its own.
 
         Returns:
             Why the guard ended, in its words.
@@ -135,6 +139,9 @@ class SandboxProcess:
             return ""
         os.close(self._requests)
         os.close(self._answers)
+        if patience:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                guard.wait(patience)
         try:
             report, output = guard.communicate(timeout=_END_TIMEOUT)  # closes its input, which tells it to end
         except subprocess.TimeoutExpired:
@@ -219,7 +226,7 @@ class SandboxProcess:
                     elif key.fd != self._answers:
                         self._keep(data)
                     elif not data:
-                        return self._failed("died", started, f"the process {self.end()}")
+                        return self._failed("died", started, f"the process {self.end(patience=1.0)}")
                     else:
                         answer += data
                 size = struct.unpack(">Q", answer[:8])[0] if len(answer) >= 8 else 0

@@ -1,0 +1,146 @@
+"""Rewards that do what each sample's text says, most of it bad. Imported by sandboxes, so it loads nothing."""
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class CannotBePickled(Exception):
+    def __init__(self, text: str, lock: object) -> None:
+        super().__init__(text)
+        self.lock = lock
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def eat_memory() -> None:
+    eaten = []
+    while True:
+        eaten.append(bytearray(16 << 20))
+
+
+def eat_memory_together() -> None:
+    """Each of ten processes stays below the limit."""
+    for _ in range(10):
+        if os.fork() == 0:
+            eaten = bytearray(200 << 20)
+            time.sleep(600)
+            print(len(eaten))
+    hang()
+
+
+def fork_bomb() -> None:
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            time.sleep(0.01)
+
+
+def hide_from_killers() -> None:
+    """A grandchild in a session of its own, whose parent has ended."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() != 0:
+            os._exit(0)
+        os.closerange(3, 64)
+    hang()
+
+
+def flood() -> None:
+    for _ in range(200):
+        os.write(1, b"x" * 65536)
+    raise ValueError("enough")
+
+
+def forge() -> None:
+    """What is no answer, written where answers go."""
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, b"\x00\x00\x00\x00\x00\x00\x00\x05hello")
+        except OSError:
+            continue
+    hang()
+
+
+ACTS = {
+    "hang": hang,
+    "eat memory": eat_memory,
+    "eat memory together": eat_memory_together,
+    "fork bomb": fork_bomb,
+    "hide": hide_from_killers,
+    "flood": flood,
+    "forge": forge,
+    "die": lambda: os._exit(7),
+    "leave": lambda: sys.exit(0),
+    "raise": lambda: (_ for _ in ()).throw(CannotBePickled("no answer in this text", time)),
+}
+RETURNS = {"nan": float("nan"), "infinite": float("inf"), "text": "high", "none": None}
+
+
+def reward(samples: list[Any]) -> list[Any]:
+    """The number that the text is, or what else it says."""
+    values = []
+    for sample in samples:
+        if sample.text in ACTS:
+            ACTS[sample.text]()
+        values.append(RETURNS[sample.text] if sample.text in RETURNS else float(sample.text))
+    return values if "twice" not in [sample.prompt.answer for sample in samples] else values * 2
+
+
+async def reward_later(samples: list[Any]) -> list[Any]:
+    """The same, awaited."""
+    await asyncio.sleep(0)
+    return reward(samples)
+
+
+class Look:
+    """What a worker sees and may do; for :class:`Sandbox`."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __call__(self, job: Any) -> dict[str, Any]:
+        if job in ACTS:
+            ACTS[job]()
+        written = []
+        for path in (self.where + "/outside", "inside"):
+            try:
+                Path(path).write_text("x")
+                written.append(path)
+            except OSError:
+                continue
+        try:
+            socket.create_connection(("127.0.0.1", job), 5).close()
+            connected = True
+        except OSError:
+            connected = False
+        return {
+            "folder": os.getcwd(),
+            "environment": dict(os.environ),
+            "input": sys.stdin.read(),
+            "written": written,
+            "connected": connected,
+            "pid": os.getpid(),
+        }
+
+
+def look(where: str) -> Look:
+    """Factory of a worker."""
+    return Look(where)
+
+
+def digits_or_death(samples: list[Any]) -> list[float]:
+    """Share of digits; ends the process where a text begins with a letter."""
+    if any(sample.text[:1].isalpha() for sample in samples):
+        os._exit(1)
+    return [sum(character.isdigit() for character in sample.text) / 8 for sample in samples]

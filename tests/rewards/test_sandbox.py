@@ -1,0 +1,276 @@
+"""Properties of child processes: whatever runs in them, the caller gets an answer in time and nothing stays behind."""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
+
+CASES = Path(__file__).with_name("misbehaving.py")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems have resource limits only")
+
+
+def sandbox(where: str = "/", *, workers: int = 1, timeout: float = 20.0, **options: object) -> Sandbox:
+    limits = options.pop("limits", Limits(memory_gib=0.5, processes=24))
+    work = Work(name="the test", program=CASES, factory="look", arguments=(where,), packages=False)
+    return Sandbox(work, workers=workers, timeout=timeout, limits=limits, **options)
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Sandbox]:
+    made = sandbox(str(tmp_path))
+    yield made
+    made.close()
+
+
+def processes_of(folder: str) -> list[int]:
+    """Those that a sandbox has started: their command line, which forks inherit, names its folder."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if folder.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def children() -> set[int]:
+    """Of this process, those that have ended and were not waited for included."""
+    found = set()
+    for listing in Path("/proc/self/task").glob("*/children"):
+        found |= set(map(int, listing.read_text().split()))
+    return found
+
+
+def wait_until_gone(folder: str, seconds: float = 20.0) -> list[int]:
+    end = time.monotonic() + seconds
+    while processes_of(folder) and time.monotonic() < end:
+        time.sleep(0.05)
+    return processes_of(folder)
+
+
+def test_worker_sees_no_secrets_no_input_and_its_own_folder_only(
+    one: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_TOKEN", "secret")
+    (tmp_path / "mine").write_text("mine")
+    seen = one.run(0).value
+    assert "secret" not in str(seen)
+    assert set(seen["environment"]) <= {"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH"} | {
+        "HOME",
+        "TMPDIR",
+        "OMP_NUM_THREADS",
+    }
+    assert seen["input"] == ""
+    assert "inside" in seen["written"]
+    if {"files", "user"} & set(one.walls):
+        assert seen["written"] == ["inside"]
+        assert not (tmp_path / "outside").exists()
+    assert seen["folder"] == seen["environment"]["HOME"] != os.getcwd()
+    assert Path(seen["folder"]).exists()
+    one.close()
+    assert not Path(seen["folder"]).exists()
+
+
+def test_network_is_there_if_asked_for(one: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        closed = one.run(port)
+        if "network" in one.walls:
+            assert not closed.value["connected"]
+        opened = sandbox(limits=Limits(memory_gib=0.5, network=True))
+        assert opened.run(port).value["connected"]
+        opened.close()
+
+
+@LINUX
+def test_memory_bombs_end_their_own_process_only(one: Sandbox) -> None:
+    alone = one.run("eat memory")
+    assert alone.status in ("error", "died")
+    assert "MemoryError" in alone.message or "memory" in alone.message
+    together = one.run("eat memory together")
+    assert together.status == "died"
+    assert "its processes used more than 0.5 GiB of memory together" in together.message
+    assert one.run(0).status == "ok"
+
+
+@LINUX
+def test_fork_bomb_is_bounded_and_all_of_it_is_killed(one: Sandbox) -> None:
+    folder = one.run(0).value["folder"]
+    most, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.wait(0.05):
+            most[0] = max(most[0], len(processes_of(folder)))
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    outcome = one.run("fork bomb", timeout=1.0)
+    stop.set()
+    counting.join()
+    assert outcome.status == "timeout"
+    if "user" in one.walls or "processes" in one.walls:
+        assert 20 <= most[0] <= 24 + 1  # the guard is not counted
+    assert wait_until_gone(folder) == []
+    assert one.run(0).status == "ok"
+
+
+@LINUX
+def test_a_process_that_hides_is_killed_too(one: Sandbox) -> None:
+    folder = one.run(0).value["folder"]
+    assert one.run("hide", timeout=0.5).status == "timeout"
+    assert wait_until_gone(folder) == []
+
+
+def test_six_calls_of_which_two_hang_on_two_workers_return_the_four_good_ones() -> None:
+    two = sandbox(workers=2, timeout=1.0, start_timeout=60)
+    started = time.monotonic()
+    outcomes = two.map(["hang", "hang", 1, 2, 3, 4])
+    two.close()
+    assert [outcome.status for outcome in outcomes] == ["timeout"] * 2 + ["ok"] * 4
+    assert all("did not answer within 1 s and was killed" in outcome.message for outcome in outcomes[:2])
+    assert all(outcome.seconds >= 1.0 for outcome in outcomes[:2])
+    assert time.monotonic() - started < 20
+
+
+def test_death_exit_and_exceptions_of_any_kind_come_back_as_text(one: Sandbox) -> None:
+    died = one.run("die")
+    assert (died.status, died.message) == ("died", "the process ended with exit code 7")
+    left = one.run("leave")
+    assert left.status == "error"
+    assert "SystemExit: 0" in left.message
+    raised = one.run("raise")
+    assert raised.status == "error"
+    assert "CannotBePickled: no answer in this text" in raised.message
+    assert one.run(0).status == "ok"
+
+
+def test_what_is_printed_is_bounded_and_its_end_is_kept(one: Sandbox) -> None:
+    flooded = one.run("flood")
+    assert flooded.status == "error"
+    assert "ValueError: enough" in flooded.message
+    assert flooded.message.endswith("xxxx")
+    assert len(flooded.message) < 10_000
+
+
+def test_forged_answers_are_not_read_as_anything(one: Sandbox) -> None:
+    forged = one.run("forge", timeout=10)
+    assert forged.status == "error"
+    assert "no JSON of ours and was killed" in forged.message
+    assert one.run(0).status == "ok"
+
+
+@LINUX
+def test_a_thousand_calls_leak_no_process_and_no_descriptor() -> None:
+    before = len(os.listdir("/dev/fd")), children()
+    two = sandbox(workers=2, timeout=0.2, start_timeout=60)
+    folders = set()
+    for start in range(0, 1000, 100):
+        outcomes = two.map([0] * 98 + (["die", "hang"] if start % 500 == 0 else [0, 0]), timeout=0.2)
+        folders |= {outcome.value["folder"] for outcome in outcomes if outcome.status == "ok"}
+    two.close()
+    assert len(folders) >= 4  # two at first, and two that were replaced, twice
+    assert not any(Path(folder).exists() for folder in folders)
+    assert len(os.listdir("/dev/fd")) < before[0] + 5  # as many as one process needs; six have run
+    assert children() <= before[1]
+    assert [process for folder in folders for process in processes_of(folder)] == []
+
+
+def test_a_process_that_was_killed_between_calls_is_replaced(one: Sandbox) -> None:
+    assert one.run(0).status == "ok"
+    os.kill(one.processes[0].pid, signal.SIGKILL)
+    time.sleep(0.1)
+    assert one.run(0).status == "ok"
+
+
+def test_fresh_processes_share_nothing() -> None:
+    fresh = sandbox(fresh=True)
+    folders = [outcome.value["folder"] for outcome in fresh.map([0, 0])]
+    assert folders[0] != folders[1]
+    assert not any(map(os.path.exists, folders))
+    assert fresh.processes[0].pid is None
+
+
+def test_copies_start_their_own_processes(one: Sandbox) -> None:
+    assert one.run(0).status == "ok"
+    copy = pickle.loads(pickle.dumps(one))
+    assert copy.limits == one.limits
+    assert copy.processes[0].pid is None
+
+
+def test_what_cannot_start_is_an_error_that_says_why() -> None:
+    work = Work(name="reward 'x'", program=CASES, factory="no_such_factory", packages=False)
+    with pytest.raises(RuntimeError, match=r"(?s)could be started to run reward 'x'.*no attribute 'no_such_factory'"):
+        Sandbox(work, workers=2, timeout=5).map([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds, got 0"),
+        ({"start_timeout": -1.0}, "start_timeout must be a positive number of seconds"),
+    ],
+)
+def test_wrong_numbers_are_named(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sandbox(**options)
+    with pytest.raises(ValueError, match="memory_gib must be positive, got 0"):
+        Limits(memory_gib=0)
+
+
+ALONE = """
+import sys, types
+for name in ("rlhfkit", "rlhfkit.rewards"):  # as packages without what they import, which takes seconds
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
+from pathlib import Path
+from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
+work = Work(name="t", program=Path(sys.argv[2]), factory="look", arguments=("/",), packages=False)
+one = Sandbox(work, workers=1, timeout=30, limits=Limits(memory_gib=0.5, processes=24))
+print(one.run(0).value["folder"], *one.walls, flush=True)
+print(one.run(sys.argv[3], timeout=float(sys.argv[4])).status, flush=True)
+"""
+
+
+def alone(act: str, timeout: float, *before: str) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[2])
+    command = [*before, sys.executable, "-c", ALONE, root, str(CASES), act, str(timeout)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@LINUX
+def test_when_the_trainer_is_killed_everything_inside_ends() -> None:
+    with alone("hide", 60) as trainer:
+        assert trainer.stdout is not None
+        folder = trainer.stdout.readline().split()[0]
+        time.sleep(0.3)
+        assert len(processes_of(folder)) >= 2
+        trainer.kill()
+    assert wait_until_gone(folder) == []
+    assert not Path(folder).exists()
+
+
+@LINUX
+@pytest.mark.parametrize("act", ["hide", "eat memory together"])
+def test_without_namespaces_the_whole_tree_is_hunted_down(act: str) -> None:
+    none = "echo 0 > /proc/sys/user/max_pid_namespaces && echo 0 > /proc/sys/user/max_user_namespaces"
+    refuse = ["unshare", "--user", "--map-root-user", "sh", "-c", f'{none} && exec "$@"', "sh"]
+    if subprocess.run([*refuse, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this machine allows no user namespace, in which to forbid further ones")
+    with alone(act, 5.0 if act != "hide" else 0.5, *refuse) as trainer:
+        assert trainer.stdout is not None
+        folder, *walls = trainer.stdout.readline().split()
+        assert walls == []
+        assert trainer.stdout.readline() == ("timeout\n" if act == "hide" else "died\n")
+    assert wait_until_gone(folder) == []

@@ -1,0 +1,155 @@
+"""Properties of rewards in child processes: values are the reward's own, and every failure follows the policy."""
+
+import math
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from rl_runs import setup_run
+
+from rewards import misbehaving
+from rlhfkit import RolloutCallback, SamplingSpec
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.rewards import SandboxedReward, WeightedSum, reward_metrics, score_samples
+from rlhfkit.rewards.call_metrics import CallMetrics
+from rlhfkit.rewards.failures import RewardFailure
+from rlhfkit.rewards.sandbox import Outcome
+
+NAME = "rewards.misbehaving.reward"
+
+
+def samples(*texts: str, answer: object = None) -> list[Sample]:
+    return [
+        Sample(Prompt(index + 10, [1], answer=answer), 0, [3], [-0.1], [0], "stop", text=text)
+        for index, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[SandboxedReward]:
+    made = SandboxedReward(NAME, timeout=1.0, workers=2)
+    yield made
+    made.close()
+
+
+def test_values_are_the_rewards_own(reward: SandboxedReward) -> None:
+    texts = ["0.5", "none", "-3", "1e9"]
+    assert reward(samples(*texts)) == misbehaving.reward(samples(*texts)) == [0.5, None, -3.0, 1e9]
+    assert reward.name == "reward"
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(reward, [samples("1", "2"), samples("3"), []])) == [[1.0, 2.0], [3.0], []]
+
+
+def test_every_failure_masks_its_sample_and_is_reported(
+    reward: SandboxedReward, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward.metrics()
+    batch = samples("1", "hang", "nan", "die", "raise", "infinite", "text", "2")
+    score_samples(WeightedSum(odd=reward), batch)
+    assert [sample.reward for sample in batch] == [1.0, *[None] * 6, 2.0]
+    assert math.isnan(batch[1].reward_parts["odd"])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(
+        "6 of 8 samples are not trained on: reward 'reward' failed for samples of prompts 11, 12, "
+    )
+    assert "prompts 11, 12, 13, 14, 15, 16\n" in message
+    assert "prompt 11, sample 0: timeout: did not answer within 1 s and was killed" in message
+    assert "prompt 12, sample 0: error: returned [nan] for 1 samples" in message
+    assert "prompt 13, sample 0: died: the process ended with exit code 7" in message
+    metrics = reward_metrics(WeightedSum(odd=reward))
+    assert metrics["reward/timeout_fraction"] == 1 / 8
+    assert metrics["reward/failed_fraction"] == 6 / 8
+    assert 0.9 < metrics["reward/seconds_p99"] < 10
+    assert metrics["reward/seconds_p50"] < metrics["reward/seconds_p99"]
+    assert reward_metrics(reward) == {}
+
+
+def test_a_failure_gets_the_fallback_or_stops_as_told() -> None:
+    fallback = SandboxedReward(misbehaving.reward, workers=1, on_failure=-1, batch_size=2)
+    assert fallback(samples("1", "2", "3", "nan", "4")) == [1.0, 2.0, -1.0, -1.0, 4.0]
+    assert fallback(samples("1", answer="twice")) == [-1.0]
+    fallback.close()
+    strict = SandboxedReward("rewards.misbehaving:reward_later", workers=1, on_failure="stop", name="judge")
+    assert strict(samples("1", "2")) == [1.0, 2.0]
+    with pytest.raises(
+        RewardFailure, match=r"(?s)reward 'judge' failed for samples of prompts 11\nprompt 11, sample 0: err"
+    ):
+        strict(samples("1", "text"))
+    strict.close()
+
+
+def test_a_copy_scores_with_processes_of_its_own(reward: SandboxedReward) -> None:
+    copy = pickle.loads(pickle.dumps(reward))
+    assert copy(samples("7")) == [7.0]
+    copy.close()
+
+
+def test_a_module_that_breaks_when_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_rewards.py").write_text("raise LookupError('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = SandboxedReward("broken_rewards.any", workers=1)
+    with pytest.raises(RuntimeError, match=r"(?s)no process could be started to run reward 'any'.*no licence"):
+        broken(samples("1"))
+
+
+class Local:
+    def __call__(self, batch: list[Sample]) -> list[float]:
+        return [0.0] * len(batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reward": "correct"}, "must be a dotted name such as 'my_rewards.correct', got 'correct'"),
+        ({"reward": "no_such_package.correct"}, "there is no module 'no_such_package'"),
+        ({"reward": 3}, "reward must be callable or a dotted name, got int"),
+        ({"reward": lambda batch: [0.0]}, "cannot be sent to another process"),
+        ({"on_failure": "ignore"}, "on_failure must be 'mask'"),
+        ({"on_failure": math.nan}, "on_failure must be 'mask'"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"timeout": -1}, "timeout must be a positive number"),
+        ({"memory_gib": 0}, "memory_gib must be positive, got 0"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SandboxedReward(**{"reward": NAME} | arguments)
+
+
+def test_what_the_running_script_defines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import __main__
+
+    monkeypatch.setattr(Local, "__module__", "__main__")
+    monkeypatch.setattr(__main__, "Local", Local, raising=False)
+    with pytest.raises(ValueError, match=r"defined in the script that is running: define it .* \(my_rewards\.py\)"):
+        SandboxedReward(Local())
+
+
+def test_quantiles_are_those_of_the_calls() -> None:
+    metrics = CallMetrics("judge")
+    for seconds in range(101):
+        metrics.add(Outcome("ok" if seconds < 100 else "died", seconds=float(seconds)))
+    assert metrics.take() == {
+        "judge/timeout_fraction": 0.0,
+        "judge/failed_fraction": 1 / 101,
+        "judge/seconds_p50": 50.0,
+        "judge/seconds_p99": 99.0,
+    }
+    assert metrics.take() == {}
+
+
+def test_a_run_logs_how_calls_went_and_trains_on_the_others(tmp_path: Path) -> None:
+    rollouts = RolloutCallback(
+        SandboxedReward("rewards.misbehaving.digits_or_death", workers=2, processes=8),
+        sampling=SamplingSpec(group_size=4, max_new_tokens=8),
+    )
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
+    trainer.fit(module, data)
+    died = sum(sample.reward is None for sample in rollouts.samples)
+    assert 0 < died < len(rollouts.samples)
+    logged = trainer.callback_metrics
+    assert float(logged["digits_or_death/failed_fraction"]) == pytest.approx(died / len(rollouts.samples))
+    assert float(logged["rollout/unscored_fraction"]) == pytest.approx(died / len(rollouts.samples))
+    assert float(logged["digits_or_death/seconds_p99"]) > 0
