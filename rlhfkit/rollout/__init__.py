@@ -7,8 +7,10 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, Weig
 from rlhfkit.rollout.environment import Action, Environment, Step
 
 if TYPE_CHECKING:
+    from rlhfkit.rollout.agents import AgentEngine as AgentEngine
     from rlhfkit.rollout.episodes import EpisodeEngine as EpisodeEngine
     from rlhfkit.rollout.local import LocalEngine as LocalEngine
+    from rlhfkit.rollout.openai_endpoint import OpenAIEndpoint as OpenAIEndpoint
     from rlhfkit.rollout.pool import VLLMPool as VLLMPool
     from rlhfkit.rollout.replay import ReplayEngine as ReplayEngine
     from rlhfkit.rollout.tools import ToolEnvironment as ToolEnvironment
@@ -16,9 +18,11 @@ if TYPE_CHECKING:
     from rlhfkit.rollout.transfer import ModuleWeights as ModuleWeights
 
 _LAZY = {
+    "AgentEngine": "rlhfkit.rollout.agents",
     "EpisodeEngine": "rlhfkit.rollout.episodes",
     "LocalEngine": "rlhfkit.rollout.local",
     "ModuleWeights": "rlhfkit.rollout.transfer",
+    "OpenAIEndpoint": "rlhfkit.rollout.openai_endpoint",
     "ReplayEngine": "rlhfkit.rollout.replay",
     "ToolEnvironment": "rlhfkit.rollout.tools",
     "VLLMPool": "rlhfkit.rollout.pool",
@@ -27,11 +31,13 @@ _LAZY = {
 
 __all__ = [
     "Action",
+    "AgentEngine",
     "DynamicSampling",
     "Environment",
     "EpisodeEngine",
     "LocalEngine",
     "ModuleWeights",
+    "OpenAIEndpoint",
     "ReplayEngine",
     "RolloutEngine",
     "SamplingSpec",
