@@ -1,7 +1,9 @@
 """Properties of judging mathematics: equal values match, nothing hangs, no process stays behind."""
 
 import concurrent.futures
+import os
 import pickle
+import signal
 import time
 from collections.abc import Iterator
 
@@ -59,10 +61,9 @@ def test_expression_that_never_ends_counts_as_wrong_and_the_next_is_judged(rewar
 
 def test_process_that_dies_is_replaced(reward: MathMatch) -> None:
     assert reward([sample("42", "42")]) == [1.0]
-    worker = reward._idle.get()
-    worker.process.kill()
-    worker.process.wait(timeout=10)
-    reward._idle.put(worker)
+    guard = reward.sandbox.processes[0].pid
+    os.kill(guard, signal.SIGKILL)
+    time.sleep(0.2)
     assert reward([sample("42", "42")]) == [1.0]
 
 
@@ -80,19 +81,18 @@ def test_reference_that_cannot_be_understood_is_not_scored(reward: MathMatch, ca
 def test_close_ends_the_processes_and_a_copy_has_none() -> None:
     made = MathMatch(workers=1)
     assert made([sample("1", "1")]) == [1.0]
-    worker = made._idle.get()
-    made._idle.put(worker)
-    process = worker.process
+    guard = made.sandbox.processes[0].pid
     copy = pickle.loads(pickle.dumps(made))
-    assert copy._idle is None
+    assert copy.sandbox.processes[0].pid is None
     made.close()
-    assert process.poll() is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(guard, 0)
 
 
 def test_shared_function_and_missing_answer() -> None:
     with pytest.raises(ValueError, match="math_match compares with the prompt's answer, but prompt 3 has none"):
         math_match([sample(None, "42")])
-    assert module._shared._idle is None  # nothing was started for it
+    assert module._shared().sandbox.processes[0].pid is None  # nothing was started for it
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
