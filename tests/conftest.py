@@ -9,6 +9,8 @@ import torch
 from shared_pool import SharedPool
 from tiny_models import tiny_model
 
+from rlhfkit.rollout.health import HealthPolicy
+
 # Engines, tests and ranks share a few cores: one thread each is faster than many that wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -41,6 +43,8 @@ def vllm_pool(vllm_model: Path, ray_session: None) -> Iterator[SharedPool]:
         start_timeout=240,
         generate_timeout=120,
         sync_timeout=60,
+        # Where tests crowd a small machine, an engine that answers late is not a dead one.
+        health=HealthPolicy(probe_timeout=60),
         # A tiny model fits into one bucket of the usual size; these make it several, which split fused layers.
         bucket_bytes=2**15,
     )

@@ -1,333 +1,373 @@
-"""``Fleet``: the Ray actors of a pool: where they are placed, how they are called, what it means when one fails.
+"""``Fleet``: the engines of a pool: started, watched, given work, and started again when they die.
 
-Every call has a time limit, and every error names the engine, what it was doing and what can be done.
+All methods may be called from any thread. A thread of the fleet's own asks every engine whether it lives; what an
+engine was doing when it died is the business of whoever asked it to.
 """
 
 import contextlib
-import importlib.util
-import os
+import logging
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure
+from rlhfkit.rollout.health import HealthPolicy, State
+from rlhfkit.rollout.member import Member, Members, RemoteCall, kill_processes
+from rlhfkit.rollout.placement import Place
+from rlhfkit.rollout.ray_session import cluster_address
 from rlhfkit.rollout.vllm_actor import VLLMActor
+from rlhfkit.rollout.watching import watch
 
-CURE = (
-    "Free what is left with close(), then start() again, or resume the run from its last checkpoint. The engines' "
-    "output is in the logs of Ray's session folder."
-)
+log = logging.getLogger(__name__)
 
-
-class EngineError(RuntimeError):
-    """An engine died, failed, or did not answer in time."""
-
-
-def require_ray() -> Any:
-    """The ``ray`` module, if it and vLLM are installed.
-
-    Raises:
-        ImportError: Naming what is missing and how to install it.
-    """
-    missing = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"VLLMPool needs {' and '.join(missing)}, not installed here: pip install 'rlhfkit[rollout]' on a machine "
-            "with GPUs, 'rlhfkit[cpu]' on one without; or use LocalEngine(), which needs neither"
-        )
-    import ray
-
-    return ray
-
-
-def join_or_start_ray(*, num_cpus: int, num_gpus: int) -> None:
-    """Use the Ray that this process is connected to, else the cluster in ``RAY_ADDRESS``, else start one here.
-
-    A Ray started here lives as long as this process.
-
-    Args:
-        num_cpus: Cores that the engines will claim; a machine with fewer is overcommitted, not refused.
-        num_gpus: GPUs that they will claim. They get the last ones of this machine, as training takes the first.
-    """
-    ray = require_ray()
-    if ray.is_initialized():
-        return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
-        return
-    with _last_gpus_visible(num_gpus):
-        ray.init(
-            address="local",
-            num_cpus=max(num_cpus, os.cpu_count() or 1),
-            include_dashboard=False,
-            # Only token ids travel through it. Ray's default is 30 % of the machine's memory.
-            object_store_memory=256 * 2**20,
-            log_to_driver=False,
-        )
-
-
-@contextlib.contextmanager
-def _last_gpus_visible(count: int) -> Iterator[None]:
-    """Let Ray see only the last GPUs, so that it cannot give engines those the training ranks use."""
-    import torch
-
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = before.split(",") if before else [str(index) for index in range(torch.cuda.device_count())]
-    if not count or count > len(visible):
-        yield
-        return
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[-count:])
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-class RemoteCall:
-    """One method called on several engines, under way.
-
-    Args:
-        waiting: What will hold the result, and the engine it comes from.
-        doing: What the engines do, for messages: "loading weights".
-        timeout: Seconds from now.
-        fetch: :meth:`Fleet.fetch`.
-    """
-
-    def __init__(
-        self, waiting: dict[Any, int], doing: str, timeout: float, fetch: Callable[[Any, int, str], Any]
-    ) -> None:
-        self._waiting = waiting
-        self._results: dict[int, Any] = {}
-        self._doing, self._timeout, self._fetch = doing, timeout, fetch
-        self._deadline = time.monotonic() + timeout
-
-    def poll(self) -> None:
-        """Raise if an engine has failed already."""
-        self._collect(0.0)
-
-    def result(self) -> list[Any]:
-        """Results in the order of the engines.
-
-        Raises:
-            EngineError: If an engine failed, or the time is up.
-        """
-        while self._waiting:
-            left = self._deadline - time.monotonic()
-            if left <= 0 or not self._collect(left):
-                late = sorted(self._waiting.values())
-                raise EngineError(
-                    f"vLLM engine(s) {late} did not finish {self._doing} within {self._timeout:g} s: stopped, "
-                    f"overloaded, or the limit is too low (VLLMPool(..._timeout=...)). {CURE}"
-                )
-        return [self._results[engine] for engine in sorted(self._results)]
-
-    def _collect(self, timeout: float) -> bool:
-        """Take what is ready, waiting for at least one; false if nothing came."""
-        import ray
-
-        if not self._waiting:
-            return True
-        ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=timeout)
-        for ref in ready:
-            engine = self._waiting.pop(ref)
-            self._results[engine] = self._fetch(ref, engine, self._doing)
-        return bool(ready)
+_UP = (State.STALE, State.SERVING, State.ASLEEP)
 
 
 class Fleet:
-    """N vLLM actors.
+    """N vLLM engines, of which some may be dead.
 
     Args:
-        num_engines: Actors.
-        tensor_parallel_size: GPUs (processes on a CPU) per engine.
-        cpus_per_engine: Cores, and OpenMP threads on a CPU, per process of an engine.
-        device: ``"cpu"``, ``"cuda"``, or ``None``: GPUs if the cluster has any.
-        environment: Environment variables of the engines, over ours.
+        places: One per engine.
+        arguments: Of ``vllm.EngineArgs``.
+        in_process: Whether engines are stepped in the actor's own process.
+        environment: Environment variables of all engines; must be set before they import torch.
+        workers_each: Processes that hold weights, per engine.
         sync_timeout: Seconds for each step of a weight transfer.
+        start_timeout: Seconds for an engine to start, the first time or again.
+        policy: How engines are watched.
+        serves_at_once: Whether engines come up with the weights they have to serve: the model's own.
     """
 
     def __init__(
         self,
+        places: Sequence[Place],
+        arguments: dict[str, Any],
         *,
-        num_engines: int,
-        tensor_parallel_size: int,
-        cpus_per_engine: int,
-        device: str | None,
+        in_process: bool,
         environment: dict[str, str],
+        workers_each: int,
         sync_timeout: float,
+        start_timeout: float,
+        policy: HealthPolicy,
+        serves_at_once: bool = False,
     ) -> None:
-        self.num_engines = num_engines
-        self.tensor_parallel_size = tensor_parallel_size
-        self.cpus_per_engine = cpus_per_engine
-        self.device = device
-        self.environment = environment
-        self.sync_timeout = sync_timeout
-        self.actors: list[Any] = []
+        self.policy = policy
         self.max_model_len = 0
-        weakref.finalize(self, kill_actors, self.actors)  # also at the end of the interpreter
-        self._pids: list[int] = []
+        self._places = list(places)
+        self._arguments = arguments
+        self._in_process = in_process
+        self._environment = environment
+        self._workers_each = workers_each
+        self._sync_timeout = sync_timeout
+        self._start_timeout = start_timeout
+        self._serves_at_once = serves_at_once
+        self._changed = threading.Condition(threading.RLock())
+        self._members: list[Member] = []
+        self._queues: dict[int, Callable[[], str]] = {}
+        self._closed = threading.Event()
+        weakref.finalize(self, _end, self._members, self._closed)  # also at the end of the interpreter
 
-    @property
-    def num_workers(self) -> int:
-        """Processes that hold weights."""
-        return len(self.actors) * self.tensor_parallel_size
+    # ---------------------------------------------------------------- start and end
 
-    @property
-    def address(self) -> str:
-        """Where the engines reach this process: loopback when all of them are on this machine."""
-        import ray
-
-        here = ray.get_runtime_context().get_node_id()
-        nodes = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
-        return "127.0.0.1" if nodes == {here} else str(ray.util.get_node_ip_address())
-
-    def start(self, arguments: dict[str, Any], timeout: float) -> None:
-        """Create the actors and wait until all serve.
-
-        Args:
-            arguments: Of ``vllm.EngineArgs``.
-            timeout: Seconds.
+    def start(self) -> None:
+        """Create the actors and wait until all are up; from then on they are watched.
 
         Raises:
-            EngineError: If the cluster is too small, an engine cannot start, or the time is up.
+            EngineError: If an engine cannot start, or the time is up.
         """
+        self._members.extend(self._launch(number, restarts=0) for number in range(len(self._places)))
+        starts = {member.started: member for member in self._members}
+        try:
+            call = RemoteCall(starts, "starting (importing vLLM and building the model)", self._start_timeout)
+            for member, info in zip(self._members, call.result(), strict=True):
+                self.is_up(member, info)
+        except BaseException:
+            self.close()
+            raise
+        self.max_model_len = min(member.info["max_model_len"] for member in self._members)
+        arguments = (weakref.ref(self), self._closed)
+        threading.Thread(target=watch, args=arguments, name="engine health", daemon=True).start()
+
+    def close(self) -> None:
+        """End all engines, also when Ray is gone already. Whoever waits for one is told so."""
+        self._closed.set()
+        with self._changed:
+            members = list(self._members)
+            for member in members:
+                if member.state is not State.DEAD:
+                    member.reason = "the pool was closed"
+                    member.become(State.DEAD)
+            self._changed.notify_all()
+        for member in members:
+            _kill(member)
+
+    def _launch(self, number: int, restarts: int) -> Member:
+        """A new process for an engine."""
         import ray
 
-        in_process = self.device == "cpu" and self.tensor_parallel_size == 1
+        place = self._places[number]
         remote = ray.remote(VLLMActor).options(
-            **self._resources(),
+            **place.options,
             # Async methods wait in vLLM's own queue, not in Ray's: all may be inside at once.
             max_concurrency=10_000,
-            runtime_env={"env_vars": self._environment()},
+            runtime_env={"env_vars": self._environment},
         )
-        self.actors.extend(remote.remote(arguments, in_process) for _ in range(self.num_engines))
-        try:
-            infos = self.submit(
-                "start", doing="starting (importing vLLM and building the model)", timeout=timeout
-            ).result()
-        except BaseException:
-            self.kill()
-            raise
-        self._pids = [info["pid"] for info in infos]
-        self.max_model_len = min(info["max_model_len"] for info in infos)
+        actor = remote.remote(self._arguments, self._in_process, place.environment)
+        size = len(self._places)
+        return Member(number, size, actor, actor.start.remote(), restarts, self.policy, self._start_timeout)
 
-    def _resources(self) -> dict[str, Any]:
-        """Ray resources of one engine, after checking that the cluster has enough for all."""
-        import ray
-
-        processes = self.tensor_parallel_size
-        cpus, gpus = self.cpus_per_engine * (processes if self.device == "cpu" else 1), processes
-        need = {"CPU": cpus} if self.device == "cpu" else {"CPU": cpus, "GPU": gpus}
-        have = ray.cluster_resources()
-        for name, each in need.items():
-            if have.get(name, 0) < each * self.num_engines:
-                raise EngineError(
-                    f"{self.num_engines} engine(s) need {each * self.num_engines} {name}(s), but Ray's cluster has "
-                    f"{have.get(name, 0):g}: lower VLLMPool(num_engines=..., tensor_parallel_size=...) or add machines"
-                )
-        return {"num_cpus": cpus, "num_gpus": gpus if self.device == "cuda" else 0}
-
-    def _environment(self) -> dict[str, str]:
-        """Environment of an engine; must be set before it imports torch."""
-        variables = {
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if self.device == "cpu":
-            variables |= {
-                "OMP_NUM_THREADS": str(self.cpus_per_engine),
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # vLLM 0.32 compiles one function of its log-probs even with enforce_eager: 30 s for nothing.
-                "TORCHDYNAMO_DISABLE": "1",
-            }
-            if self.tensor_parallel_size == 1:
-                variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        return variables | self.environment
-
-    def submit(
-        self,
-        method: str,
-        *args: Any,
-        doing: str,
-        timeout: float,
-        each: Sequence[tuple[Any, ...]] | None = None,
-    ) -> RemoteCall:
-        """Call a method on every engine.
+    def is_up(self, member: Member, info: dict[str, Any]) -> None:
+        """An engine has started.
 
         Args:
-            method: Of :class:`~rlhfkit.rollout.vllm_actor.VLLMActor`.
-            *args: Same for all.
-            doing: For messages.
-            timeout: Seconds.
-            each: Arguments per engine instead.
+            member: The engine.
+            info: What its ``start`` returned.
         """
-        refs = {}
-        for engine, actor in enumerate(self.actors):
-            refs[getattr(actor, method).remote(*(args if each is None else each[engine]))] = engine
-        return RemoteCall(refs, doing, timeout, self.fetch)
+        with self._changed:
+            if member.state is State.DEAD:
+                return
+            member.info = info
+            member.probes.answered(time.monotonic())
+            member.become(State.STALE)
+            if self._serves_at_once:
+                member.version = 0
+                member.become(State.SERVING)
+            self._changed.notify_all()
 
-    def fetch(self, ref: Any, engine: int, doing: str) -> Any:
-        """The result of a call that has ended.
+    # ---------------------------------------------------------------- who is there
+
+    @property
+    def members(self) -> list[Member]:
+        """The engines as they are now, the dead ones among them."""
+        with self._changed:
+            return list(self._members)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed.is_set()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether all engines are dead for good."""
+        return all(member.state is State.DEAD for member in self.members)
+
+    @property
+    def expects_service(self) -> bool:
+        """Whether some engine serves, or will when the weight sync under way has ended."""
+        return any(member.state in (State.SERVING, State.SYNCING) for member in self.members)
+
+    def _several(self, members: Iterable[Member]) -> Members:
+        return Members(tuple(members), self._workers_each, cluster_address(), self._sync_timeout)
+
+    # ---------------------------------------------------------------- requests
+
+    def acquire(self, requests: int, most: int) -> Member | None:
+        """The serving engine with the fewest requests of all callers, now charged with these.
 
         Args:
-            ref: What :func:`ray.wait` found ready.
-            engine: Where it ran.
-            doing: For the message.
+            requests: How many it will be given.
+            most: No engine that has as many already is given more.
+
+        Returns:
+            ``None`` if there is none.
+        """
+        now = time.monotonic()
+        with self._changed:
+            able = [member for member in self._members if member.takes_requests(now) and member.load < most]
+            if not able:
+                return None
+            best = min(able, key=lambda member: member.load)
+            best.load += requests
+            return best
+
+    def release(self, member: Member, requests: int) -> None:
+        """What :meth:`acquire` gave has been answered, or is not waited for any more.
+
+        Args:
+            member: The engine.
+            requests: How many.
+        """
+        with self._changed:
+            member.load -= requests
+            self._changed.notify_all()
+
+    def wait(self, timeout: float) -> None:
+        """Until something about an engine has changed, or for so many seconds."""
+        with self._changed:
+            self._changed.wait(timeout)
+
+    @contextlib.contextmanager
+    def queue(self, describe: Callable[[], str]) -> Any:
+        """Inside, a caller's queue is part of :meth:`report`.
+
+        Args:
+            describe: Its state in words; called from any thread.
+        """
+        key = id(describe)
+        with self._changed:
+            self._queues[key] = describe
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._queues[key]
+
+    def report(self) -> str:
+        """The state of every engine and of every caller's queue, a line each."""
+        now = time.monotonic()
+        with self._changed:
+            lines = [member.describe(now) for member in self._members] + [one() for one in self._queues.values()]
+        return "\n".join(f"  {line}" for line in lines)
+
+    # ---------------------------------------------------------------- weight syncs
+
+    def begin_sync(self, *, of_all: bool = False) -> Members:
+        """Take the engines that are up out of service, for new weights. Those still starting get the next ones.
+
+        Args:
+            of_all: Wait for those that are starting.
 
         Raises:
-            EngineError: If it failed.
+            EngineError: If there is none, and none came up within the start's time limit.
         """
-        import ray
+        deadline = time.monotonic() + self._start_timeout + self.policy.detection_seconds
+        with self._changed:
+            while True:
+                up = [member for member in self._members if member.state in _UP]
+                starting = any(member.state is State.STARTING for member in self._members)
+                if up and not (of_all and starting):
+                    break
+                if self.closed or not starting or time.monotonic() >= deadline:
+                    raise EngineError(f"no engine is there to be sent weights:\n{self.report()}\n{CURE}")
+                self._changed.wait(1.0)
+            self._serves_at_once = False
+            for member in up:
+                member.version = None
+                member.become(State.SYNCING)
+            if len(up) < len(self._members):
+                log.warning("weights go to %d of %d engines:\n%s", len(up), len(self._members), self.report())
+        return self._several(up)
 
-        try:
-            return ray.get(ref)
-        except ray.exceptions.RayError as error:
-            name = f"vLLM engine {engine} of {self.num_engines}"
-            if engine < len(self._pids):
-                name += f" (process {self._pids[engine]})"
-            if isinstance(error, ray.exceptions.RayTaskError):
-                message = f"{name} failed while {doing}: {error.cause}."
+    def end_sync(self, members: Members, version: int | None) -> None:
+        """Put them into service, or not.
+
+        Args:
+            members: What :meth:`begin_sync` returned.
+            version: Of the weights they have now; ``None``: the transfer failed, and they hold garbage.
+        """
+        with self._changed:
+            for member in members.members:
+                if member.state is State.SYNCING:
+                    member.version, member.dirty = version, version is None
+                    member.asleep = member.asleep and member.dirty
+                    member.become(State.STALE if version is None else State.SERVING)
+            self._changed.notify_all()
+
+    def fall_asleep(self, level: int, keep: bool) -> None:
+        """Have every engine that is up give its memory back.
+
+        Args:
+            level: Of vLLM.
+            keep: Whether the weights come back when they wake.
+        """
+        with self._changed:
+            for member in self._members:
+                if member.state in (State.SERVING, State.STALE):
+                    member.become(State.ASLEEP)
+                    member.asleep = True
+                    member.version = member.version if keep else None
+            self._changed.notify_all()
+        self.ask(State.ASLEEP, "sleep", level, doing="falling asleep", timeout=self._sync_timeout)
+
+    def wake_up(self) -> None:
+        """Have every engine that is asleep take its memory again; those that kept their weights serve."""
+        self.ask(State.ASLEEP, "wake", doing="waking up", timeout=self._sync_timeout)
+        with self._changed:
+            for member in self._members:
+                if member.state is State.ASLEEP:
+                    member.asleep = False
+                    member.become(State.STALE if member.version is None else State.SERVING)
+            self._changed.notify_all()
+
+    def ask(self, state: State, method: str, *args: Any, doing: str, timeout: float) -> dict[int, Any]:
+        """Call a method on all engines that are in a certain state. If some die of it, the others are asked again.
+
+        Args:
+            state: Of the engines.
+            method: Of :class:`~rlhfkit.rollout.vllm_actor.VLLMActor`.
+            *args: Its arguments.
+            doing: For messages.
+            timeout: Seconds.
+
+        Returns:
+            Answers by the engines' numbers.
+        """
+        while True:
+            members = self._several(member for member in self.members if member.state is state)
+            try:
+                answers = members.submit(method, *args, doing=doing, timeout=timeout).result()
+            except EngineFailure as error:
+                self.bury(error.engine, str(error))
             else:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                message = f"{name} died while {doing} (is the machine out of memory?): {reason}"
-        raise EngineError(f"{message} {CURE}")
+                return dict(zip((member.number for member in members.members), answers, strict=True))
 
-    def connect(self, rendezvous: dict[str, Any]) -> RemoteCall:
-        """Have every worker join the transfer group; engine i's workers are ranks 1 + i * tensor_parallel_size on."""
-        each = [
-            ({**rendezvous, "rank_offset": 1 + engine * self.tensor_parallel_size},)
-            for engine in range(len(self.actors))
-        ]
-        return self.submit("connect", doing="joining the weight transfer", timeout=self.sync_timeout, each=each)
+    # ---------------------------------------------------------------- deaths
 
-    def update(self, update: dict[str, Any]) -> RemoteCall:
-        """Have every worker receive."""
-        return self.submit("update", update, doing="loading weights", timeout=self.sync_timeout)
+    def bury(self, member: Member, reason: str) -> None:
+        """Take an engine for dead: it is killed, and started again unless that was done too often.
 
-    def abort(self) -> None:
-        """Have all engines drop their requests; nobody waits for it."""
-        for actor in self.actors:
-            with contextlib.suppress(Exception):
-                actor.abort.remote()
+        Args:
+            member: The engine; nothing happens if it is dead already.
+            reason: For logs and reports.
+        """
+        with self._changed:
+            if member.state is State.DEAD:
+                return
+            member.reason = reason.replace(CURE, "").strip()
+            member.become(State.DEAD)
+            again = member.restarts < self.policy.max_restarts and not self.closed
+            self._changed.notify_all()
+        log.warning("%s is dead: %s; %s", member, member.reason, "starting it again" if again else "it stays so")
+        _kill(member)
+        if again:
+            successor = self._launch(member.number, member.restarts + 1)
+            with self._changed:
+                late = self.closed
+                if not late:
+                    self._members[member.number] = successor
+                self._changed.notify_all()
+            if late:
+                _kill(successor)
 
-    def kill(self) -> None:
-        """End all actors, also when Ray is gone already."""
-        kill_actors(self.actors)
-        self._pids = []
+
+def _end(members: list[Member], closed: threading.Event) -> None:
+    """End what a fleet has left behind."""
+    if not closed.is_set():
+        closed.set()
+        for member in members:
+            _kill(member)
 
 
-def kill_actors(actors: list[Any]) -> None:
-    """End actors without waiting; empties the list."""
-    if not actors:
-        return
+def _kill(member: Member) -> None:
+    """End an engine's processes, without waiting, whatever state they are in."""
     import ray
 
-    while actors:
-        actor = actors.pop()
-        if ray.is_initialized():
-            with contextlib.suppress(Exception):
-                ray.kill(actor, no_restart=True)
+    if not ray.is_initialized():
+        return
+    with contextlib.suppress(Exception):
+        ray.kill(member.actor, no_restart=True)
+    processes = member.info.get("processes")
+    if not processes:
+        return
+    # A stopped process does not obey Ray, which asks it to end itself.
+    with contextlib.suppress(Exception):
+        if member.info["node"] == ray.get_runtime_context().get_node_id():
+            kill_processes(processes)
+            return
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(member.info["node"], soft=False)
+        ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=there).remote(processes)

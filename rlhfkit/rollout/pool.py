@@ -4,28 +4,43 @@ The pool is shared: every rank of the training holds one, rank 0's owns the acto
 are called by every rank, ``generate`` and ``score`` by rank 0. Whatever goes wrong in ``start`` or ``load`` on one rank
 is raised on all.
 
-Samples do not depend on how many engines there are or which of them made what: each has a seed of its own.
+Samples do not depend on how many engines there are or which of them made what: each has a seed of its own. So what a
+dead engine has not finished is made again by another, and comes out the same.
+
+``generate`` may be called from several threads at once, and while ``load`` runs in the main thread: requests are kept
+during a load, continue with the new weights, and their samples say which token is of which version.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from rlhfkit.data.experience import Prompt, Sample
-from rlhfkit.rollout.engine import SamplingSpec, WeightInfo, WeightSource, check_context
-from rlhfkit.rollout.fleet import EngineError, Fleet, join_or_start_ray, require_ray
+from rlhfkit.rollout.agreement import everyones, rank, together
+from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_context
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.fleet import Fleet
+from rlhfkit.rollout.health import HealthPolicy, State
+from rlhfkit.rollout.ipc_sender import IPCSender
 from rlhfkit.rollout.nccl_sender import NcclSender
-from rlhfkit.rollout.routing import run_jobs, sample_request, split_into_jobs
+from rlhfkit.rollout.placement import Apart, Place, Seat, beside_ranks, my_seat
+from rlhfkit.rollout.ray_session import join_or_start_ray, require_ray
+from rlhfkit.rollout.routing import Jobs, sample_request, split_into_jobs
 from rlhfkit.rollout.senders import GlooSender, WeightSender
 from rlhfkit.rollout.transfer import DEFAULT_BUCKET_BYTES
 from rlhfkit.rollout.vllm_actor import Completion
+from rlhfkit.rollout.vllm_arguments import engine_arguments, engine_environment
+from rlhfkit.rollout.weight_sync import WeightSync, attempt_to_send
+
+log = logging.getLogger(__name__)
 
 # vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.
 _TEMPERATURES = (0.01, 2.0)
+_SYNC_ATTEMPTS = 4
+"""Engines may die in so many attempts of one weight sync but the last."""
 
 
 class VLLMPool:
@@ -42,8 +57,13 @@ class VLLMPool:
         num_engines: Engines.
         tensor_parallel_size: GPUs (on a CPU: processes) per engine.
         max_model_len: Tokens of prompt and completion; ``None``: the model's context.
+        colocate: Engines share the GPUs of the training ranks: weights pass as handles to GPU memory, and :meth:`sleep`
+            makes room for training (``RolloutCallback`` calls it). Else engines have devices of their own.
+        sleep_level: What :meth:`sleep` does with the weights: 1 moves them to main memory, 2 drops them, as the next
+            :meth:`load` brings new ones (vLLM's levels).
         dtype: Type the engines compute in, e.g. ``"bfloat16"``; ``None``: the type of the weights they are sent.
-        gpu_memory_utilization: Share of a GPU's memory that vLLM may use (vLLM's default is 0.92).
+        gpu_memory_utilization: Share of a GPU's memory that vLLM may use (vLLM's default is 0.92); ``None``: 0.9, and
+            0.5 when colocated.
         kv_cache_gib: Size of the cache of keys and values in GiB; ``None``: what is left of ``gpu_memory_utilization``,
             and 1 GiB on a CPU.
         cpus_per_engine: Cores of an engine; on a CPU also its number of threads.
@@ -55,6 +75,7 @@ class VLLMPool:
         sync_timeout: Seconds for each step of a weight transfer.
         probe_tolerance: Largest difference between the engines' log-probs of one sequence that :meth:`score` accepts.
         bucket_bytes: Bytes per broadcast of a weight transfer.
+        health: How engines are watched, and what happens to those that fail.
 
     Raises:
         ValueError: If a number is out of range.
@@ -67,9 +88,11 @@ class VLLMPool:
         num_engines: int = 1,
         tensor_parallel_size: int = 1,
         *,
+        colocate: bool = False,
+        sleep_level: int = 2,
         max_model_len: int | None = None,
         dtype: str | None = None,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float | None = None,
         kv_cache_gib: float | None = None,
         cpus_per_engine: int = 1,
         device: str | None = None,
@@ -80,20 +103,29 @@ class VLLMPool:
         sync_timeout: float = 300.0,
         probe_tolerance: float = 0.02,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        health: HealthPolicy | None = None,
     ) -> None:
+        share = gpu_memory_utilization
+        counts = {
+            "num_engines": num_engines,
+            "tensor_parallel_size": tensor_parallel_size,
+            "cpus_per_engine": cpus_per_engine,
+            "bucket_bytes": bucket_bytes,
+        }
+        limits = {
+            "start_timeout": start_timeout,
+            "generate_timeout": generate_timeout,
+            "sync_timeout": sync_timeout,
+        }
         rules: list[tuple[str, Any, bool, str]] = [
-            ("num_engines", num_engines, num_engines >= 1, "at least 1"),
-            ("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size >= 1, "at least 1"),
+            *((name, value, value >= 1, "at least 1") for name, value in counts.items()),
+            *((name, value, value > 0, "more than 0 seconds") for name, value in limits.items()),
             ("max_model_len", max_model_len, max_model_len is None or max_model_len >= 2, "None or at least 2"),
-            ("gpu_memory_utilization", gpu_memory_utilization, 0 < gpu_memory_utilization <= 1, "in (0, 1]"),
+            ("sleep_level", sleep_level, sleep_level in (1, 2), "1 or 2"),
+            ("gpu_memory_utilization", share, share is None or 0 < share <= 1, "None or in (0, 1]"),
             ("kv_cache_gib", kv_cache_gib, kv_cache_gib is None or kv_cache_gib > 0, "None or more than 0"),
-            ("cpus_per_engine", cpus_per_engine, cpus_per_engine >= 1, "at least 1"),
             ("device", device, device in (None, "cpu", "cuda"), "None, 'cpu' or 'cuda'"),
-            ("start_timeout", start_timeout, start_timeout > 0, "more than 0 seconds"),
-            ("generate_timeout", generate_timeout, generate_timeout > 0, "more than 0 seconds"),
-            ("sync_timeout", sync_timeout, sync_timeout > 0, "more than 0 seconds"),
             ("probe_tolerance", probe_tolerance, probe_tolerance >= 0, "0 or more"),
-            ("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "at least 1"),
         ]
         for name, value, holds, rule in rules:
             if not holds:
@@ -102,7 +134,9 @@ class VLLMPool:
         self.tensor_parallel_size = tensor_parallel_size
         self.max_model_len = max_model_len
         self.dtype = dtype
-        self.gpu_memory_utilization = gpu_memory_utilization
+        self.colocate = colocate
+        self.sleep_level = sleep_level
+        self.gpu_memory_utilization = share or (0.5 if colocate else 0.9)
         self.kv_cache_gib = kv_cache_gib
         self.cpus_per_engine = cpus_per_engine
         self.device = device
@@ -113,11 +147,15 @@ class VLLMPool:
         self.sync_timeout = sync_timeout
         self.probe_tolerance = probe_tolerance
         self.bucket_bytes = bucket_bytes
+        self.health = health or HealthPolicy()
         self.version: int | None = None
         self._started = False
+        self._loading = False
+        self._asleep = False
         self._fleet: Fleet | None = None
         self._sender: WeightSender | None = None
-        self._sender_state = "apart"  # "apart", "connected", or "broken": a transfer was cut off
+        self._sync: WeightSync | None = None
+        self._apart: Apart | None = None
         self._stops: tuple[int, ...] = ()
 
     # ---------------------------------------------------------------- start and end
@@ -133,106 +171,139 @@ class VLLMPool:
         """
         if self._started:
             return
-        error: Exception | None = None
-        if _rank() == 0:
-            try:
-                self._start(model, dtype, trust_remote_code, load_weights)
-            except Exception as caught:
-                error = caught
-        _, error = _agree(error)
-        if error is not None:
-            raise error
+        seats = everyones(my_seat()) if self.colocate else []
+        together(lambda: self._start_or_join(model, dtype, trust_remote_code, load_weights, seats))
         self._started = True
         self.version = 0 if load_weights else None
 
-    def _start(self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool) -> None:
+    def _start_or_join(self, *arguments: Any) -> None:
+        """This rank's part of :meth:`start`."""
+        if rank() == 0:
+            try:
+                self._start(*arguments)
+            except BaseException:
+                self.close()
+                raise
+        elif self.colocate and torch.cuda.is_available():
+            self._sender = IPCSender(bucket_bytes=self.bucket_bytes)
+
+    def _start(
+        self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, seats: list[Seat]
+    ) -> None:
         ray = require_ray()
         from rlhfkit.models.load import load_tokenizer, stop_token_ids
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._stops = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
         processes = self.num_engines * self.tensor_parallel_size
-        join_or_start_ray(num_cpus=processes * self.cpus_per_engine, num_gpus=0 if self.device == "cpu" else processes)
+        own_gpus = 0 if self.device == "cpu" or self.colocate else processes
+        join_or_start_ray(num_cpus=processes * self.cpus_per_engine, num_gpus=own_gpus)
         device = self.device or ("cuda" if ray.cluster_resources().get("GPU", 0) else "cpu")
-        self._sender = (
-            NcclSender(bucket_bytes=self.bucket_bytes)
-            if device == "cuda"
-            else GlooSender(timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes)
+        self._sender = self._new_sender(device)
+        in_process = device == "cpu" and self.tensor_parallel_size == 1
+        environment = engine_environment(
+            device=device,
+            cpus_per_engine=self.cpus_per_engine,
+            in_process=in_process,
+            backend=self._sender.backend,
+        )
+        arguments = engine_arguments(
+            model,
+            dtype=self.dtype or dtype,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=self.tensor_parallel_size,
+            max_model_len=self.max_model_len,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_gib=self.kv_cache_gib,
+            device=device,
+            backend=self._sender.backend,
+            load_weights=load_weights,
+            sleeps=self.colocate,
         )
         self._fleet = Fleet(
-            num_engines=self.num_engines,
-            tensor_parallel_size=self.tensor_parallel_size,
-            cpus_per_engine=self.cpus_per_engine,
-            device=device,
-            environment=self.environment,
+            self._places(device, seats),
+            arguments | self.engine_arguments,
+            in_process=in_process,
+            environment=environment | self.environment,
+            workers_each=self.tensor_parallel_size,
             sync_timeout=self.sync_timeout,
+            start_timeout=self.start_timeout,
+            policy=self.health,
+            serves_at_once=load_weights,
         )
-        self._arguments = self._engine_arguments(model, dtype, trust_remote_code, device, self._sender.backend)
-        if not load_weights:
-            self._arguments = {"load_format": "dummy"} | self._arguments  # weights come with the first load()
-        self._fleet.start(self._arguments, self.start_timeout)
+        self._fleet.start()
+        # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and takes
+        # them for those of later calls, so an engine of several processes cannot be trusted any more.
+        mendable = self._sender.recoverable and self.tensor_parallel_size == 1
+        self._sync = WeightSync(self._fleet, self._sender, mendable=mendable)
 
-    def _engine_arguments(
-        self, model: str, dtype: torch.dtype, trust_remote_code: bool, device: str, backend: str
-    ) -> dict[str, Any]:
-        """Arguments of ``vllm.EngineArgs``."""
-        arguments: dict[str, Any] = {
-            "model": model,
-            "dtype": self.dtype or str(dtype).removeprefix("torch."),
-            "trust_remote_code": trust_remote_code,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "max_model_len": self.max_model_len,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "seed": 0,
-            "disable_log_stats": True,
-            # Log-probs of the distribution that was sampled from: after temperature and truncation.
-            "logprobs_mode": "processed_logprobs",
-            # Nothing of the model's generation_config.json is applied behind our back; every request says everything.
-            "generation_config": "vllm",
-            "weight_transfer_config": {"backend": backend},
-            "worker_extension_cls": "rlhfkit.rollout.vllm_plugin.WorkerExtension",
-        }
-        kv_cache_gib = self.kv_cache_gib or (1.0 if device == "cpu" else None)
-        if kv_cache_gib is not None:
-            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    def _new_sender(self, device: str) -> WeightSender:
         if device == "cpu":
-            arguments["enforce_eager"] = True  # compiling costs minutes there and gains little
-        if self.tensor_parallel_size > 1:
-            arguments["distributed_executor_backend"] = "mp"
-        return arguments | self.engine_arguments
+            return GlooSender(timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes)
+        if self.colocate:
+            return IPCSender(bucket_bytes=self.bucket_bytes)
+        return NcclSender(bucket_bytes=self.bucket_bytes)
+
+    def _places(self, device: str, seats: list[Seat]) -> list[Place]:
+        """Where the engines go."""
+        if self.colocate:
+            return beside_ranks(seats, self.num_engines, self.tensor_parallel_size)
+        processes = self.tensor_parallel_size
+        cpus = self.cpus_per_engine * (processes if device == "cpu" else 1)
+        gpus = processes if device == "cuda" else 0
+        self._apart = Apart(self.num_engines, cpus, gpus, self.start_timeout)
+        return self._apart.places()
 
     def close(self) -> None:
         """End the engines; :meth:`start` may be called again. A Ray started by this process stays until it ends."""
         if self._sender is not None:
             self._sender.close()
         if self._fleet is not None:
-            self._fleet.kill()
-        self._fleet, self._sender, self._sender_state = None, None, "apart"
-        self._started, self.version = False, None
+            self._fleet.close()
+        if self._apart is not None:
+            self._apart.close()
+        self._fleet, self._sender, self._sync, self._apart = None, None, None, None
+        self._started, self._asleep, self.version = False, False, None
+
+    # ---------------------------------------------------------------- sleep
 
     def sleep(self) -> None:
-        """Let the engines give up GPU memory, if ``engine_arguments`` has ``enable_sleep_mode``."""
-        self._if_sleep_mode("sleep", 1)
+        """Have colocated engines give up GPU memory until the next :meth:`load` or :meth:`wake`. Every rank calls it.
+
+        Nothing happens to engines with devices of their own. At ``sleep_level=2`` the weights are gone, and ``version``
+        with them.
+        """
+        if not (self.colocate and self._started) or self._asleep:
+            return
+        keep = self.sleep_level == 1
+        self._on_rank_0(lambda fleet: fleet.fall_asleep(self.sleep_level, keep))
+        self._asleep = True
+        self.version = self.version if keep else None
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-        self._if_sleep_mode("wake")
+        """Undo :meth:`sleep`; :meth:`load` does so by itself, when the memory is needed. Every rank calls it."""
+        if self._asleep:
+            self._on_rank_0(Fleet.wake_up)
+            self._asleep = False
 
-    def _if_sleep_mode(self, method: str, *args: Any) -> None:
-        if self._fleet is not None and self._fleet.device == "cuda" and self.engine_arguments.get("enable_sleep_mode"):
-            self._fleet.submit(method, *args, doing=f"{method}()", timeout=self.sync_timeout).result()
+    def _on_rank_0(self, step: Callable[[Fleet], None]) -> None:
+        """Do something to the fleet; what goes wrong is raised on every rank."""
+        together(lambda: None if self._fleet is None else step(self._fleet))
 
     def _serving(self) -> Fleet:
-        """The fleet, if it has weights to serve."""
-        if _rank() != 0:
-            raise RuntimeError(f"only rank 0 may ask the engines, as they are shared; this is rank {_rank()}")
+        """The fleet, if it has weights to serve, or is about to have."""
+        if rank() != 0:
+            raise RuntimeError(f"only rank 0 may ask the engines, as they are shared; this is rank {rank()}")
         if self._fleet is None:
             raise RuntimeError("the engines are not running: VLLMPool.start comes first (RolloutCallback calls it)")
-        if self.version is None:
+        # Looked at twice, as a load in another thread may end between the questions.
+        if self.version is None and not self._loading and self.version is None:
             raise RuntimeError(
-                "the engines have no complete weights: none were published yet, or the last VLLMPool.load failed. "
-                "RolloutCallback publishes them; or call load() yourself"
+                "the engines have no complete weights: none were published yet, they are asleep, or the last "
+                "VLLMPool.load failed. RolloutCallback publishes them; or call load() yourself"
             )
+        if self._asleep and not self._loading:
+            raise RuntimeError("the engines are asleep: call wake() on every rank first")
         return self._fleet
 
     # ---------------------------------------------------------------- weights
@@ -240,77 +311,42 @@ class VLLMPool:
     def load(self, weights: WeightSource, version: int) -> None:
         """Send the weights to all engines; see :meth:`RolloutEngine.load`. Every rank calls it.
 
-        While it runs, and after it failed, ``version`` is ``None`` and nothing is served. A source that refuses to
-        yield (weights that are not finite) leaves the engines and their version as they were.
+        Running requests are kept and continue with the new weights. While it runs, and after it failed, ``version`` is
+        ``None`` and nothing is sampled. If an engine dies of it, the weights are sent again to the others; a dead
+        engine that has started again takes part. A source that refuses to yield (weights that are not finite) leaves
+        the engines and their version as they were.
 
         Raises:
-            EngineError: If an engine died or did not confirm within ``sync_timeout``; on every rank.
+            EngineError: If no engine is left, or one did not confirm within ``sync_timeout``; on every rank.
         """
         if not self._started:
             raise RuntimeError("VLLMPool.load was called before VLLMPool.start")
-        error: Exception | None = None
-        touched = False
-        stream = iter(weights)
-        try:
-            first = list(itertools.islice(stream, 1))  # the source's own checks run now, before any engine is touched
-            touched = True
-            if _rank() == 0:
-                self._publish(weights.metadata(), itertools.chain(first, stream), version)
-        except Exception as caught:
-            error = caught
-        try:
-            for _ in stream:  # every rank draws to the end, also after a failure: the others wait in its collectives
-                pass
-        except Exception as caught:
-            error = error or caught
-        touched, error = _agree(error, touched)
-        if touched:
-            self.version = None if error is not None else version
-        if error is not None:
-            raise error
-
-    def _publish(self, infos: list[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Rank 0's part of :meth:`load`: pause, begin, send, finish, resume."""
-        fleet, sender, limit = self._fleet, self._sender, self.sync_timeout
-        assert fleet is not None
-        assert sender is not None
+        before, self._loading = self.version, True
         self.version = None
-        if self._sender_state == "broken":
-            self._recover(fleet, sender)
         try:
-            if self._sender_state == "apart":
-                sender.connect(fleet)
-            self._sender_state = "broken"  # until proven otherwise
-            fleet.submit("begin_update", doing="pausing for new weights", timeout=limit).result()
-            sender.send(fleet, infos, weights)
-            fleet.submit("finish_update", version, doing="finishing the weight update", timeout=limit).result()
-            fleet.submit("resume", doing="resuming after the weight update", timeout=limit).result()
-        except BaseException:
-            self._sender_state = "broken"
-            sender.close()  # workers that wait for data fail now, not when their time is up
-            raise
-        self._sender_state = "connected"
-
-    def _recover(self, fleet: Fleet, sender: WeightSender) -> None:
-        """Make engines whose last transfer broke off ready for another."""
-        sender.close()
-        # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and takes
-        # them for those of later calls, so an engine of several processes cannot be trusted any more.
-        if sender.recoverable and self.tensor_parallel_size == 1:
-            fleet.submit("abandon_update", doing="closing a broken update", timeout=self.sync_timeout).result()
-        else:
-            fleet.kill()
-            fleet.start(self._arguments, self.start_timeout)
-        self._sender_state = "apart"
+            for attempt in range(1, _SYNC_ATTEMPTS + 1):
+                outcome = attempt_to_send(weights, version, self._sender, self._sync)
+                if outcome.error is None:
+                    self.version, self._asleep = version, False
+                    return
+                if not outcome.touched and attempt == 1:
+                    self.version = before
+                if not outcome.worth_another or attempt == _SYNC_ATTEMPTS:
+                    raise outcome.error
+                log.warning("engines died while they were sent weights; sending them again to the others")
+        finally:
+            self._loading = False
 
     # ---------------------------------------------------------------- sampling
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        """Sample on whichever engine has the least to do; see :meth:`RolloutEngine.generate`. Rank 0 only.
+        """Sample on whichever engine has the least to do; see :meth:`RolloutEngine.generate`. Rank 0, any thread.
 
         Raises:
             ValueError: If a prompt leaves no room in the context, or vLLM cannot sample at this temperature.
-            EngineError: If an engine died, or nothing was finished for ``generate_timeout`` seconds.
+            RequestError: If vLLM refuses a request.
+            EngineError: If no engine is left, or nothing was finished for ``generate_timeout`` seconds. What an engine
+                that dies has not finished is made by the others.
         """
         fleet = self._serving()
         low, high = _TEMPERATURES
@@ -320,12 +356,12 @@ class VLLMPool:
                 f"{sampling.temperature}"
             )
         check_context(prompts, sampling.max_new_tokens, fleet.max_model_len)
-        jobs = split_into_jobs(len(prompts), sampling.group_size, len(fleet.actors))
+        jobs = split_into_jobs(len(prompts), sampling.group_size, self.num_engines)
         requests = [
             [sample_request(prompts[row], index, sampling, iteration, self._stops) for index in indices]
             for row, indices in jobs
         ]
-        completions = run_jobs(fleet, requests, self.generate_timeout)
+        completions = Jobs(fleet, requests, self.generate_timeout).run()
         samples: dict[tuple[int, int], Sample] = {}
         for (row, indices), made in zip(jobs, completions, strict=True):
             for index, completion in zip(indices, made, strict=True):
@@ -349,7 +385,7 @@ class VLLMPool:
 
         Raises:
             ValueError: If a sequence has fewer than 2 tokens or does not fit into the context.
-            EngineError: If engines differ by more than ``probe_tolerance``, died, or took too long.
+            EngineError: If engines differ by more than ``probe_tolerance``, none is left, or they took too long.
         """
         fleet = self._serving()
         for sequence in sequences:
@@ -359,33 +395,16 @@ class VLLMPool:
                     f"one of {len(sequence)}"
                 )
         rows = [list(sequence) for sequence in sequences]
-        scores = fleet.submit("score", rows, doing="scoring sequences", timeout=self.generate_timeout).result()
-        for engine, other in enumerate(scores[1:], start=1):
-            pairs = itertools.chain.from_iterable(zip(a, b, strict=True) for a, b in zip(scores[0], other, strict=True))
+        scores = fleet.ask(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
+        if not scores:
+            raise EngineError(f"no vLLM engine serves:\n{fleet.report()}")
+        (reference, expected), *others = scores.items()
+        for engine, other in others:
+            pairs = itertools.chain.from_iterable(zip(a, b, strict=True) for a, b in zip(expected, other, strict=True))
             difference = max((abs(a - b) for a, b in pairs), default=0.0)
             if not difference <= self.probe_tolerance:  # true for NaN as well
                 raise EngineError(
-                    f"engines 0 and {engine} serve different weights: their log-probs of the same tokens differ by "
-                    f"{difference:.3g}, more than VLLMPool(probe_tolerance={self.probe_tolerance:g})"
+                    f"engines {reference} and {engine} serve different weights: their log-probs of the same tokens "
+                    f"differ by {difference:.3g}, more than VLLMPool(probe_tolerance={self.probe_tolerance:g})"
                 )
-        return scores[0]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _agree(error: Exception | None, flag: bool = False) -> tuple[bool, Exception | None]:
-    """Exchange the outcome of all ranks. A collective.
-
-    Returns:
-        Rank 0's flag, and an error if any rank has one: its own, or else one that quotes the first that has.
-    """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return flag, error
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (flag, None if error is None else f"{type(error).__name__}: {error}"))
-    for rank, (_, text) in enumerate(outcomes):
-        if text is not None and error is None:
-            error = EngineError(f"rank {rank} failed: {text}")
-    return outcomes[0][0], error
+        return expected

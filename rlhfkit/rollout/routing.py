@@ -1,14 +1,21 @@
 """Which engine makes which samples, and what exactly it is asked."""
 
+import contextlib
+import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from rlhfkit.data.experience import Prompt
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
-from rlhfkit.rollout.fleet import CURE, EngineError, Fleet
+from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure
+from rlhfkit.rollout.fleet import Fleet
+from rlhfkit.rollout.health import State
+from rlhfkit.rollout.member import Member, fetch
 from rlhfkit.rollout.vllm_actor import Completion, Request
+from rlhfkit.rollout.watchdog import StallWatchdog
 
 # Requests given to an engine ahead of time. More than any engine runs at once, so none waits for work; few enough that
 # the last ones go to whichever engine is done first.
@@ -62,48 +69,131 @@ def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: in
     }
 
 
-def run_jobs(fleet: Fleet, jobs: Sequence[list[Request]], timeout: float) -> list[list[Completion]]:
-    """Run jobs on the engines, each on the one with the fewest requests when its turn comes.
+class Jobs:
+    """One caller's requests on their way through a fleet: given out, taken back from engines that die, put in order.
 
     Args:
-        fleet: The engines.
+        fleet: The engines; other callers may use them at the same time.
         jobs: Requests that stay together.
         timeout: Seconds without any job being finished.
-
-    Returns:
-        Completions of each job, in the order of the jobs.
-
-    Raises:
-        EngineError: If an engine died or nothing was finished in time. All requests are dropped then.
     """
-    import ray
 
-    results: dict[int, list[Completion]] = {}
-    waiting: dict[Any, tuple[int, int]] = {}  # result -> (job, engine)
-    load = [0] * len(fleet.actors)
-    todo = deque(range(len(jobs)))
-    progress = time.monotonic()
-    try:
-        while todo or waiting:
-            while todo and min(load) < _REQUESTS_AHEAD:
-                job, engine = todo.popleft(), load.index(min(load))
-                load[engine] += len(jobs[job])
-                waiting[fleet.actors[engine].generate.remote(jobs[job])] = (job, engine)
-            left = timeout - (time.monotonic() - progress)
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, left))
-            if not ready:
-                engines = sorted({engine for _, engine in waiting.values()})
-                raise EngineError(
-                    f"no request was finished for {timeout:g} s; {len(waiting) + len(todo)} of {len(jobs)} are open, "
-                    f"on vLLM engine(s) {engines}: stopped, overloaded, or the limit is too low "
-                    f"(VLLMPool(generate_timeout=...)). {CURE}"
-                )
-            for ref in ready:
-                job, engine = waiting.pop(ref)
-                results[job] = fleet.fetch(ref, engine, "generating")
-                load[engine] -= len(jobs[job])
-                progress = time.monotonic()
-    except BaseException:
-        fleet.abort()
-        raise
-    return [results[job] for job in range(len(jobs))]
+    def __init__(self, fleet: Fleet, jobs: Sequence[list[Request]], timeout: float) -> None:
+        self._fleet = fleet
+        self._jobs = jobs
+        self._name = f"{threading.current_thread().name}-{uuid.uuid4().hex[:8]}"
+        self._results: dict[int, list[Completion]] = {}
+        self._failures = [0] * len(jobs)
+        self._todo = deque(range(len(jobs)))
+        self._given: dict[Any, tuple[int, Member, str]] = {}  # result -> job, engine, key
+        self._unserved: float | None = None  # since when no engine serves
+        self._watchdog = StallWatchdog(fleet.report, report_after=fleet.policy.report_after, timeout=timeout)
+
+    def run(self) -> list[list[Completion]]:
+        """Completions of each job, in the order of the jobs.
+
+        Raises:
+            RequestError: If vLLM refuses a request.
+            StallError: If nothing was finished in time.
+            EngineError: If no engine is left, or several failed while they worked on one job.
+        """
+        with self._fleet.queue(self._describe):
+            try:
+                while len(self._results) < len(self._jobs):
+                    self._give_out()
+                    self._take_back()
+                    self._check()
+                    self._collect()
+            finally:
+                self._drop()
+        return [self._results[job] for job in range(len(self._jobs))]
+
+    def _describe(self) -> str:
+        return (
+            f"queue of {self._name}: {len(self._todo)} jobs wait for an engine, {len(self._given)} are with one, "
+            f"{len(self._results)} of {len(self._jobs)} are finished, the last {self._watchdog.idle:.0f} s ago"
+        )
+
+    def _give_out(self) -> None:
+        """Hand jobs to engines while these take any."""
+        while self._todo:
+            requests = self._jobs[self._todo[0]]
+            member = self._fleet.acquire(len(requests), _REQUESTS_AHEAD)
+            if member is None:
+                return
+            job = self._todo.popleft()
+            key = f"{self._name}-{job}-{self._failures[job]}"
+            self._given[member.actor.generate.remote(key, requests)] = (job, member, key)
+
+    def _take_back(self) -> None:
+        """Queue again what dead engines had, without waiting for Ray to notice that they are."""
+        for ref, (job, member, _) in list(self._given.items()):
+            if member.state is State.DEAD:
+                del self._given[ref]
+                self._failed(job, member, member.reason)
+
+    def _failed(self, job: int, member: Member, reason: str) -> None:
+        self._fleet.release(member, len(self._jobs[job]))
+        self._failures[job] += 1
+        limit = self._fleet.policy.request_attempts
+        if self._failures[job] >= limit:
+            raise EngineError(
+                f"{limit} engines failed while they worked on the same {len(self._jobs[job])} request(s), which is as "
+                f"many as HealthPolicy(request_attempts=...) allows; the last was {member}: {reason}. {CURE}"
+            )
+        self._todo.appendleft(job)
+
+    def _check(self) -> None:
+        """End the waiting when it has become pointless."""
+        fleet = self._fleet
+        if fleet.closed:
+            raise EngineError("the pool was closed while requests were under way")
+        self._watchdog.check(f"{len(self._jobs) - len(self._results)} of {len(self._jobs)} jobs of {self._name}")
+        if fleet.expects_service:
+            self._unserved = None
+            return
+        now = time.monotonic()
+        self._unserved = now if self._unserved is None else self._unserved
+        limit = fleet.policy.recovery_timeout
+        if fleet.hopeless or now - self._unserved >= limit:
+            raise EngineError(
+                f"no vLLM engine serves, and none was brought back by a weight sync within {limit:g} s "
+                f"(HealthPolicy(recovery_timeout=...)):\n{fleet.report()}\n{CURE}"
+            )
+
+    def _collect(self) -> None:
+        """Take results, waiting a second at most."""
+        import ray
+
+        if not self._given:
+            if self._todo:
+                self._fleet.wait(0.2)
+            return
+        ready, _ = ray.wait(list(self._given), num_returns=1, timeout=1.0)
+        if ready:  # and whatever else has come meanwhile
+            ready, _ = ray.wait(list(self._given), num_returns=len(self._given), timeout=0)
+        for ref in ready:
+            job, member, _ = self._given.pop(ref)
+            try:
+                self._results[job] = fetch(ref, member, "generating")
+            except EngineFailure as error:
+                self._fleet.bury(member, str(error))
+                self._failed(job, member, str(error))
+                continue
+            except BaseException:
+                self._fleet.release(member, len(self._jobs[job]))
+                raise
+            self._fleet.release(member, len(self._jobs[job]))
+            self._watchdog.progress()
+
+    def _drop(self) -> None:
+        """Tell engines to forget what nobody waits for any more."""
+        given = list(self._given.values())
+        self._given = {}
+        keys: dict[Member, list[str]] = {}
+        for job, member, key in given:
+            self._fleet.release(member, len(self._jobs[job]))
+            keys.setdefault(member, []).append(key)
+        for member, own in keys.items():
+            with contextlib.suppress(Exception):
+                member.actor.abort.remote(own)

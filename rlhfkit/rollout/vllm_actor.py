@@ -8,10 +8,12 @@ import asyncio
 import functools
 import itertools
 import os
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.vllm_backends import AsyncBackend, Backend, InProcessBackend
 
 Result = TypeVar("Result")
@@ -24,7 +26,7 @@ Completion = tuple[list[int], list[float], str, list[tuple[str, int, int]]]
 def plain_errors(
     method: Callable[..., Awaitable[Result]],
 ) -> Callable[..., Coroutine[Any, Any, Result]]:
-    """Turn any exception of a coroutine method into a ``RuntimeError`` with its text.
+    """Turn any exception of a coroutine method into a ``RuntimeError`` (or ``RefusedRequest``) with its text.
 
     An exception object of vLLM's would make whoever receives it import vLLM.
     """
@@ -35,6 +37,8 @@ def plain_errors(
             return await method(self, *args, **kwargs)
         except asyncio.CancelledError:
             message = "aborted"
+        except RefusedRequest:
+            raise
         except BaseException as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             message = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
@@ -51,14 +55,17 @@ class VLLMActor:
     Args:
         arguments: Of ``vllm.EngineArgs``.
         in_process: Which backend.
+        environment: Variables set in this process, over what Ray has set.
     """
 
-    def __init__(self, arguments: dict[str, Any], in_process: bool) -> None:
+    def __init__(self, arguments: dict[str, Any], in_process: bool, environment: dict[str, str] | None = None) -> None:
+        os.environ.update(environment or {})
         self._arguments = arguments
         self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
         self._numbers = itertools.count()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[str, list[asyncio.Task[Any]]] = {}
         self._paused = False
+        self._step = (-1, time.monotonic())  # the last that was seen, and when
         # Steps of a transfer run one after another, in the order of the calls, also when an engine that was stopped for
         # a while finds several waiting.
         self._transfer = asyncio.Lock()
@@ -68,22 +75,47 @@ class VLLMActor:
         """Build the engine (tens of seconds).
 
         Returns:
-            ``max_model_len``, and ``pid`` for messages.
+            ``max_model_len``; ``pid``, ``node`` and ``processes`` (number and time of creation of each), by which the
+            fleet names and kills them.
         """
+        import psutil
+        import ray
+
         config = await self._backend.start(self._arguments)
         await self._backend.set_version("0")
-        return {"max_model_len": int(config.model_config.max_model_len), "pid": os.getpid()}
+        this = psutil.Process()
+        return {
+            "max_model_len": int(config.model_config.max_model_len),
+            "pid": this.pid,
+            "node": ray.get_runtime_context().get_node_id(),
+            "processes": [(one.pid, one.create_time()) for one in (this, *this.children(recursive=True))],
+        }
 
     @plain_errors
     async def health(self) -> dict[str, Any]:
-        """Whether the actor answers, and how many requests it has."""
-        return {"requests": len(self._tasks), "paused": self._paused}
+        """Whether the engine lives.
+
+        Returns:
+            ``silent``: seconds, since an earlier call, that it has had requests to compute and made no step.
+
+        Raises:
+            RuntimeError: If vLLM says that it has failed.
+        """
+        step, now = await self._backend.step_count(), time.monotonic()
+        if step != self._step[0] or self._paused or not self._tasks:
+            self._step = (step, now)
+        return {"silent": now - self._step[1]}
 
     @plain_errors
-    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one completion per request, side by side; nothing after :meth:`abort`, which nobody waits for."""
+    async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one completion per request, side by side.
+
+        Args:
+            key: By which :meth:`abort` finds them; nobody waits for the result then.
+            requests: What to sample.
+        """
         try:
-            return [_completion(output) for output in await self._run(requests)]
+            return [_completion(output) for output in await self._run(key, requests)]
         except asyncio.CancelledError:
             return []
 
@@ -92,7 +124,8 @@ class VLLMActor:
         """Log-probs of every token after the first, temperature 1."""
         # vLLM computes prompt log-probs on the way to a first new token, so one is asked for and thrown away.
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        outputs = await self._run([(list(sequence), params) for sequence in sequences])
+        key = f"score-{next(self._numbers)}"
+        outputs = await self._run(key, [(list(sequence), params) for sequence in sequences])
         return [
             [
                 entry[token].logprob
@@ -101,7 +134,7 @@ class VLLMActor:
             for output in outputs
         ]
 
-    async def _run(self, requests: Sequence[Request]) -> list[Any]:
+    async def _run(self, key: str, requests: Sequence[Request]) -> list[Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -110,19 +143,28 @@ class VLLMActor:
             params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
             running = self._backend.generate(f"request-{next(self._numbers)}", list(token_ids), params)
             tasks.append(asyncio.ensure_future(running))
-        self._tasks.update(tasks)
+        self._tasks[key] = tasks
         try:
             return await asyncio.gather(*tasks)
+        except Exception as error:
+            if _is_refusal(error):
+                raise RefusedRequest(f"{type(error).__name__}: {error}") from None
+            raise
         finally:
-            self._tasks.difference_update(tasks)
+            del self._tasks[key]
             for task in tasks:  # when one fails, nobody waits for the others
                 task.cancel()
 
     @plain_errors
-    async def abort(self) -> None:
-        """Drop every request."""
-        for task in tuple(self._tasks):
-            task.cancel()
+    async def abort(self, keys: Sequence[str]) -> None:
+        """Drop requests.
+
+        Args:
+            keys: Those given to :meth:`generate`; unknown ones are ended already.
+        """
+        for key in keys:
+            for task in self._tasks.get(key, ()):
+                task.cancel()
 
     @plain_errors
     async def connect(self, rendezvous: dict[str, Any]) -> None:
@@ -131,11 +173,16 @@ class VLLMActor:
             await self._backend.rpc("init_weight_transfer_engine", init_info=rendezvous)
 
     @plain_errors
-    async def begin_update(self) -> None:
-        """Stop computing and get ready to receive. An update while requests run would crash vLLM."""
+    async def pause(self) -> None:
+        """Stop computing; requests are kept. An update while they run would crash vLLM."""
         async with self._transfer:
             self._paused = True
             await self._backend.pause()
+
+    @plain_errors
+    async def begin_update(self) -> None:
+        """Get ready to receive; :meth:`pause` comes first."""
+        async with self._transfer:
             await self._backend.rpc("start_weight_update")
 
     @plain_errors
@@ -153,7 +200,7 @@ class VLLMActor:
 
     @plain_errors
     async def resume(self) -> None:
-        """Compute again."""
+        """Compute again; what was kept is computed with the weights that are there now."""
         async with self._transfer:
             await self._backend.resume()
             self._paused = False
@@ -170,13 +217,27 @@ class VLLMActor:
 
     @plain_errors
     async def sleep(self, level: int) -> None:
-        """Free GPU memory."""
-        await self._backend.sleep(level)
+        """Free GPU memory: of the cached keys and values, and (1) move or (2) drop the weights."""
+        async with self._transfer:
+            self._paused = True
+            await self._backend.sleep(level)
 
     @plain_errors
-    async def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-        await self._backend.wake()
+    async def wake(self, what: list[str] | None = None) -> None:
+        """Take memory again.
+
+        Args:
+            what: ``["weights"]``, ``["kv_cache"]``, or ``None`` for all; the engine computes when it has all.
+        """
+        async with self._transfer:
+            self._paused = not await self._backend.wake(what)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether vLLM says that a request is wrong, rather than that it has failed itself."""
+    from vllm.exceptions import VLLMClientError
+
+    return isinstance(error, VLLMClientError | ValueError | TypeError)
 
 
 def _completion(output: Any) -> Completion:

@@ -42,11 +42,15 @@ class Backend(Protocol):
         ...
 
     async def sleep(self, level: int) -> None:
-        """Free GPU memory."""
+        """Free GPU memory; running requests are dropped."""
         ...
 
-    async def wake(self) -> None:
-        """Undo :meth:`sleep`."""
+    async def wake(self, what: list[str] | None) -> bool:
+        """Undo :meth:`sleep`, or a part of it; true when nothing sleeps any more."""
+        ...
+
+    async def step_count(self) -> int:
+        """A number that grows while the engine's own process lives and works; raises if that has failed."""
         ...
 
 
@@ -57,6 +61,7 @@ class InProcessBackend:
         self._posts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, tuple[asyncio.Future[Any], asyncio.AbstractEventLoop]] = {}
         self._paused = False
+        self._steps = 0
         self._failure: BaseException | None = None
         self._engine: Any = None
 
@@ -84,6 +89,7 @@ class InProcessBackend:
                 post()
 
     def _step(self) -> None:
+        self._steps += 1
         try:
             outputs = self._engine.step()
         except BaseException as error:  # the engine's state is undefined now: nothing may be served any more
@@ -163,11 +169,28 @@ class InProcessBackend:
 
     async def sleep(self, level: int) -> None:
         """See :class:`Backend`."""
-        await self._post(lambda: self._engine.sleep(level))
 
-    async def wake(self) -> None:
+        def sleep() -> None:
+            self._paused = True
+            self._engine.sleep(level)
+
+        await self._post(sleep)
+
+    async def wake(self, what: list[str] | None) -> bool:
         """See :class:`Backend`."""
-        await self._post(lambda: self._engine.wake_up())
+
+        def wake() -> bool:
+            awake = bool(self._engine.wake_up(what))
+            self._paused = not awake
+            return awake
+
+        return await self._post(wake)
+
+    async def step_count(self) -> int:
+        """See :class:`Backend`."""
+        if self._failure is not None:
+            raise RuntimeError(f"the engine died earlier: {self._failure!r}")
+        return self._steps
 
 
 def _resolve(future: asyncio.Future[Any], result: Any) -> None:
@@ -185,6 +208,8 @@ class AsyncBackend:
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._answers = 0
+        self._question: asyncio.Task[Any] | None = None
 
     async def start(self, arguments: dict[str, Any]) -> Any:
         """See :class:`Backend`."""
@@ -221,6 +246,17 @@ class AsyncBackend:
         """See :class:`Backend`."""
         await self._engine.sleep(level)
 
-    async def wake(self) -> None:
+    async def wake(self, what: list[str] | None) -> bool:
         """See :class:`Backend`."""
-        await self._engine.wake_up()
+        return bool(await self._engine.wake_up(what))
+
+    async def step_count(self) -> int:
+        """See :class:`Backend`."""
+        await self._engine.check_health()
+        if self._question is None or self._question.done():
+            if self._question is not None:
+                self._question.result()
+                self._answers += 1
+            # Answered by the engine's process between two steps; asked again when it has been.
+            self._question = asyncio.ensure_future(self._engine.is_paused())
+        return self._answers

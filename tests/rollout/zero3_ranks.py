@@ -112,6 +112,7 @@ def publish(folder: str) -> dict[str, Any]:
 
 def serve(folder: str) -> dict[str, Any]:
     """Train and publish to a real vLLM engine, then break things: every rank must notice alike."""
+    from rlhfkit.rollout.health import HealthPolicy
     from rlhfkit.rollout.pool import VLLMPool
 
     policy = zero3_engine(folder)
@@ -124,18 +125,29 @@ def serve(folder: str) -> dict[str, Any]:
     ids = torch.tensor([[7 + 3 * position % 80 for position in range(48)]])
     report: dict[str, Any] = {"differences": [], "versions": []}
     report["too_small"] = message_of(lambda: VLLMPool(num_engines=9, device="cpu").start(folder, dtype=torch.float32))
-    pool = VLLMPool(device="cpu", kv_cache_gib=1 / 16, sync_timeout=20, bucket_bytes=BUCKET_BYTES)
+    patient = HealthPolicy(probe_timeout=20, max_restarts=1)
+    pool = VLLMPool(device="cpu", kv_cache_gib=1 / 16, sync_timeout=20, bucket_bytes=BUCKET_BYTES, health=patient)
     pool.start(folder, dtype=torch.float32)
     report["only_rank_0"] = message_of(lambda: pool.score(ids.tolist()))
+
+    def difference() -> float:
+        """Of log-probs between engine and trainer, on rank 0."""
+        with torch.no_grad():
+            logprobs = policy(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        if dist.get_rank() > 0:
+            return 0.0
+        return float((torch.tensor(pool.score(ids.tolist())[0]) - logprobs).abs().max())
+
+    def kill_the_engine() -> None:
+        if pool._fleet is not None:
+            os.kill(pool._fleet.members[0].info["pid"], signal.SIGKILL)
+
     for version in (1, 2):
         policy.backward(policy(ids, labels=ids).loss)
         policy.step()
         pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), version)
         report["versions"].append(pool.version)
-        with torch.no_grad():
-            logprobs = policy(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        if dist.get_rank() == 0:
-            report["differences"].append(float((torch.tensor(pool.score(ids.tolist())[0]) - logprobs).abs().max()))
+        report["differences"].append(difference())
 
     class LastRankFails(ModuleWeights):
         def __iter__(self) -> Any:
@@ -148,9 +160,12 @@ def serve(folder: str) -> dict[str, Any]:
     report["last_rank_fails"] = message_of(lambda: pool.load(LastRankFails(policy, bucket_bytes=2**40), 3))
     report["versions"].append(pool.version)
     pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 4)
-    if dist.get_rank() == 0:
-        os.kill(pool._fleet._pids[0], signal.SIGKILL)  # type: ignore[union-attr]
-    report["dead_engine"] = message_of(lambda: pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 5))
+    kill_the_engine()
+    pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 5)
+    report["versions"].append(pool.version)
+    report["after_restart"] = difference()
+    kill_the_engine()
+    report["dead_engine"] = message_of(lambda: pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 6))
     report["versions"].append(pool.version)
     pool.close()
     return report
