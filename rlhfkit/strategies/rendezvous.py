@@ -1,6 +1,8 @@
 """Joining the process group with a time limit that names who is missing; locks of interrupted extension builds."""
 
+import ipaddress
 import os
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +35,8 @@ def join_process_group(
     # Under torchrun the agent already serves a store at this address.
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     here = f"rank {rank} of {world_size}"
+    if _is_loopback(address):
+        _keep_gloo_on_loopback()
     try:
         store: dist.Store = dist.TCPStore(
             address,
@@ -41,6 +45,7 @@ def join_process_group(
             timeout=timedelta(seconds=init_timeout),
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=_loopback_listener(address, port) if hosts_store else None,
         )
     except (dist.DistError, RuntimeError) as error:
         reason = "cannot listen on" if hosts_store else f"got no answer within {init_timeout:.0f} s from rank 0 at"
@@ -55,6 +60,34 @@ def join_process_group(
             " to join. Look at their logs; if they only start slowly, raise RLHFDeepSpeedStrategy(init_timeout=...)."
         )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether all ranks are on this machine and meet where no other can reach them."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _loopback_listener(address: str, port: int) -> int | None:
+    """A socket for the store, which listens on every interface if left alone and asks nobody who they are.
+
+    ``None`` lets it: when other machines are to come, or when a store of this process is listening there already.
+    """
+    if not _is_loopback(address):
+        return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=2048).detach()
+    except OSError:
+        return None
+
+
+def _keep_gloo_on_loopback() -> None:
+    """Let gloo listen there too; it takes the interface that the machine's name stands for if left alone."""
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def wait_for_ranks(store: dist.Store, world_size: int, seconds: float) -> list[int]:
