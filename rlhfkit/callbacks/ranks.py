@@ -12,12 +12,13 @@ from rlhfkit.rollout.engine import WeightInfo, WeightSource
 T = TypeVar("T")
 
 
-def everywhere(trainer: L.Trainer, step: Callable[[], T]) -> list[T]:
+def everywhere(trainer: L.Trainer, step: Callable[[], T], *, group: Any = None) -> list[T]:
     """Run a step on every rank and exchange the results.
 
     Args:
         trainer: Tells how many ranks there are.
         step: Called once; its result must be picklable when there is more than one rank.
+        group: Process group to exchange in; ``None``: the default one. A thread beside the training loop needs its own.
 
     Returns:
         The results of all ranks, in order, on every rank.
@@ -35,7 +36,7 @@ def everywhere(trainer: L.Trainer, step: Callable[[], T]) -> list[T]:
         error = raised
     mine = (result, None if error is None else f"{type(error).__name__}: {error}")
     theirs: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(theirs, mine)
+    torch.distributed.all_gather_object(theirs, mine, group=group)
     if error is not None:
         raise error
     for rank, (_, message) in enumerate(theirs):

@@ -6,30 +6,27 @@ progress, logging, checkpoints.
 """
 
 import dataclasses
-import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from rlhfkit.callbacks.ahead import RolloutsAhead
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
-from rlhfkit.callbacks.generation import Generation, GenerationAhead
+from rlhfkit.callbacks.dealing import deal, micro_batch, shape_of
+from rlhfkit.callbacks.filling import IterationFiller
+from rlhfkit.callbacks.generation import Generation
 from rlhfkit.callbacks.phases import Phases
 from rlhfkit.callbacks.publishing import WeightPublisher
 from rlhfkit.callbacks.ranks import everywhere, same_everywhere
-from rlhfkit.callbacks.summary import iteration_metrics, validation_metrics
+from rlhfkit.callbacks.summary import iteration_metrics, staleness_metrics, validation_metrics
 from rlhfkit.data.experience import Experience, Prompt, Sample
-from rlhfkit.data.grouping import deal_groups
-from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
-from rlhfkit.rollout.dynamic_sampling import DynamicSampling, FilledIteration
+from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-
-log = logging.getLogger(__name__)
 
 
 class RolloutCallback(Callback):
@@ -44,7 +41,8 @@ class RolloutCallback(Callback):
 
     Args:
         reward: Any callable that takes samples and returns one number (or ``None``: could not be scored) for each,
-            sync or async; see :mod:`rlhfkit.rewards`.
+            sync or async; see :mod:`rlhfkit.rewards`. ``None``: nothing is scored, for modules that need no reward, as
+            distillation does.
         engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.LocalEngine` in this process.
         sampling: How to sample in training.
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
@@ -52,9 +50,14 @@ class RolloutCallback(Callback):
             ``validation_sampling`` takes several samples per prompt.
         dynamic_sampling: Sample further prompts in place of those whose groups teach nothing (DAPO); ``None``: train on
             every group.
+        oversampling: Share of further groups that are under way: 0.25 begins 10 groups for an iteration of 8, trains on
+            the 8 that are finished first, and drops the rest, whose prompts come first in the next iteration. Saves the
+            wait for the longest answers, and prefers short ones.
         max_staleness: Iterations that sampling may be ahead of learning. 0: they take turns. 1 or more: they overlap,
             in a thread, and samples may be that many iterations old when they are trained on; give the module a
             ``correction`` for it.
+        in_flight: With ``max_staleness``: new weights do not wait for what is being sampled. It goes on with them from
+            the next token on, and each token knows its version.
         rollout_timeout: Seconds that the samples of one iteration may take when they are made ahead.
         alarms: Bounds on metrics, each with what to do; a warning when a run first crosses one.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
@@ -62,23 +65,26 @@ class RolloutCallback(Callback):
 
     Raises:
         TypeError: If ``reward`` cannot be called or ``engine`` is no engine.
+        ValueError: If a number is out of range, or the engine cannot do what ``oversampling`` or ``in_flight`` needs.
     """
 
     def __init__(
         self,
-        reward: Reward,
+        reward: Reward | None = None,
         *,
         engine: RolloutEngine | None = None,
         sampling: SamplingSpec | None = None,
         validation_sampling: SamplingSpec | None = None,
         success: float = 1.0,
         dynamic_sampling: DynamicSampling | None = None,
+        oversampling: float = 0.0,
         max_staleness: int = 0,
+        in_flight: bool = False,
         rollout_timeout: float = 7200.0,
         alarms: Sequence[Alarm] = ROLLOUT_ALARMS,
         probe_tolerance: float | None = None,
     ) -> None:
-        if not callable(reward):
+        if reward is not None and not callable(reward):
             raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
         if engine is None:
             from rlhfkit.rollout.local import LocalEngine
@@ -94,18 +100,17 @@ class RolloutCallback(Callback):
         self.success = success
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be 0 (take turns) or more iterations, got {max_staleness}")
-        if rollout_timeout <= 0:
-            raise ValueError(f"rollout_timeout must be a positive number of seconds, got {rollout_timeout}")
-        if max_staleness and dynamic_sampling is not None:
-            raise ValueError(
-                "dynamic_sampling draws prompts by what earlier ones gave, and max_staleness ahead of that: use one"
-            )
-        self.dynamic_sampling = dynamic_sampling
+        if in_flight and not max_staleness:
+            raise ValueError("in_flight=True publishes while sampling ahead: give max_staleness=1 or more")
         self.alarms = Alarms(alarms)
         self.phases = Phases()
         """How long each part of each iteration took on this rank; ``phases.write_trace(path)`` draws it."""
         self.generation = Generation(engine, reward, self.phases)
-        self.ahead = GenerationAhead(self.generation, max_staleness, rollout_timeout) if max_staleness else None
+        self.filler = IterationFiller(self.generation, dynamic_sampling, oversampling)
+        self.ahead: RolloutsAhead | None = None
+        """What samples in a thread; ``None``: sampling and learning take turns."""
+        if max_staleness:
+            self.ahead = RolloutsAhead(self.filler, max_staleness, rollout_timeout, in_flight=in_flight)
         self.publisher = WeightPublisher(engine, probe_tolerance)
         self.iteration = 0
         self.samples: list[Sample] = []
@@ -116,7 +121,7 @@ class RolloutCallback(Callback):
         """The samples of the last validation."""
         self._trainer: Any | None = None
         self._inside = False  # an iteration was collected, and not all of it was trained on
-        self._used = 0  # prompts that the current iteration has sampled
+        self._after: dict[str, Any] | None = None  # where the prompts of the next iteration begin
         self._metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------ what the loader asks
@@ -134,23 +139,9 @@ class RolloutCallback(Callback):
             )
         return self.sampling
 
-    def _shape(self, trainer: Any) -> IterationShape:
-        """How the iteration divides into updates and micro-batches."""
-        data = trainer.datamodule
-        smoke = int(trainer.fast_dev_run)
-        if smoke:  # that many micro-batches of one group each
-            return IterationShape(smoke * trainer.world_size * self.group_size, smoke, smoke)
-        return iteration_shape(
-            data.rollout_batch_size,
-            self.group_size,
-            data.micro_batch_size,
-            trainer.accumulate_grad_batches,
-            trainer.world_size,
-        )
-
     def batches_per_iteration(self) -> int:
         """Micro-batches that :meth:`collect` will give this rank."""
-        return self._shape(self._attached()).micro_batches_per_rank
+        return shape_of(self._attached(), self.group_size).micro_batches_per_rank
 
     def collect(self) -> list[Experience]:
         """Publish if the engine is behind, generate, score, prepare, and split. A collective: all ranks call it alike.
@@ -160,82 +151,28 @@ class RolloutCallback(Callback):
         """
         trainer = self._attached()
         module = trainer.lightning_module
-        shape, sampling = self._shape(trainer), self._training_sampling()
+        shape, sampling = shape_of(trainer, self.group_size), self._training_sampling()
         self.publish()
         started = trainer.global_step
+        source = self.filler if self.ahead is None else self.ahead
         with trainer.profiler.profile("rollout.generate_and_score"):
-            drawn = self._fill(shape.sequences // sampling.group_size, sampling)
-        self.samples = [sample for group in drawn.groups for sample in group]
+            filled = source.sample(trainer, shape.sequences // sampling.group_size, sampling, self.iteration)
+        self.samples = [sample for group in filled.groups for sample in group]
         experience = Experience.from_samples(self.samples, temperature=sampling.temperature or 1.0)
-        lengths = experience.lengths.tolist()
-        plan = plan_updates(
-            lengths,
-            num_updates=shape.updates,
-            accumulate=shape.micro_batches_per_rank // shape.updates,
-            world_size=trainer.world_size,
-            split=partial(
-                deal_groups,
-                lengths=lengths,
-                prompts=experience.prompt_lengths.tolist(),
-                groups=experience.group.tolist(),
-                ranks=trainer.world_size,
-            ),
-        )
-        for share in plan:
-            for micro_batch in share:
-                experience.update[micro_batch.rows] = micro_batch.update
+        plan = deal(experience, shape, trainer.world_size)
         with trainer.profiler.profile("rollout.prepare"), self.phases.record("prepare", self.iteration):
             self.experience = module.prepare(experience)
         probe = {"rollout/probe_difference": self.publisher.difference}
-        of_reward = mean_metrics(everywhere(trainer, lambda: reward_metrics(self.reward)))
-        self._metrics = iteration_metrics(self.samples, self.experience) | probe | of_reward
-        if self.dynamic_sampling is not None:
-            self._metrics |= drawn.metrics()
+        reward = self.reward
+        of_reward = {} if reward is None else mean_metrics(everywhere(trainer, lambda: reward_metrics(reward)))
+        shown = iteration_metrics(self.samples, self.experience, rewarded=reward is not None)
+        self._metrics = shown | probe | of_reward | self.filler.metrics(filled)
         if self.ahead is not None:
-            ages = started - experience.versions[experience.action_mask]
-            self._metrics |= {"rollout/staleness": float(ages.float().mean()) if len(ages) else 0.0}
-        self._used = drawn.used
+            self._metrics |= staleness_metrics(self.samples, started)
+        self._after = filled.after
         self._inside = True
         averaged = trainer.accumulate_grad_batches * trainer.world_size
-        return [self._micro_batch(self.experience, one, averaged) for one in plan[trainer.global_rank]]
-
-    def _fill(self, wanted: int, sampling: SamplingSpec) -> FilledIteration:
-        """The groups of an iteration: those of the next prompts, or of as many as dynamic sampling needs."""
-        data, size = self._attached().datamodule, sampling.group_size
-
-        def draw(skip: int, count: int) -> list[list[Sample]]:
-            samples = self.sample(data.next_prompts(skip + count)[skip:], sampling, self.iteration)
-            return [samples[first : first + size] for first in range(0, len(samples), size)]
-
-        if self.dynamic_sampling is None:
-            if self.ahead is None:
-                groups = draw(0, wanted)
-            else:
-                samples = self.ahead.sample(self._attached(), wanted, sampling, self.iteration)
-                groups = [samples[first : first + size] for first in range(0, len(samples), size)]
-            return FilledIteration(groups, wanted, wanted, 1, groups)
-        drawn = self.dynamic_sampling.fill(wanted, data.num_prompts, draw)
-        if drawn.accepted < wanted:
-            log.warning(
-                "iteration %d: only %d of %d groups are worth training on after %d rounds over %d prompts; the rest is "
-                "filled with groups that dynamic_sampling turned down",
-                *(self.iteration, drawn.accepted, wanted, drawn.rounds, drawn.used),
-            )
-        return drawn
-
-    @staticmethod
-    def _micro_batch(experience: Experience, one: MicroBatch, averaged: int) -> Experience:
-        """The rows of one micro-batch, with the counts of its whole optimizer step."""
-        whole = experience.action_mask[experience.update == one.update]
-        batch = experience.select(one.rows)
-        return dataclasses.replace(
-            batch,
-            # In the first update the policy is still the one that sampled: its own log-probs are the old ones.
-            old_logprobs=None if one.update == 0 else batch.old_logprobs,
-            step_tokens=float(whole.sum()),
-            step_sequences=float(whole.any(-1).sum()),
-            step_micro_batches=averaged,
-        )
+        return [micro_batch(self.experience, one, averaged) for one in plan[trainer.global_rank]]
 
     # ------------------------------------------------------------------ generate and score
 
@@ -256,12 +193,10 @@ class RolloutCallback(Callback):
 
     def publish(self) -> None:
         """Give the engine the current weights, if it has others, and check that they arrived. A collective."""
-        with self._engine_to_itself(), self.phases.record("publish", self.iteration):
-            self.publisher.publish(self._attached())
-
-    def _engine_to_itself(self) -> AbstractContextManager[None]:
-        """Inside, no thread uses the engine."""
-        return nullcontext() if self.ahead is None else self.ahead.held()
+        trainer = self._attached()
+        allowed = nullcontext() if self.ahead is None else self.ahead.publishing(trainer)
+        with allowed, self.phases.record("publish", self.iteration):
+            self.publisher.publish(trainer)
 
     # ------------------------------------------------------------------ hooks
 
@@ -272,9 +207,9 @@ class RolloutCallback(Callback):
             return
         self._inside = False
         self.engine.version = None  # equal steps of two runs, or of two checkpoints, are not equal weights
-        if not hasattr(trainer.datamodule, "next_prompts"):
+        if not hasattr(trainer.datamodule, "draws"):
             raise TypeError(
-                "RolloutCallback takes its prompts from a DataModule with next_prompts(): call "
+                "RolloutCallback takes its prompts from a DataModule with draws(): call "
                 "trainer.fit(module, datamodule=PromptDataModule(...))"
             )
         if stage == "fit":
@@ -283,10 +218,16 @@ class RolloutCallback(Callback):
                     "RolloutCallback trains modules that prepare experience (GRPOModule ...), but "
                     f"{type(pl_module).__name__} has no prepare(); an SFTModule needs no RolloutCallback"
                 )
+            if self.reward is None and getattr(pl_module, "needs_reward", True):
+                raise ValueError(
+                    f"{type(pl_module).__name__} learns from rewards: give RolloutCallback(reward=...) any function of "
+                    "samples"
+                )
             check = getattr(pl_module, "check_group_size", None)
             if check is not None:
                 check(self.sampling.group_size)
-            self._shape(trainer)
+            shape_of(trainer, self.group_size)
+            self.filler.check(trainer)
             if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
                 raise ValueError(
                     f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
@@ -301,7 +242,7 @@ class RolloutCallback(Callback):
         Not in ``on_train_epoch_end``: a checkpoint saved between the two resumes behind that hook.
         """
         if trainer.is_last_batch:
-            trainer.datamodule.advance(self._used)
+            trainer.datamodule.move_to(self._after)
             self.iteration += 1
             self._inside = False
 
@@ -325,10 +266,13 @@ class RolloutCallback(Callback):
             self.validation_samples = []
         self.publish()
         prompts = [prompt for share in everywhere(trainer, lambda: list(batch)) for prompt in share]
-        with self._engine_to_itself():
+        engine_to_itself = nullcontext() if self.ahead is None else self.ahead.held(trainer)
+        with engine_to_itself:
             samples = self.sample(prompts, self.validation_sampling, iteration=-1)
         self.validation_samples += samples
-        for name, (mean, count) in validation_metrics(samples, success=self.success).items():
+        for name, (mean, count) in validation_metrics(
+            samples, success=self.success, rewarded=self.reward is not None
+        ).items():
             pl_module.log(f"val/{name}", mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
 
     def teardown(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
@@ -344,11 +288,11 @@ class RolloutCallback(Callback):
         self.engine.close()
         if self.ahead is not None:
             self.ahead.close()
-            self.ahead = GenerationAhead(self.generation, self.ahead.max_staleness, self.ahead.timeout)
+            self.ahead = self.ahead.fresh()
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and its metrics; prompts are the DataModule's to remember, weights the module's."""
-        state = {"iteration": self.iteration, "metrics": self._metrics, "used": self._used}
+        state = {"iteration": self.iteration, "metrics": self._metrics, "after": self._after}
         if self._inside and self._trainer is not None:
             state["inside"] = [self._trainer.global_rank, self._trainer.world_size]
         return state
@@ -361,7 +305,7 @@ class RolloutCallback(Callback):
         """
         self.iteration = state_dict["iteration"]
         self._metrics = dict(state_dict["metrics"])
-        self._used = state_dict["used"]
+        self._after = state_dict["after"]
         trainer, inside = self._trainer, state_dict.get("inside")
         self._inside = inside is not None
         if trainer is None or inside is None or trainer.state.fn != TrainerFn.FITTING:

@@ -9,12 +9,13 @@ import torch
 from rlhfkit.data.experience import Experience, Sample
 
 
-def iteration_metrics(samples: Sequence[Sample], experience: Experience) -> dict[str, float]:
+def iteration_metrics(samples: Sequence[Sample], experience: Experience, *, rewarded: bool = True) -> dict[str, float]:
     """Metrics of one training iteration.
 
     Args:
         samples: All of them.
         experience: The same as tensors, prepared by the module.
+        rewarded: Whether there was a reward at all.
 
     Returns:
         ``rollout/...``: rewards and their parts, lengths in tokens, and fractions of samples: cut off at the limit, not
@@ -31,10 +32,31 @@ def iteration_metrics(samples: Sequence[Sample], experience: Experience) -> dict
     }
     for name, values in experience.reward_parts.items():
         metrics[f"rollout/reward_{name}"] = float(values[~values.isnan()].mean())
+    if not rewarded:
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/reward")}
     if experience.advantages is not None:
         silent = ~(experience.advantages != 0).any(-1)
         metrics["rollout/zero_advantage_fraction"] = float(silent.float().mean())
     return metrics
+
+
+def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """How old the tokens are that an iteration is trained on.
+
+    Args:
+        samples: All of them.
+        version: Policy version (updates so far) when training on them begins.
+
+    Returns:
+        ``rollout/staleness``: mean age of a token in updates; ``rollout/mixed_fraction``: samples that more than one
+        policy has written.
+    """
+    ages = [version - each for sample in samples for each in sample.versions if each >= 0]
+    mixed = [len(set(sample.versions)) > 1 for sample in samples]
+    return {
+        "rollout/staleness": fmean(ages) if ages else 0.0,
+        "rollout/mixed_fraction": fmean(mixed) if mixed else 0.0,
+    }
 
 
 def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
@@ -52,9 +74,9 @@ def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def validation_metrics(
-    samples: Sequence[Sample], *, success: float = 1.0, source: str = "source"
+    samples: Sequence[Sample], *, success: float = 1.0, source: str = "source", rewarded: bool = True
 ) -> dict[str, tuple[float, int]]:
-    """Metrics of validation samples, and how many samples or prompts each is a mean over.
+    """Metrics of validation samples, of each source too, and how many samples or prompts each is a mean over.
 
     With n > 1 samples per prompt, c of them successes, also the unbiased ``pass@k = 1 - C(n-c, k) / C(n, k)`` (Chen et
     al., 2021, arXiv:2107.03374, equation 1) for k = 1, 2, 4 ... n: the chance that one of k samples is right.
@@ -62,13 +84,29 @@ def validation_metrics(
     Args:
         samples: Of some prompts, all samples of each.
         success: A sample with at least this reward is right; one without a reward is not.
-        source: Name in the prompts' metadata that says which data set they are from; with several, rewards are given
+        source: Name in the prompts' metadata that says which data set they are from; with several, everything is given
             for each too.
+        rewarded: Whether there was a reward at all.
 
     Returns:
-        ``reward`` and its parts, ``pass@k``, ``reward/<source>``.
+        ``reward`` and its parts, ``pass@k``, ``length`` in tokens, ``truncated_fraction``; each with ``/<source>``.
     """
-    metrics = {name: (fmean(values), len(values)) for name, values in reward_values(samples).items()}
+    metrics = _of_one_source(samples, success, rewarded)
+    sources = sorted({str(sample.prompt.metadata[source]) for sample in samples if source in sample.prompt.metadata})
+    for name in sources if len(sources) > 1 else []:
+        chosen = [sample for sample in samples if str(sample.prompt.metadata.get(source)) == name]
+        metrics |= {f"{key}/{name}": value for key, value in _of_one_source(chosen, success, rewarded).items()}
+    return metrics
+
+
+def _of_one_source(samples: Sequence[Sample], success: float, rewarded: bool) -> dict[str, tuple[float, int]]:
+    metrics = {
+        "length": (fmean(len(sample.token_ids) for sample in samples), len(samples)),
+        "truncated_fraction": (fmean(sample.finish_reason == "length" for sample in samples), len(samples)),
+    }
+    if not rewarded:
+        return metrics
+    metrics |= {name: (fmean(values), len(values)) for name, values in reward_values(samples).items()}
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.index, []).append(sample)
@@ -81,9 +119,4 @@ def validation_metrics(
         chances = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in right]
         metrics[f"pass@{k}"] = fmean(chances), len(chances)
         k *= 2
-    sources = sorted({str(sample.prompt.metadata[source]) for sample in samples if source in sample.prompt.metadata})
-    for name in sources if len(sources) > 1 else []:
-        values = reward_values([sample for sample in samples if str(sample.prompt.metadata.get(source)) == name])
-        if "reward" in values:
-            metrics[f"reward/{name}"] = fmean(values["reward"]), len(values["reward"])
     return metrics

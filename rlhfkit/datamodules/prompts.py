@@ -8,13 +8,16 @@ nothing else, and each row is used exactly once per pass.
 import logging
 import re
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import lightning as L
 
+from rlhfkit.data.collate import TokenBatch
 from rlhfkit.data.experience import Prompt
 from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
-from rlhfkit.data.shuffling import permutation
+from rlhfkit.datamodules.instructions import SFTDataModule
+from rlhfkit.datamodules.pretraining import PretrainingText
+from rlhfkit.datamodules.prompt_order import PromptCursor, PromptDraws, PromptOrder
 from rlhfkit.datamodules.prompt_rows import PromptBatches, PromptRows
 from rlhfkit.datamodules.sources import Source, describe, load_tokenizer, no_loader, read_rows
 
@@ -37,22 +40,11 @@ def final_answer(answer: Any) -> Any:
     return re.sub(r"(?<=\d),(?=\d{3})", "", answer.rsplit("####", 1)[1].strip())
 
 
-class _Cursor(NamedTuple):
-    """Where in the endless sequence of shuffled passes the next prompt is."""
-
-    number: int = 0
-    """Passes finished."""
-    offset: int = 0
-    """Rows of the current pass that were taken or put off."""
-    postponed: tuple[int, ...] = ()
-    """Rows of the current pass that were put off, because the batch that reached them had them already."""
-
-
 class PromptDataModule(L.LightningDataModule):
     """Prompts from a file, a ``datasets`` folder, the hub or memory; a chat template when the tokenizer has one.
 
     ``train_dataloader`` yields the experience that the trainer's rollout callback makes of the prompts; the callback
-    asks for :meth:`next_prompts` and, when they are trained on, calls :meth:`advance`.
+    asks for :meth:`draws` and, when all that they gave was trained on, calls :meth:`move_to`.
 
     Example::
 
@@ -67,6 +59,7 @@ class PromptDataModule(L.LightningDataModule):
         answer: str | None = None,
         answer_extractor: Callable[[Any], Any] = final_answer,
         validation_data: Source | None = None,
+        pretraining_data: SFTDataModule | None = None,
         split: str = "train",
         validation_split: str = "test",
         subset: str | None = None,
@@ -90,6 +83,8 @@ class PromptDataModule(L.LightningDataModule):
             answer: Column of the reference answers; ``None``: there are none.
             answer_extractor: Applied to each value of the answer column.
             validation_data: Where the validation prompts are; same columns.
+            pretraining_data: Text that is learned in every update too, by modules with a ``ptx_coef``: examples of any
+                kind, ``micro_batch_size`` of them beside each micro-batch of samples.
             split: Split of ``data``, where it has several.
             validation_split: Split of ``validation_data``, where it has several.
             subset: Configuration of a hub data set.
@@ -142,9 +137,11 @@ class PromptDataModule(L.LightningDataModule):
         self.tokenizer = tokenizer
         self._rows: PromptRows | None = None
         self._validation_rows: PromptRows | None = None
-        self._cursor = _Cursor()
+        self._order: PromptOrder | None = None
+        self._cursor = PromptCursor()
         self._saved_fingerprint: str | None = None
-        self._permutations: dict[int, list[int]] = {}
+        self.pretraining_data = pretraining_data
+        self._text: PretrainingText | None = None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -153,6 +150,9 @@ class PromptDataModule(L.LightningDataModule):
         read_rows(self.data, split=self.split, subset=self.subset)
         if self.validation_data is not None:
             read_rows(self.validation_data, split=self.validation_split, subset=self.subset)
+        if self.pretraining_data is not None:
+            self.pretraining_data.trainer = self.trainer
+            self.pretraining_data.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
         """Open the data and check it; a second call does nothing.
@@ -181,6 +181,9 @@ class PromptDataModule(L.LightningDataModule):
                 self.validation_data,
                 tokenizer,
             )
+        if self.pretraining_data is not None:
+            self.pretraining_data.trainer = trainer
+            self.pretraining_data.setup(stage)
         self._rows = rows
         self._check_fingerprint()
 
@@ -191,25 +194,37 @@ class PromptDataModule(L.LightningDataModule):
         """Different prompts there are."""
         return len(self._ready(self._rows))
 
-    def next_prompts(self, count: int, *, ahead: int = 0) -> list[Prompt]:
+    def draws(self, after: dict[str, Any] | None = None) -> PromptDraws:
+        """An iteration's prompts, drawn as it needs them; the cursor stays where it is.
+
+        Args:
+            after: Begin where other draws end (their ``after``); ``None``: at the cursor.
+        """
+        rows = self._ready(self._rows)
+        if self._order is None:
+            self._order = PromptOrder(len(rows), seed=self.seed, shuffle=self.shuffle)
+        cursor = self._cursor if after is None else PromptCursor.from_state_dict(after)
+        return PromptDraws(self._order, rows.__getitem__, cursor, rows.fingerprint())
+
+    def move_to(self, after: dict[str, Any]) -> None:
+        """Move the cursor behind an iteration that was trained on; not if it was drawn from data of another checkpoint.
+
+        Args:
+            after: Of its :meth:`draws`.
+        """
+        if after["fingerprint"] == self._ready(self._rows).fingerprint():
+            self._cursor = PromptCursor.from_state_dict(after)
+
+    def next_prompts(self, count: int) -> list[Prompt]:
         """The coming prompts, no two of them the same row; the cursor stays where it is.
 
         Args:
             count: Prompts.
-            ahead: Skip that many batches of the same size first (what the iteration ``ahead`` later will get).
-
-        Returns:
-            ``count`` prompts.
 
         Raises:
             ValueError: If ``count`` is below 1 or above the number of prompts.
         """
-        cursor = self._cursor
-        for _ in range(ahead):
-            _, cursor = self._take(count, cursor)
-        taken, _ = self._take(count, cursor)
-        rows = self._ready(self._rows)
-        return [rows[position] for position in taken]
+        return self.draws().take(count)
 
     def advance(self, count: int) -> None:
         """Move the cursor past :meth:`next_prompts` of the same count.
@@ -217,39 +232,9 @@ class PromptDataModule(L.LightningDataModule):
         Args:
             count: Prompts.
         """
-        _, self._cursor = self._take(count, self._cursor)
-
-    def _take(self, count: int, cursor: _Cursor) -> tuple[list[int], _Cursor]:
-        """``count`` different positions from the cursor on, and the cursor behind them.
-
-        A batch that spans two passes may meet a row that it has from the first of them; that row is put off to the
-        front of the next batch, so no batch has a row twice and no pass loses one.
-        """
-        total = self.num_prompts
-        if not 1 <= count <= total:
-            raise ValueError(f"cannot take {count} different prompts: there are {total}")
-        number, offset = cursor.number, cursor.offset
-        taken, postponed = list(cursor.postponed[:count]), list(cursor.postponed[count:])
-        seen = set(taken)
-        while len(taken) < count:
-            if offset == total:
-                number, offset = number + 1, 0
-            row = self._permutation(number)[offset]
-            offset += 1
-            (postponed if row in seen else taken).append(row)
-            seen.add(row)
-        return taken, _Cursor(number, offset, tuple(postponed))
-
-    def _permutation(self, number: int) -> list[int]:
-        """Order of one pass over the data."""
-        if number not in self._permutations:
-            total = self.num_prompts
-            order = list(range(total))
-            if self.shuffle:
-                order = permutation(total, seed=self.seed, number=number)
-            self._permutations = {key: self._permutations[key] for key in self._permutations if key >= number - 1}
-            self._permutations[number] = order
-        return self._permutations[number]
+        draws = self.draws()
+        draws.take(count)
+        self.move_to(draws.after)
 
     def validation_prompts(self) -> list[Prompt]:
         """All validation prompts, in the order of the file; none without ``validation_data``."""
@@ -263,6 +248,19 @@ class PromptDataModule(L.LightningDataModule):
         if rows is None:
             raise RuntimeError("the data is not open yet: call PromptDataModule.setup() first (the Trainer does)")
         return rows
+
+    def pretraining_batch(self, number: int) -> TokenBatch:
+        """The text beside one of this rank's micro-batches of samples.
+
+        Args:
+            number: Micro-batches before it, since the run began.
+
+        Raises:
+            RuntimeError: If there is no ``pretraining_data``, or the Trainer has not asked for a loader yet.
+        """
+        if self._text is None:
+            raise RuntimeError("there is no pretraining_data, or no training that it would be for")
+        return self._text.batch(number)
 
     # -- loaders -------------------------------------------------------------------------------------------------------
 
@@ -280,6 +278,9 @@ class PromptDataModule(L.LightningDataModule):
                 "PromptDataModule needs exactly one callback that collects experience, e.g. Trainer(callbacks="
                 f"[RolloutCallback(...)]); found {found}"
             )
+        if self.pretraining_data is not None:
+            self.pretraining_data.trainer = trainer
+            self._text = PretrainingText(self.pretraining_data)
         source = sources[0]
         return ExperienceLoader(source.collect, source.batches_per_iteration())
 
@@ -303,9 +304,7 @@ class PromptDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """The cursor and a fingerprint of the data, as plain values."""
         return {
-            "pass": self._cursor.number,
-            "offset": self._cursor.offset,
-            "postponed": list(self._cursor.postponed),
+            **self._cursor.state_dict(),
             "fingerprint": self._saved_fingerprint if self._rows is None else self._rows.fingerprint(),
         }
 
@@ -315,7 +314,7 @@ class PromptDataModule(L.LightningDataModule):
         Args:
             state_dict: From :meth:`state_dict`.
         """
-        self._cursor = _Cursor(state_dict["pass"], state_dict["offset"], tuple(state_dict["postponed"]))
+        self._cursor = PromptCursor.from_state_dict(state_dict)
         self._saved_fingerprint = state_dict["fingerprint"]
         if self._rows is not None:
             self._check_fingerprint()
@@ -329,5 +328,5 @@ class PromptDataModule(L.LightningDataModule):
                 describe(self.data),
                 len(rows),
             )
-            self._cursor = _Cursor(self._cursor.number + 1)
+            self._cursor = PromptCursor(self._cursor.number + 1)
         self._saved_fingerprint = None

@@ -23,7 +23,9 @@ class BackgroundRollouts(Generic[T]):
         self._waiting: OrderedDict[int, Callable[[], T]] = OrderedDict()
         self._done: dict[int, tuple[T | None, BaseException | None]] = {}
         self._running: int | None = None
+        self._newest = -1  # that has begun
         self._holds = 0
+        self._allowed = -1  # jobs up to that number begin although they are held
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -78,21 +80,27 @@ class BackgroundRollouts(Generic[T]):
         return result  # type: ignore[return-value]  # None is what the job returned, if that is its type
 
     @contextmanager
-    def held(self, timeout: float) -> Iterator[None]:
+    def held(self, timeout: float, *, agree: Callable[[int], int] = int) -> Iterator[None]:
         """Inside, no job runs: the one that is running is waited for, the next one starts afterwards.
 
         Args:
             timeout: Seconds to wait.
+            agree: Given the number of the newest job that has begun (-1: none), says up to which number jobs are run
+                first. Where processes run their jobs together: the highest number of all.
 
         Raises:
-            TimeoutError: If the running job takes longer.
+            TimeoutError: If that takes longer.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             self._holds += 1
+            newest = self._newest
         try:
+            last = agree(newest)
             with self._changed:
-                while self._running is not None:
+                self._allowed = max(self._allowed, last)
+                self._changed.notify_all()
+                while self._running is not None or self._next_allowed() is not None:
                     if not self._changed.wait(deadline - time.monotonic()):
                         raise TimeoutError(
                             f"the rollouts of iteration {self._running} did not end within {timeout:g} s, so that the "
@@ -103,6 +111,11 @@ class BackgroundRollouts(Generic[T]):
             with self._changed:
                 self._holds -= 1
                 self._changed.notify_all()
+
+    def _next_allowed(self) -> int | None:
+        """The next job, if it may begin."""
+        number = next(iter(self._waiting), None)
+        return None if number is None or (self._holds and number > self._allowed) else number
 
     @property
     def pending(self) -> list[int]:
@@ -128,11 +141,12 @@ class BackgroundRollouts(Generic[T]):
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and (self._holds or not self._waiting):
+                while not self._closed and self._next_allowed() is None:
                     self._changed.wait()
                 if self._closed:
                     return
                 self._running, job = self._waiting.popitem(last=False)
+                self._newest = max(self._newest, self._running)
             result, error = None, None
             try:
                 result = job()

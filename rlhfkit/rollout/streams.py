@@ -5,7 +5,7 @@ when it has enough. Whatever is not complete then is dropped.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
@@ -38,7 +38,6 @@ class GroupStream(Protocol):
         ...
 
 
-@runtime_checkable
 class StreamingEngine(Protocol):
     """A :class:`~rlhfkit.rollout.engine.RolloutEngine` that gives groups as they end, and can drop the rest."""
 
@@ -82,3 +81,12 @@ class Rounds:
     def close(self) -> None:
         """See :class:`GroupStream`."""
         self._prompts, self._groups = [], []
+
+
+def can_stream(engine: object) -> bool:
+    """Whether an engine gives groups as they end itself; what it passes on of an engine inside does not count.
+
+    Args:
+        engine: Any.
+    """
+    return callable(getattr(type(engine), "stream", None))

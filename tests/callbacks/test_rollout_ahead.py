@@ -52,10 +52,12 @@ def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_p
     trainer, _, rollouts, ahead = run(tmp_path, staleness)
     assert ahead.prompts == turns.prompts
     updates = 2  # per iteration
-    assert [max(ages) for ages in ahead.ages] == [updates * min(number, staleness) for number in range(4)]
+    # A thread that gets little of the processor begins later, and is then less stale, never more.
+    assert all(max(ages) <= updates * min(number, staleness) for number, ages in enumerate(ahead.ages))
+    assert max(max(ages) for ages in ahead.ages) >= updates
     assert all(len(ages) == 1 for ages in ahead.ages)  # an iteration is sampled from one policy
     assert [max(ages) for ages in turns.ages] == [0] * 4
-    assert trainer.callback_metrics["rollout/staleness"] == updates * staleness
+    assert trainer.callback_metrics["rollout/staleness"] == max(ahead.ages[-1])
     assert rollouts.ahead is not None
 
 
@@ -130,14 +132,22 @@ def test_an_error_while_sampling_ahead_ends_the_run_with_that_error(tmp_path: Pa
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    from rlhfkit import DynamicSampling
+    class Plain(LocalEngine):
+        stream = None  # type: ignore[assignment]
+        updates_in_flight = False
 
     with pytest.raises(ValueError, match="max_staleness must be 0"):
         RolloutCallback(digits, max_staleness=-1)
     with pytest.raises(ValueError, match="rollout_timeout"):
-        RolloutCallback(digits, rollout_timeout=0)
-    with pytest.raises(ValueError, match="use one"):
-        RolloutCallback(digits, max_staleness=1, dynamic_sampling=DynamicSampling())
+        RolloutCallback(digits, max_staleness=1, rollout_timeout=0)
+    with pytest.raises(ValueError, match="give max_staleness=1 or more"):
+        RolloutCallback(digits, in_flight=True)
+    with pytest.raises(ValueError, match="Plain does not say that it can"):
+        RolloutCallback(digits, engine=Plain(), max_staleness=1, in_flight=True)
+    with pytest.raises(ValueError, match="oversampling must be 0"):
+        RolloutCallback(digits, oversampling=-0.5)
+    with pytest.raises(ValueError, match=r"oversampling=0\.5 .* Plain cannot"):
+        RolloutCallback(digits, engine=Plain(), oversampling=0.5)
 
 
 def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:

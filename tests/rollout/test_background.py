@@ -43,6 +43,35 @@ def test_every_job_runs_once_and_in_order_whatever_happens_around_it(actions: li
     jobs.close()
 
 
+def test_who_holds_may_have_jobs_run_first() -> None:
+    """Two processes run their jobs together; one is held before it begins a job that the other has begun already."""
+    jobs: BackgroundRollouts[int] = BackgroundRollouts()
+    ran: list[int] = []
+    release = threading.Event()
+
+    def job(number: int) -> int:
+        if number == 3:
+            release.wait(10)
+        ran.append(number)
+        return number
+
+    for number in range(8):
+        jobs.submit(number, lambda number=number: job(number))
+    assert jobs.result(2, timeout=10) == 2  # the third is running or about to
+
+    def others_are_at_5(mine: int) -> int:
+        assert mine in (2, 3)
+        release.set()
+        return 5
+
+    with jobs.held(timeout=10, agree=others_are_at_5):
+        assert ran == list(range(6))
+        time.sleep(0.005)
+        assert ran == list(range(6))
+    assert jobs.result(7, timeout=10) == 7
+    jobs.close()
+
+
 def test_an_error_is_raised_where_the_result_is_asked_for_and_the_next_job_runs() -> None:
     jobs: BackgroundRollouts[int] = BackgroundRollouts()
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling: what fills an iteration, for any pattern of groups that teach something or do not."""
+"""Dynamic sampling in whole runs: training sees only groups that teach something, now or ahead of time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,8 +6,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rl_runs import setup_run, weights
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
@@ -18,32 +16,6 @@ from rlhfkit.rollout.dynamic_sampling import has_signal
 def group(index: int, rewards: Sequence[float | None]) -> list[Sample]:
     prompt = Prompt(index, [5])
     return [Sample(prompt, place, [7], [0.0], [0], "stop", reward=reward) for place, reward in enumerate(rewards)]
-
-
-@given(
-    teaches=st.lists(st.booleans(), min_size=1, max_size=30),
-    wanted=st.integers(1, 30),
-    rounds=st.integers(1, 6),
-)
-def test_each_prompt_is_sampled_once_in_order_and_no_accepted_group_is_lost(
-    teaches: list[bool], wanted: int, rounds: int
-) -> None:
-    wanted = min(wanted, len(teaches))
-    asked: list[int] = []
-
-    def sample(skip: int, count: int) -> list[list[Sample]]:
-        asked.extend(range(skip, skip + count))
-        return [group(index, [1.0, 0.0] if teaches[index] else [1.0, 1.0]) for index in range(skip, skip + count)]
-
-    filled = DynamicSampling(max_rounds=rounds).fill(wanted, len(teaches), sample)
-    assert asked == list(range(filled.used))
-    kept = [each[0].prompt.index for each in filled.groups]
-    good = [index for index in asked if teaches[index]]
-    assert kept[: filled.accepted] == good  # all of them, in order: none is left over
-    assert len(kept) == wanted == len(set(kept))
-    assert sorted(each[0].prompt.index for each in filled.everything) == asked
-    if filled.accepted < wanted:
-        assert filled.used == len(teaches) or filled.rounds == rounds
 
 
 def test_signal_is_a_difference_between_rewards_that_are_there() -> None:
@@ -70,11 +42,12 @@ class Keep(L.Callback):
         self.prompts.append(list(dict.fromkeys(sample.prompt.index for sample in self.rollouts.samples)))
 
 
-def run(folder: Path, **trainer_arguments: Any) -> tuple[Any, Any, Keep]:
+def run(folder: Path, staleness: int = 0, **trainer_arguments: Any) -> tuple[Any, Any, Keep]:
     rollouts = RolloutCallback(
         odd_prompts_only,
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
         dynamic_sampling=DynamicSampling(),
+        max_staleness=staleness,
     )
     keep = Keep(rollouts)
     trainer, module, data, _ = setup_run(folder, rollouts=rollouts, callbacks=[keep], max_epochs=3, **trainer_arguments)
@@ -107,6 +80,15 @@ def test_training_sees_only_groups_with_signal_and_resumes_bitwise(tmp_path: Pat
         assert (weights(resumed)[name] == tensor).all()
 
 
+def test_ahead_of_time_it_uses_the_same_prompts(tmp_path: Path) -> None:
+    """Which prompts teach something does not depend on the policy here, so both runs must find the same ones."""
+    _, _, turns = run(tmp_path)
+    trainer, _, ahead = run(tmp_path, staleness=2)
+    assert ahead.prompts == turns.prompts
+    assert trainer.callback_metrics["rollout/zero_advantage_fraction"] == 0.0
+    assert 0.0 < trainer.callback_metrics["rollout/staleness"] <= 4.0  # two iterations of two updates
+
+
 def test_an_iteration_without_enough_signal_is_filled_up_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,7 +99,7 @@ def test_an_iteration_without_enough_signal_is_filled_up_and_says_so(
     )
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
     trainer.fit(module, data)
-    assert "only 0 of 8 groups are worth training on after 2 rounds over 16 prompts" in caplog.text
+    assert "only 0 of 8 groups are worth training on, of 16 that were sampled" in caplog.text
     assert trainer.callback_metrics["rollout/accepted_fraction"] == 0.0
 
 

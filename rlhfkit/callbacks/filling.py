@@ -1,0 +1,140 @@
+"""``IterationFiller``: the groups of an iteration, by whichever ranks have an engine, the same on every rank."""
+
+import logging
+import math
+from typing import Any
+
+from rlhfkit.callbacks.generation import Generation, ScoredStream, grouped
+from rlhfkit.callbacks.ranks import everywhere
+from rlhfkit.rollout.dynamic_sampling import DynamicSampling
+from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.filling import FilledIteration, fill_iteration
+from rlhfkit.rollout.streams import GroupStream, Rounds, StreamingEngine, can_stream
+
+log = logging.getLogger(__name__)
+
+
+class IterationFiller:
+    """Draws prompts, samples, scores and selects.
+
+    Args:
+        generation: Samples and scores.
+        dynamic_sampling: Which groups are worth training on; ``None``: all.
+        oversampling: Further groups that are under way, as a share of those of the iteration.
+
+    Raises:
+        ValueError: If ``oversampling`` is negative, or the engine cannot drop what is not needed.
+    """
+
+    def __init__(self, generation: Generation, dynamic_sampling: DynamicSampling | None, oversampling: float) -> None:
+        if not 0 <= oversampling < math.inf:
+            raise ValueError(f"oversampling must be 0 (off) or more, a share of the iteration, got {oversampling}")
+        if oversampling and not can_stream(generation.engine):
+            raise ValueError(
+                f"oversampling={oversampling:g} drops what is not finished first, and "
+                f"{type(generation.engine).__name__} cannot (it has no stream()): use LocalEngine or VLLMPool, or "
+                "oversampling=0"
+            )
+        self.generation = generation
+        self.dynamic_sampling = dynamic_sampling
+        self.oversampling = oversampling
+
+    def check(self, trainer: Any) -> None:
+        """Raise if this is not possible with so many ranks.
+
+        Raises:
+            ValueError: With oversampling, if every rank has an engine of its own.
+        """
+        if self.oversampling and self.per_rank(trainer):
+            raise ValueError(
+                f"oversampling={self.oversampling:g} takes the groups that are finished first, and with an engine in "
+                f"each of {trainer.world_size} ranks nobody sees which those are: use a VLLMPool, which all ranks "
+                "share, or oversampling=0"
+            )
+
+    def per_rank(self, trainer: Any) -> bool:
+        """Whether several ranks generate, so that :meth:`fill` is a collective."""
+        return trainer.world_size > 1 and not self.generation.engine.shared
+
+    def takes_part(self, trainer: Any) -> bool:
+        """Whether this rank calls :meth:`fill`."""
+        return trainer.global_rank == 0 or not self.generation.engine.shared
+
+    def sample(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> FilledIteration:
+        """Fill an iteration from the DataModule's cursor on. A collective.
+
+        Args:
+            trainer: With a DataModule that has ``draws()``.
+            wanted: Groups.
+            sampling: How to sample.
+            iteration: Goes into each sample's seed.
+        """
+        if self.per_rank(trainer):
+            return self.fill(trainer, wanted, sampling, iteration)
+        parts = everywhere(
+            trainer,
+            lambda: self.fill(trainer, wanted, sampling, iteration) if self.takes_part(trainer) else None,
+        )
+        filled = parts[0]
+        assert filled is not None  # rank 0 takes part
+        return filled
+
+    def fill(
+        self,
+        trainer: Any,
+        wanted: int,
+        sampling: SamplingSpec,
+        iteration: int,
+        *,
+        after: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> FilledIteration:
+        """Fill an iteration on this rank, or, where each has an engine, on all ranks together.
+
+        Args:
+            trainer: With a DataModule that has ``draws()``.
+            wanted: Groups.
+            sampling: How to sample.
+            iteration: Goes into each sample's seed.
+            after: Where the draws begin; ``None``: at the DataModule's cursor.
+            group: The ranks' process group; ``None``: the default one.
+        """
+        selection = self.dynamic_sampling
+        filled = fill_iteration(
+            wanted,
+            trainer.datamodule.draws(after),
+            self._stream(trainer, sampling, iteration, group),
+            keep=None if selection is None else selection.keep,
+            most=None if selection is None else selection.max_rounds * wanted,
+            spare=math.ceil(self.oversampling * wanted),
+        )
+        if filled.accepted < wanted:
+            log.warning(
+                "iteration %d: only %d of %d groups are worth training on, of %d that were sampled; the rest is filled "
+                "with groups that dynamic_sampling turned down",
+                *(iteration, filled.accepted, wanted, filled.sampled),
+            )
+        return filled
+
+    def _stream(self, trainer: Any, sampling: SamplingSpec, iteration: int, group: Any) -> GroupStream:
+        generation, size = self.generation, sampling.group_size
+        engine: Any = generation.engine
+        if self.per_rank(trainer):
+            return Rounds(
+                lambda prompts: grouped(generation.sample(trainer, prompts, sampling, iteration, group=group), size)
+            )
+        if can_stream(engine) and (self.dynamic_sampling is not None or self.oversampling):
+            streaming: StreamingEngine = engine
+            return ScoredStream(streaming.stream(sampling, iteration=iteration), generation, trainer, iteration)
+        # All at once, and scored all at once: rewards that work in batches are faster so.
+        return Rounds(lambda prompts: grouped(generation.sample_here(trainer, prompts, sampling, iteration), size))
+
+    def metrics(self, filled: FilledIteration) -> dict[str, float]:
+        """What selecting has done, as far as there was any."""
+        metrics = {}
+        if self.dynamic_sampling is not None:
+            metrics["rollout/accepted_fraction"] = filled.accepted / max(filled.sampled, 1)
+            metrics["rollout/reward_before_selection"] = filled.reward
+        if self.oversampling:
+            metrics["rollout/dropped_fraction"] = filled.put_back / (filled.put_back + filled.sampled)
+        return metrics
