@@ -1,0 +1,85 @@
+"""What tests of episodes share: an engine that remembers what it was asked, a chat template, small environments."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.rollout import LocalEngine, SamplingSpec
+from rlhfkit.rollout.environment import Action, Environment, Step
+from rlhfkit.rollout.wrapping import EngineWrapper
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '[' + message['role'][0] + ']' + message['content'] + eos_token + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[a]' }}{% endif %}"
+)
+"""One letter for the role, and an end-of-turn token that the model samples, with a line break behind it."""
+
+
+class Recorded(EngineWrapper):
+    """Remembers every request and every answer, and how many requests came in one call."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.seen: list[tuple[list[int], list[int]]] = []
+        self.calls: list[int] = []
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        samples = super().generate(prompts, sampling, iteration=iteration)
+        self.calls.append(len(prompts))
+        self.seen += [(list(sample.prompt.token_ids), list(sample.token_ids)) for sample in samples]
+        return samples
+
+
+class Counting(Environment):
+    """Answers each turn with its number, for three turns, and pays 1, 2 and 4 for them."""
+
+    def reset(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+
+    async def step(self, action: Action) -> Step:
+        return Step(f"<{action.turn}>", reward=2.0**action.turn, done=action.turn == 2, info={"turn": action.turn})
+
+
+class Faulty(Counting):
+    """Fails in its second turn as its prompt's answer says, and has been closed afterwards."""
+
+    closed = 0
+    lock = threading.Lock()
+
+    def step(self, action: Action) -> Any:
+        fault = self.prompt.answer if action.turn == 1 else None
+        if fault == "raises":
+            raise ArithmeticError("no such number")
+        if fault == "hangs":
+            time.sleep(30)
+        if fault == "returns nothing":
+            return None
+        if fault == "says nothing":
+            return Step()
+        if fault == "not finite":
+            return Step("<1>", reward=float("nan"))
+        if fault == "no judgement":
+            return Step("<1>", reward=None)
+        return super().step(action)
+
+    def close(self) -> None:
+        with self.lock:
+            Faulty.closed += 1
+
+
+def prompts_of(texts: Sequence[str], answers: Sequence[Any] | None = None) -> list[Prompt]:
+    """Prompts for the tiny tokenizer."""
+    from tiny_models import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    return [
+        Prompt(index, tokenizer(text)["input_ids"], text, answer=None if answers is None else answers[index])
+        for index, text in enumerate(texts)
+    ]
+
+
+def local_engine(model: Any) -> LocalEngine:
+    """One that serves the model's own weights once it is started."""
+    return LocalEngine(max_sequences=64)

@@ -1,0 +1,349 @@
+"""Episodes on a real engine: exact tokens, rewards where they were earned, limits, faults, independence."""
+
+import asyncio
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit.data.experience import Experience, Prompt, Sample
+from rlhfkit.rewards import EpisodeReward, OnLastTurn, WeightedSum, score_samples
+from rlhfkit.rollout import Action, Environment, EpisodeEngine, LocalEngine, RolloutEngine, SamplingSpec, Step
+from rlhfkit.rollout.playing import EpisodeError
+from rollout.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, prompts_of
+
+PROMPTS = ["1+1=", "abc", "x", "what is this"]
+SAMPLING = SamplingSpec(group_size=3, max_new_tokens=5, seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """One model for all, with a chat template; it never closes."""
+    folder = tiny_model(tmp_path_factory.mktemp("episodes"), context=128)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    recorded = Recorded(LocalEngine())
+    recorded.folder = folder  # type: ignore[attr-defined]
+    return recorded
+
+
+@pytest.fixture
+def play(engine: Recorded) -> Iterator[Callable[..., list[Sample]]]:
+    """Play episodes from ``PROMPTS`` or others."""
+    playing: list[EpisodeEngine] = []
+
+    def run(
+        environment: Any, prompts: list[Prompt] | None = None, sampling: SamplingSpec = SAMPLING, **options: Any
+    ) -> list[Sample]:
+        one = EpisodeEngine(engine, environment, **options)
+        one.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
+        playing.append(one)
+        engine.seen.clear()
+        engine.calls.clear()
+        return one.generate(prompts or prompts_of(PROMPTS), sampling, iteration=2)
+
+    yield run
+    for one in playing:
+        one.loop.close()
+
+
+def turns(sample: Sample) -> list[tuple[list[int], list[int]]]:
+    """What the policy had read and what it said then, turn by turn, from the record alone."""
+    everything, found, said = list(sample.prompt.token_ids), [], []
+    assert sample.action_mask is not None
+    for token, chosen, following in zip(
+        sample.token_ids, sample.action_mask, [*sample.action_mask[1:], False], strict=True
+    ):
+        if chosen:
+            said.append(token)
+        everything.append(token)
+        if chosen and not following:
+            found.append((everything[: -len(said)], said))
+            said = []
+    return found
+
+
+class Chatting(Environment):
+    """Answers with a message, three times."""
+
+    def reset(self, prompt: Prompt) -> Any:
+        return [{"role": "system", "content": "!"}, {"role": "user", "content": prompt.text}]
+
+    def step(self, action: Action) -> Step:
+        return Step([{"role": "user", "content": f"no {action.turn}"}], done=action.turn == 2)
+
+
+class Appending(Counting):
+    """Puts something behind the prompt."""
+
+    def reset(self, prompt: Prompt) -> Any:
+        super().reset(prompt)
+        return ">>"
+
+
+@pytest.mark.parametrize("environment", [Counting, Chatting, Appending])
+def test_what_is_recorded_is_what_the_engine_saw_and_said_at_every_turn(
+    play: Any, engine: Recorded, environment: Any
+) -> None:
+    samples = play(environment)
+    recorded = [turn for sample in samples for turn in turns(sample)]
+    assert len(recorded) == len(samples) * 3
+    assert sorted(recorded) == sorted(engine.seen)
+
+
+@pytest.mark.parametrize("environment", [Counting, Chatting])
+def test_logprobs_are_those_of_the_whole_sequence(play: Any, engine: Recorded, environment: Any) -> None:
+    for sample in play(environment):
+        scored = engine.score([sample.prompt.token_ids + sample.token_ids])[0][len(sample.prompt.token_ids) - 1 :]
+        assert sample.action_mask is not None
+        for chosen, logprob, expected, version in zip(
+            sample.action_mask, sample.logprobs, scored, sample.versions, strict=True
+        ):
+            assert logprob == (pytest.approx(expected, abs=1e-4) if chosen else 0.0)
+            assert version == 0
+
+
+def test_a_conversation_reads_as_its_template_writes_it(play: Any) -> None:
+    (sample,) = play(Chatting, prompts_of(["2+2"]), SamplingSpec(group_size=1, max_new_tokens=4))
+    text = tiny_tokenizer().decode(sample.prompt.token_ids + sample.token_ids)
+    first, second, third = (tiny_tokenizer().decode(said).removesuffix("<eos>") for _, said in turns(sample))
+    assert text.removesuffix("<eos>") == (
+        f"[s]!<eos>\n[u]2+2<eos>\n[a]{first}<eos>\n[u]no 0<eos>\n[a]{second}<eos>\n[u]no 1<eos>\n[a]{third}"
+    )
+
+
+def test_rewards_lie_where_they_were_earned_and_add_up(play: Any) -> None:
+    samples = play(Counting)
+    score_samples(EpisodeReward(), samples)
+    for sample in samples:
+        assert sample.token_rewards is not None
+        ends = [len(read) + len(said) - len(sample.prompt.token_ids) - 1 for read, said in turns(sample)]
+        assert [sample.token_rewards[end] for end in ends] == [1.0, 2.0, 4.0]
+        assert sum(sample.token_rewards) == sample.reward == sample.info["reward"] == 7.0
+        assert sample.reward_parts == {"episode": 7.0}
+        assert sample.info["steps"] == [{"turn": 0}, {"turn": 1}, {"turn": 2}]
+        assert (sample.info["turns"], sample.info["ended"], sample.info["failed"]) == (3, "done", False)
+    experience = Experience.from_samples(samples)
+    assert experience.token_rewards is not None
+    assert torch.equal(experience.token_rewards.sum(-1), experience.rewards)
+    assert int(experience.action_mask.sum()) == sum(len(said) for sample in samples for _, said in turns(sample))
+
+
+def test_other_rewards_see_the_last_turn_only(play: Any) -> None:
+    samples = play(Counting)
+    seen: list[str] = []
+
+    def length(batch: Any) -> list[float]:
+        seen.extend(sample.text for sample in batch)
+        return [float(len(sample.text)) for sample in batch]
+
+    score_samples(WeightedSum(episode=EpisodeReward(), length=(OnLastTurn(length), 0.5)), samples)
+    last = [tiny_tokenizer().decode(turns(sample)[-1][1], skip_special_tokens=True) for sample in samples]
+    assert seen == last
+    assert [sample.reward for sample in samples] == [7.0 + 0.5 * len(text) for text in last]
+
+
+def test_samples_of_other_engines_are_no_episodes() -> None:
+    with pytest.raises(ValueError, match="scores samples of EpisodeEngine"):
+        EpisodeReward()([Sample(Prompt(0, [1]), 0, [], [], [], "stop")])
+
+
+def comparable(samples: list[Sample]) -> list[Any]:
+    return [(sample.prompt.index, sample.sample_index, sample.token_ids, sample.action_mask) for sample in samples]
+
+
+def test_episodes_do_not_depend_on_what_else_is_played(play: Any) -> None:
+    whole = play(Counting)
+    assert [(index, place) for index, place, *_ in comparable(whole)] == [(i, g) for i in range(4) for g in range(3)]
+    for options in ({"concurrency": 1}, {"concurrency": 5}, {"parallel_calls": 4}):
+        assert comparable(play(Counting, **options)) == comparable(whole)
+    prompts = prompts_of(PROMPTS)  # two ranks, the second of which has them in another order
+    shares = play(Counting, prompts[::2]) + play(Counting, prompts[3::-2])
+    assert sorted(comparable(shares)) == comparable(whole)
+    assert len({tuple(tokens) for *_, tokens, _ in comparable(whole)}) == 12  # neither groups nor turns repeat
+    other = play(Counting, sampling=SamplingSpec(group_size=3, max_new_tokens=5, seed=2))
+    assert comparable(other) != comparable(whole)
+
+
+def test_requests_of_all_episodes_go_in_one_call(play: Any, engine: Recorded) -> None:
+    play(Counting)
+    assert engine.calls == [12, 12, 12]
+    play(Counting, concurrency=6)
+    assert max(engine.calls) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "ended", "turn_count"),
+    [({"max_turns": 2}, "turns", 2), ({"max_episode_tokens": 15}, "tokens", 2), ({}, "done", 3)],
+)
+def test_limits_cut_off_and_keep_what_was_earned(play: Any, options: Any, ended: str, turn_count: int) -> None:
+    samples = play(Counting, prompts_of(["abc"]), **options)
+    score_samples(EpisodeReward(), samples)
+    for sample in samples:
+        assert (sample.info["ended"], sample.info["turns"]) == (ended, turn_count)
+        assert sample.reward == [1.0, 3.0, 7.0][turn_count - 1]
+        assert len(sample.prompt.token_ids) + len(sample.token_ids) <= options.get("max_episode_tokens", 128)
+        assert sample.action_mask[-1]  # type: ignore[index]  # nothing that nobody answered
+        if ended != "done":
+            assert sample.finish_reason == "length"
+    score_samples(EpisodeReward(truncated="mask"), samples)
+    if ended != "done":
+        assert {sample.reward for sample in samples} == {None}
+
+
+def test_the_last_turn_gets_what_room_is_left(play: Any) -> None:
+    (sample,) = play(Counting, prompts_of(["abc"]), SamplingSpec(group_size=1, max_new_tokens=5), max_episode_tokens=13)
+    assert len(sample.prompt.token_ids) + len(sample.token_ids) == 13
+    assert [len(said) for _, said in turns(sample)] == [5, 2]
+
+
+FAULTS = ["raises", "hangs", "returns nothing", "says nothing", "not finite", "no judgement", None]
+
+
+def test_an_environment_that_fails_loses_its_own_episode_only(play: Any, caplog: pytest.LogCaptureFixture) -> None:
+    texts = [f"{number}" for number in range(len(FAULTS))]
+    good = play(Counting, prompts_of(texts, FAULTS))
+    closed = Faulty.closed
+    began = time.monotonic()
+    samples = play(Faulty, prompts_of(texts, FAULTS), environment_timeout=1.0)
+    assert time.monotonic() - began < 10
+    assert Faulty.closed - closed == len(samples) == 21
+    score_samples(EpisodeReward(), samples)
+    for sample, right in zip(samples, good, strict=True):
+        fault = sample.prompt.answer
+        if fault is None:
+            assert sample.token_ids == right.token_ids
+            assert sample.reward == 7.0
+            continue
+        assert sample.reward is None
+        assert sample.token_ids == right.token_ids[: len(sample.token_ids)]
+        if fault == "no judgement":
+            assert (sample.info["ended"], sample.info["failed"]) == ("done", False)
+            continue
+        assert sample.info["ended"] == ("time" if fault == "hangs" else "error")
+        assert sample.finish_reason == "abort"
+    (message,) = [record.getMessage() for record in caplog.records if "episodes failed" in record.getMessage()]
+    assert "15 of 21 episodes failed" in message
+    assert "sample 0 of prompt 0, after 2 turns: ArithmeticError: no such number" in message
+    assert "step() of the environment took longer than 1 s" in samples[3].info["error"]
+    experience = Experience.from_samples(samples)
+    trained = experience.action_mask.any(-1)
+    assert trained.tolist() == [sample.reward is not None for sample in samples]
+
+
+def test_an_environment_that_always_fails_is_an_error(play: Any) -> None:
+    with pytest.raises(EpisodeError, match=r"all 6 episodes failed, the first: sample 0 of prompt 0.*ArithmeticError"):
+        play(Faulty, prompts_of(["1", "2"], ["raises", "raises"]))
+    with pytest.raises(EpisodeError, match="prompt 1, after 2 turns: ArithmeticError: no such number"):
+        play(Faulty, prompts_of(["1", "2"], [None, "raises"]), on_error="raise")
+
+
+def test_an_episode_that_takes_too_long_is_not_judged(play: Any) -> None:
+    class Slow(Counting):
+        async def step(self, action: Action) -> Step:
+            await asyncio.sleep(0 if self.prompt.index else 5)
+            return await super().step(action)
+
+    samples = play(Slow, prompts_of(["1", "2"]), episode_timeout=1.0)
+    assert [sample.info["ended"] for sample in samples] == ["time"] * 3 + ["done"] * 3
+    assert "the episode (limit: 1 s) took longer" in samples[0].info["error"]
+    score_samples(EpisodeReward(), samples)
+    assert [sample.reward for sample in samples] == [None] * 3 + [7.0] * 3
+
+
+def test_an_async_environment_that_blocks_everything_is_named(engine: Recorded, play: Any) -> None:
+    class Blocking(Counting):
+        async def step(self, action: Action) -> Step:
+            time.sleep(4)
+            return await super().step(action)
+
+    one = EpisodeEngine(engine, Blocking)
+    one.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
+    one.blocked_after = 0.5
+    with pytest.raises(RuntimeError, match=r"has blocked the event loop of all episodes(.|\n)*time\.sleep\(4\)"):
+        one.generate(prompts_of(["1"]), SAMPLING, iteration=0)
+    one.environment = Counting
+    assert len(one.generate(prompts_of(["1"]), SAMPLING, iteration=0)) == 3
+
+
+def test_what_the_engine_raises_is_raised(engine: Recorded, play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(prompts: Any, sampling: Any, *, iteration: int) -> Any:
+        raise ZeroDivisionError("the engine died")
+
+    monkeypatch.setattr(engine, "generate", broken)
+    with pytest.raises(ZeroDivisionError, match="the engine died"):
+        play(Counting)
+
+
+def test_groups_are_given_as_they_are_finished(engine: Recorded) -> None:
+    class Slow(Counting):
+        async def step(self, action: Action) -> Step:
+            await asyncio.sleep(0.5 if self.prompt.index == 0 else 0)
+            return await super().step(action)
+
+    one = EpisodeEngine(engine, Slow)
+    assert isinstance(one, RolloutEngine)
+    one.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
+    stream = one.stream(SAMPLING, iteration=0)
+    prompts = prompts_of(PROMPTS)
+    stream.submit(prompts[:2])
+    (first,) = stream.collect(5)
+    assert first[0].prompt.index == 1
+    stream.submit(prompts[2:])
+    rest = []
+    while groups := stream.collect(1):
+        assert len(groups) == 1
+        rest += groups
+    assert [group[0].prompt.index for group in rest][-1] == 0
+    assert sorted(group[0].prompt.index for group in rest) == [0, 2, 3]
+    stream.submit([Prompt(9, [5])])
+    stream.close()
+    assert stream.collect(1) == []
+    one.loop.close()
+
+
+def test_it_can_be_sent_to_another_process_and_started_again(engine: Recorded) -> None:
+    one = EpisodeEngine(LocalEngine(), Counting, max_turns=3)
+    copy = pickle.loads(pickle.dumps(one))
+    for _ in range(2):
+        copy.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
+        assert len(copy.generate(prompts_of(["1"]), SAMPLING, iteration=0)) == 3
+        copy.close()
+        copy.close()
+    copy.version = 3
+    assert copy.engine.version == copy.version == 3
+    assert not copy.shared
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_turns": 0}, r"EpisodeEngine\(max_turns=...\) must be at least 1, got 0"),
+        ({"max_episode_tokens": 1}, "max_episode_tokens"),
+        ({"episode_timeout": 0}, "episode_timeout"),
+        ({"environment_timeout": 0}, "environment_timeout"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"parallel_calls": 0}, "parallel_calls"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"tools": [print]}, "an environment or tools, one of the two"),
+    ],
+)
+def test_arguments_out_of_range_are_named(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EpisodeEngine(LocalEngine(), Counting, **options)
+
+
+def test_wrong_arguments_are_named(engine: Recorded, play: Any) -> None:
+    with pytest.raises(TypeError, match="engine must implement"):
+        EpisodeEngine(Counting, Counting)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a class or a function that makes a new Environment"):
+        EpisodeEngine(LocalEngine(), Counting())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"before EpisodeEngine\.start"):
+        EpisodeEngine(LocalEngine(), Counting).generate(prompts_of(["1"]), SAMPLING, iteration=0)
+    with pytest.raises(ValueError, match="prompt 0 has 128 tokens"):
+        play(Counting, prompts_of(["x" * 128]))

@@ -1,0 +1,142 @@
+"""An agent learns to use a tool: ask first, then say what it was told. One minute on a CPU, from a random model.
+
+``python tutorials/tool_agent.py`` makes a tiny chat model and a game: each prompt names a drawer, and what lies in it
+(one of ten digits) only the tool ``open_drawer`` knows. The model calls it with ``?`` and answers with the digit.
+Guessing is right one time in ten; a model that asks and then repeats what it read is right always.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit.rewards import EpisodeReward
+from rlhfkit.rollout import Action, EpisodeEngine, Step, ToolEnvironment
+from rlhfkit.rollout.tools import ToolCall
+
+TEMPLATE = (  # "A", the turn of the model up to <eos>, "=7", the next turn of the model
+    "{% for message in messages %}{% if message['role'] == 'tool' %}={% endif %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    """A random Llama of 80,000 parameters, one token per character, with a chat template."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789?=ABCDEFGH"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", model_max_length=64
+    )
+    wrapped.chat_template = TEMPLATE
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=wrapped.pad_token_id,
+        eos_token_id=wrapped.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.05,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def make_prompts(file: Path, rows: int = 400) -> Path:
+    """Drawers and what lies in them, which no prompt says."""
+    generator = random.Random(0)
+    lines = [{"prompt": generator.choice("ABCDEFGH"), "answer": str(generator.randrange(10))} for _ in range(rows)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def question_mark(action: Action) -> list[ToolCall]:
+    """How this model calls its only tool. Grown-up models write JSON, which is what is parsed by default."""
+    return [ToolCall("open_drawer")] if action.text.startswith("?") else []
+
+
+class Drawers(ToolEnvironment):
+    """One drawer: half a point for opening it with the tool, a quarter for any digit then, one for the right one."""
+
+    def __init__(self) -> None:
+        super().__init__([self.open_drawer], parse=question_mark)
+        self.opened = 0
+
+    def reset(self, prompt: Prompt) -> None:
+        """Fill the drawer."""
+        self.content = prompt.answer
+
+    def open_drawer(self) -> str:
+        """Look into the drawer."""
+        self.opened += 1
+        return self.content
+
+    async def step(self, action: Action) -> Step:
+        """The tool's result, and a reward for having asked."""
+        step = await super().step(action)
+        return step if step.done else Step(step.observation, reward=0.5 * (self.opened == 1), info=step.info)
+
+    def answer_reward(self, action: Action) -> float:
+        """Right, a digit at least, or anything else; nothing for a guess without having looked."""
+        return self.opened * (0.25 * action.text[:1].isdigit() + 0.75 * action.text.startswith(self.content))
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Train; the reward of the last iterations and the share of episodes that ask."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/tool_agent"))
+    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = make_model(options.folder / "model", options.seed)
+    data = PromptDataModule(
+        str(make_prompts(options.folder / "prompts.jsonl")),
+        answer="answer",
+        rollout_batch_size=32,
+        micro_batch_size=256,
+    )
+    rollouts = RolloutCallback(
+        EpisodeReward(),
+        engine=EpisodeEngine(LocalEngine(max_sequences=256), Drawers, max_turns=2),
+        sampling=SamplingSpec(group_size=8, max_new_tokens=2, seed=options.seed),
+    )
+    history: list[tuple[float, float]] = []
+
+    class Progress(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            right = [sample.info["reward"] for sample in rollouts.samples]
+            asked = [sample.info["turns"] > 1 for sample in rollouts.samples]
+            history.append((sum(right) / len(right), sum(asked) / len(asked)))
+            if trainer.current_epoch % 10 == 0:
+                print(f"iteration {trainer.current_epoch:3d}: reward {history[-1][0]:.2f}, asks {history[-1][1]:.0%}")
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=options.iterations, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Progress()],
+    )  # fmt: skip
+    trainer.fit(GRPOModule(str(model), lr=options.lr), data)
+    last = history[-5:]
+    reward, asks = (sum(column) / len(last) for column in zip(*last, strict=True))
+    print(f"reward {reward:.2f} of 1.5, asks {asks:.0%}")
+    return {"reward": reward, "asks": asks}
+
+
+if __name__ == "__main__":
+    main()
