@@ -73,8 +73,8 @@ def _node_of(host: str) -> str:
     return str(names[host])
 
 
-def beside_ranks(seats: Sequence[Seat], num_engines: int, tensor_parallel_size: int) -> list[Place]:
-    """Places of colocated engines: engine i on the devices of ranks i * T to (i + 1) * T - 1.
+def seats_of_engines(seats: Sequence[Seat], num_engines: int, tensor_parallel_size: int) -> list[list[Seat]]:
+    """Which ranks' devices each colocated engine gets: engine i those of ranks i * T to (i + 1) * T - 1.
 
     Args:
         seats: Of all ranks, in order.
@@ -84,36 +84,51 @@ def beside_ranks(seats: Sequence[Seat], num_engines: int, tensor_parallel_size: 
     Raises:
         EngineError: If there are fewer ranks than devices needed, or those of one engine are on several machines.
     """
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     wanted = num_engines * tensor_parallel_size
-    on_gpus = any(seat.gpu is not None for seat in seats)
-    if on_gpus and wanted > len(seats):
+    if wanted > len(seats) and any(seat.gpu is not None for seat in seats):
         raise EngineError(
             f"VLLMPool(colocate=True) puts {num_engines} engine(s) of {tensor_parallel_size} GPU(s) on the GPUs of the "
             f"training ranks, of which there are {len(seats)}: lower num_engines or tensor_parallel_size, or train on "
             "more devices"
         )
-    places = []
+    shares = []
     for engine in range(num_engines):
-        # On a CPU several engines may share the machine of one rank.
-        own = [seats[(engine * tensor_parallel_size + i) % len(seats)] for i in range(tensor_parallel_size)]
+        first = engine * tensor_parallel_size
+        # Without GPUs several engines may share the machine of one rank.
+        own = [seats[(first + index) % len(seats)] for index in range(tensor_parallel_size)]
         hosts = {seat.host for seat in own}
         if len(hosts) > 1:
             raise EngineError(
                 f"engine {engine} would share the GPUs of ranks that are on {len(hosts)} machines; an engine lives on "
                 f"one: choose a tensor_parallel_size that divides the ranks of a machine, not {tensor_parallel_size}"
             )
-        claims_gpu = on_gpus and not own[0].on_ray
+        shares.append(own)
+    return shares
+
+
+def beside_ranks(seats: Sequence[Seat], num_engines: int, tensor_parallel_size: int) -> list[Place]:
+    """Places of colocated engines.
+
+    Args:
+        seats: Of all ranks, in order.
+        num_engines: Engines.
+        tensor_parallel_size: GPUs of each.
+
+    Raises:
+        EngineError: If they do not fit, or the ranks' machines are not in Ray's cluster.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    places = []
+    for own in seats_of_engines(seats, num_engines, tensor_parallel_size):
+        on_gpu = own[0].gpu is not None
         options: dict[str, Any] = {
             "num_cpus": 0,  # cores are shared as well
             # What is pinned is written in the environment; this much is claimed so that Ray gives the GPU to no third.
-            "num_gpus": _COLOCATED_SHARE if claims_gpu else 0,
+            "num_gpus": _COLOCATED_SHARE if on_gpu and not own[0].on_ray else 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_of(own[0].host), soft=False),
         }
-        environment = {}
-        if on_gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(seat.gpu) for seat in own)
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(str(seat.gpu) for seat in own)} if on_gpu else {}
         places.append(Place(options, environment))
     return places
 
