@@ -1,19 +1,16 @@
 """EMA against its definition, under plain Lightning and on two ranks of DeepSpeed."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from strategies import ranks
 
 from callbacks import ema_cases
 from callbacks.ema_cases import DECAY, averaged, difference, fit
 from rlhfkit import EMA, HFExport, RolloutCallback
 from rlhfkit.models import load_causal_lm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
-import ranks
 
 
 @pytest.fixture(scope="module")

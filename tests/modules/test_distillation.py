@@ -1,21 +1,18 @@
 """DistillationModule against a loop written by hand, and itself on other splits, ranks and with kept teachers."""
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from strategies import ranks
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from modules import distillation_cases as cases
 from rlhfkit import DistillationModule, SFTDataModule
 from rlhfkit.models import LoRA, load_causal_lm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
-import ranks
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,13 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from strategies import ranks
 
 from modules import dpo_cases
 from modules.dpo_cases import CASES, FOLLOWING, PlainSGD
@@ -17,9 +17,6 @@ from rlhfkit.data import PreferenceBatch, collate_preferences
 from rlhfkit.datamodules.mixing import Mixture
 from rlhfkit.losses import PreferencePairs
 from rlhfkit.models import PolicyOutput, load_causal_lm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
-import ranks
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl.json").read_text())["dpo"]
 

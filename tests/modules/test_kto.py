@@ -1,21 +1,18 @@
 """KTOModule against a loop written by hand, TRL's numbers, and itself on other splits and ranks."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from strategies import ranks
 from tiny_models import tiny_model
 
 from modules import kto_cases
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
 from rlhfkit.data.unpaired import ReferencedBatch, UnpairedBatch
 from rlhfkit.models import LoRA
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
-import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:the data has")
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl.json").read_text())["kto"]
@@ -135,7 +132,7 @@ class Given(KTOModule):
 
     given: dict[int, dict[str, torch.Tensor]]
 
-    def answer_logprobs(self, model: Any, batch: ReferencedBatch) -> torch.Tensor:
+    def _answers_of(self, model: Any, batch: ReferencedBatch) -> torch.Tensor:
         logprobs = self.given[int(batch.input_ids[0, 0])]["policy" if model is None else model]
         return torch.where(batch.loss_mask, logprobs, 0.0).sum(-1)
 
@@ -166,7 +163,8 @@ def test_loss_reference_point_and_metrics_are_those_of_trl(case: dict[str, Any],
     if module._has_reference_point:
         kl = module.kl_estimate([ReferencedBatch(**batches[mismatched])])
         assert float(kl) == pytest.approx(case["metrics"]["kl"], rel=1e-6)
-    assert float(module._evaluated(batch, kl)) == pytest.approx(case["loss"], rel=1e-6)
+    logprobs = module._answers_of(module.policy, batch)
+    assert float(module._evaluated(batch, logprobs, kl).loss) == pytest.approx(case["loss"], rel=1e-6)
     metrics = module._class_metrics(kl)
     for name, value in case["metrics"].items():
         if name in metrics:

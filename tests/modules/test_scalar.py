@@ -1,18 +1,15 @@
 """What reward models and process reward models share: the loop by hand, splits, ranks, resuming, LoRA, saving."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from strategies import ranks
 
 from modules import scalar_cases
 from modules.scalar_cases import KINDS
 from rlhfkit.models import LoRA, has_adapter
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
-import ranks
 
 
 @pytest.fixture(autouse=True)

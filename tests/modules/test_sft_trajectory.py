@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from strategies import ranks
 
 from modules import sft_cases
 from rlhfkit import DFTModule, SFTDataModule, SFTModule

@@ -1,12 +1,15 @@
 """Start a function of this folder on several ranks, each a real process over gloo, and collect what it returns."""
 
-import importlib
+import atexit
+import functools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -36,32 +39,93 @@ def rank_environment(rank: int, ranks: int, port: int, folder: Path) -> dict[str
     }
 
 
-def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[subprocess.Popen[bytes]]:
+class Nursery:
+    """The process that forks all ranks with one number (``nursery.py``)."""
+
+    def __init__(self, rank: int) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
+        environment = os.environ | {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", str(FOLDER / "nursery.py")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            bufsize=0,
+        )
+        atexit.register(self.process.kill)
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """For a rank."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    def answer(self, timeout: float) -> int | None:
+        """The next number, or None if there is none within ``timeout`` seconds."""
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], timeout)[0]:
+            return None
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            raise AssertionError(f"the parent of the ranks died\n{self.log.read().decode()[-5000:]}")
+        return int(line)
+
+
+@functools.cache
+def nursery(rank: int) -> Nursery:
+    """Of ranks with this number; started when first used, kept until the tests end."""
+    return Nursery(rank)
+
+
+class Rank:
+    """A rank that has been asked for."""
+
+    def __init__(self, parent: Nursery) -> None:
+        self.parent = parent
+        pid = parent.answer(timeout=120)
+        assert pid is not None, "no rank within 120 s: its parent is still importing"
+        self.pid = pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self.code is None:
+            self.code = self.parent.answer(timeout=0)
+        return self.code
+
+    def kill(self) -> None:
+        """End it and the processes that it has started."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.code = self.parent.answer(timeout=30)
+
+
+def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Rank]:
     """Start ``"module:function"`` of this folder on all ranks; each writes a result and a log into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    processes = []
     for rank in range(ranks):
         (folder / f"result_{rank}.json").unlink(missing_ok=True)
-        with open(folder / f"rank_{rank}.log", "wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, function, str(folder), json.dumps(arguments)],
-                    env=rank_environment(rank, ranks, port, folder),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-    return processes
+        log = folder / f"rank_{rank}.log"
+        log.write_bytes(b"")
+        nursery(rank).ask(
+            {
+                "function": function,
+                "arguments": arguments,
+                "folder": str(folder),
+                "log": str(log),
+                "environment": rank_environment(rank, ranks, port, folder),
+                "place": os.getcwd(),
+            }
+        )
+    return [Rank(nursery(rank)) for rank in range(ranks)]
 
 
-def stop(processes: list[subprocess.Popen[bytes]]) -> None:
+def stop(processes: list[Rank]) -> None:
     """Kill what still runs, children included."""
     for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.kill()
 
 
 def run(function: str, ranks: int, folder: Path, timeout: float = 240, **arguments: Any) -> list[Any]:
@@ -82,16 +146,3 @@ def run(function: str, ranks: int, folder: Path, timeout: float = 240, **argumen
         logs = "\n".join(f"--- rank {r}\n{(folder / f'rank_{r}.log').read_text()[-5000:]}" for r in range(ranks))
         raise AssertionError(f"{function} on {ranks} rank(s) failed or took longer than {timeout} s\n{logs}")
     return [json.loads(result.read_text()) for result in results]
-
-
-def main() -> None:
-    """Entry point of one rank."""
-    function, folder, arguments = sys.argv[1:]
-    module, name = function.split(":")
-    sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
-    value = getattr(importlib.import_module(module), name)(folder=Path(folder), **json.loads(arguments))
-    (Path(folder) / f"result_{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(value))
-
-
-if __name__ == "__main__":
-    main()

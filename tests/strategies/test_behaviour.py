@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-import ranks
+
+from strategies import ranks
 
 pytestmark = pytest.mark.distributed
 STAGES = [0, 1, 2, 3]

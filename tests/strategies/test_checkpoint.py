@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, directory
+from strategies import ranks
 
 pytestmark = pytest.mark.distributed
 STAGES, PRECISIONS = [0, 1, 2, 3], ["32-true", "bf16-true"]

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-import ranks
 import toys
+
+from strategies import ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, rendezvous
+from strategies import ranks
 
 SCRIPT = Path(__file__).with_name("launch_cases.py")
 
@@ -34,7 +35,9 @@ def test_two_ranks_from_a_script(starter: str, tmp_path: Path, model_folder: str
     try:
         output = process.communicate(timeout=120)[0].decode()
     finally:
-        ranks.stop([process])
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     (line,) = [line for line in output.splitlines() if line.startswith('{"losses"')] or [output[-3000:]]
     result = json.loads(line)
     assert result["world_size"] == 2

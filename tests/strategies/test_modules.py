@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
+
+from strategies import ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import ray_cases
 import torch
 import toys
@@ -17,6 +16,7 @@ from rl_runs import weights as policy_weights
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.ray_work import RunResult
+from strategies import ranks
 
 pytestmark = [pytest.mark.ray, pytest.mark.distributed]
 

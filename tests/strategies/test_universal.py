@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
+
+from strategies import ranks
 
 pytestmark = pytest.mark.distributed
 
