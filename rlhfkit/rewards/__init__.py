@@ -1,6 +1,7 @@
 """Rewards: anything callable on samples, and ready-made ones. Importing this package loads torch and nothing else."""
 
 from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
+from rlhfkit.rewards.code_execution import CodeExecution
 from rlhfkit.rewards.composition import WeightedSum
 from rlhfkit.rewards.environment import EpisodeReward, OnLastTurn
 from rlhfkit.rewards.maths import MathMatch, math_match
@@ -11,6 +12,7 @@ from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact
 from rlhfkit.rewards.sandboxed import SandboxedReward
 
 __all__ = [
+    "CodeExecution",
     "EpisodeReward",
     "ExactMatch",
     "FormatReward",

@@ -108,9 +108,9 @@ class Sandbox:
             threads.shutdown(cancel_futures=True)  # after an error the rest is not tried
 
     @property
-    def walls(self) -> list[str]:
-        """What stands around the processes beside resource limits; empty before the first call."""
-        return next((process.walls for process in self.processes if process.walls), [])
+    def walls(self) -> list[str] | None:
+        """What stands around the processes beside resource limits; ``None`` before the first has started."""
+        return next((process.walls for process in self.processes if process.walls is not None), None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Processes stay where they are when it is sent elsewhere."""

@@ -128,7 +128,8 @@ def _work(settings: dict[str, Any], confinement: ModuleType, separated: bool) ->
         requests, answers = os.fdopen(settings["requests"], "rb"), os.fdopen(settings["answers"], "wb")
         _to_nowhere()
         setup = pickle.loads(_read(requests))
-        walls = confinement.confine(settings["limits"], settings["folder"], separated=separated, readable=setup["path"])
+        readable = [*setup["path"], os.path.dirname(setup["program"])]
+        walls = confinement.confine(settings["limits"], settings["folder"], separated=separated, readable=readable)
         if setup["path"]:
             sys.path[:] = setup["path"]
         try:

@@ -80,7 +80,7 @@ class Work:
     """Of the factory; pickled."""
     packages: bool = True
     """Whether it imports what we can import, or the standard library only (which starts faster)."""
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
     """Environment variables. Of ours it gets those for paths and languages only, no keys and tokens."""
 
 
@@ -97,8 +97,8 @@ class SandboxProcess:
         self.work = work
         self.limits = limits
         self.start_timeout = start_timeout
-        self.walls: list[str] = []
-        """What :func:`rlhfkit.rewards.confinement.confine` could put up."""
+        self.walls: list[str] | None = None
+        """What :func:`rlhfkit.rewards.confinement.confine` could put up; ``None`` before the first start."""
         self._guard: subprocess.Popen[bytes] | None = None
         self._folder = ""
         self._requests = self._answers = -1

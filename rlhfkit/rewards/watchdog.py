@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
-WARN_AFTER = 60.0
+WARN_AFTER = 120.0
 """Seconds that a synchronous reward may run in the caller's thread before a warning names it."""
 
 

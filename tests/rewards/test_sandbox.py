@@ -73,7 +73,7 @@ def test_worker_sees_no_secrets_no_input_and_its_own_folder_only(
     }
     assert seen["input"] == ""
     assert "inside" in seen["written"]
-    if {"files", "user"} & set(one.walls):
+    if {"files", "user"} & set(one.walls or ()):
         assert seen["written"] == ["inside"]
         assert not (tmp_path / "outside").exists()
     assert seen["folder"] == seen["environment"]["HOME"] != os.getcwd()
@@ -259,6 +259,23 @@ def test_when_the_trainer_is_killed_everything_inside_ends() -> None:
         trainer.kill()
     assert wait_until_gone(folder) == []
     assert not Path(folder).exists()
+
+
+@LINUX
+def test_root_in_a_container_becomes_a_user_whose_processes_are_counted() -> None:
+    """A container has no right to namespaces, and root no limit on processes."""
+    rights = "-all,+chown,+dac_override,+fowner,+kill,+setgid,+setpcap,+setuid"
+    contained = ["setpriv", "--bounding-set", rights, "--inh-caps=-all"]
+    if os.geteuid() != 0 or subprocess.run([*contained, "true"], capture_output=True).returncode != 0:
+        pytest.skip("not root, or without setpriv")
+    with alone("fork bomb", 1.0, *contained) as trainer:
+        assert trainer.stdout is not None
+        folder, *walls = trainer.stdout.readline().split()
+        assert walls == ["user"]
+        time.sleep(0.6)
+        assert 20 <= len(processes_of(folder)) <= 25
+        assert trainer.stdout.readline() == "timeout\n"
+    assert wait_until_gone(folder) == []
 
 
 @LINUX

@@ -1,0 +1,217 @@
+"""``CodeExecution``: does the program in a completion pass the tests of its row?"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.rewards.call_metrics import CallMetrics
+from rlhfkit.rewards.code_tests import ProgramTests, last_code_block, read_tests, same_output
+from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
+from rlhfkit.rewards.sandbox import Limits, Outcome, Sandbox, Work
+
+log = logging.getLogger(__name__)
+
+_SLACK = 10.0  # seconds beyond the time limits of a program's runs, for starting them
+
+
+class CodeExecution:
+    """The fraction of a row's tests that the Python program in the completion passes.
+
+    Each program runs in a sandbox of its own that ends with it, each of its runs in a new interpreter. A program that
+    does not come back, dies or eats memory fails its tests, as does a completion without a program.
+
+    **This limits resources and accidents. It is no wall against a determined attacker**: a program runs as a process of
+    this machine's kernel, and one that searches its interpreter can forge the result of assertions (not of outputs,
+    which are compared elsewhere). Run the trainer in a container or virtual machine that holds nothing of value if what
+    is trained may attack. ``docs/rewards.md`` says what each machine gives; the network is cut off where Linux lets us,
+    and a warning says where not.
+
+    Example::
+
+        CodeExecution(tests="test_list", setup="test_setup_code")  # MBPP's columns
+        CodeExecution(tests="input_output", all_or_nothing=True)  # APPS', those without function names
+    """
+
+    bounded: ClassVar[bool] = True
+    """Every program ends in time."""
+
+    def __init__(
+        self,
+        tests: str = "tests",
+        *,
+        setup: str | None = None,
+        extract: Callable[[str], str | None] = last_code_block,
+        compare: Callable[[str, str], bool] = same_output,
+        all_or_nothing: bool = False,
+        max_tests: int | None = None,
+        timeout: float = 10.0,
+        workers: int | None = None,
+        on_failure: OnFailure = 0.0,
+        memory_gib: float = 1.0,
+        processes: int = 32,
+        file_mib: int = 64,
+        output_mib: float = 1.0,
+        network: bool = False,
+        name: str = "code_execution",
+    ) -> None:
+        """Name the columns and set the limits; nothing is started before the first call.
+
+        Args:
+            tests: Column of the tests, in a form that :func:`read_tests` reads.
+            setup: Column of code that runs before the program, such as imports, in the same interpreter.
+            extract: Finds the program in the completion; ``None`` where there is none.
+            compare: Whether an output and the expected one agree.
+            all_or_nothing: 1 if all tests pass, else 0, instead of the fraction.
+            max_tests: Only the first so many.
+            timeout: Seconds for one run: one input, or all assertions together. After a run that took longer the other
+                tests of the program count as failed.
+            workers: Programs at a time; ``None``: one per core.
+            on_failure: What becomes of samples whose program could not be run or whose result was lost, which a program
+                can bring about: a number (0), ``"mask"`` or ``"stop"``.
+            memory_gib: Address space of each process in GiB, and memory of all processes of a program together.
+            processes: Processes and threads of a program.
+            file_mib: MiB that a program may write.
+            output_mib: MiB that a run may print.
+            network: Whether programs may use the network.
+            name: In logs.
+
+        Raises:
+            ValueError: If an argument is out of range.
+        """
+        if (max_tests is not None and max_tests < 1) or not output_mib > 0:
+            raise ValueError(f"max_tests and output_mib must be positive, got {max_tests} and {output_mib}")
+        self.tests = tests
+        self.setup = setup
+        self.extract = extract
+        self.compare = compare
+        self.all_or_nothing = all_or_nothing
+        self.max_tests = max_tests
+        self.timeout = timeout
+        self.on_failure = checked_on_failure(on_failure)
+        self.name = name
+        work = Work(
+            name=f"reward {name!r}",
+            program=Path(__file__).with_name("code_worker.py"),
+            factory="runner",
+            arguments=(timeout, int(output_mib * 2**20)),
+            packages=False,
+        )
+        self.sandbox = Sandbox(
+            work,
+            workers=(os.cpu_count() or 1) if workers is None else workers,
+            timeout=timeout + _SLACK,
+            limits=Limits(memory_gib=memory_gib, processes=processes, file_mib=file_mib, network=network),
+            fresh=True,
+        )
+        self._metrics = CallMetrics(name)
+        self._warned = False
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        """Score samples.
+
+        Raises:
+            ValueError: If a row has no tests, or tests of no known form.
+            RewardFailure: If a program could not be run and ``on_failure`` is ``"stop"``.
+            RuntimeError: If no process can be started.
+        """
+        tests = [self._tests(sample.prompt) for sample in samples]
+        programs = [self.extract(sample.text) for sample in samples]
+        jobs = [
+            {"program": self._code(sample.prompt, program), "assertions": test.assertions, "inputs": test.inputs}
+            for sample, test, program in zip(samples, tests, programs, strict=True)
+            if program is not None
+        ]
+        most = max((len(test.inputs) for test in tests), default=1)
+        outcomes = iter(self.sandbox.map(jobs, timeout=self.timeout * max(most, 1) + _SLACK))
+        self._warn_of_network()
+        rewards: list[float | None] = []
+        for sample, test, program in zip(samples, tests, programs, strict=True):
+            if program is None:
+                rewards.append(0.0)
+                continue
+            outcome = _checked(next(outcomes), test)
+            if outcome.status == "ok":
+                late = bool(outcome.value["timeout"])
+                self._metrics.add(replace(outcome, status="timeout") if late else outcome)
+                rewards.append(self._score(test, outcome.value))
+                continue
+            self._metrics.add(outcome)
+            message = (
+                f"reward {self.name!r}: the program of prompt {sample.prompt.index}, sample {sample.sample_index} "
+            )
+            message += f"could not be run to its end: {outcome.status}: {outcome.message}"
+            rewards.append(reward_after_failure(self.on_failure, message))
+            log.warning("%s; its reward is %s", message, rewards[-1])
+        return rewards
+
+    def metrics(self) -> dict[str, float]:
+        """Since it was last asked, see :class:`CallMetrics`: the programs, those with a run out of time, seconds."""
+        return self._metrics.take()
+
+    def close(self) -> None:
+        """End the processes."""
+        self.sandbox.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Counts stay where they are when the reward is sent elsewhere."""
+        return self.__dict__ | {"_metrics": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As freshly made."""
+        self.__dict__ |= state | {"_metrics": CallMetrics(state["name"])}
+
+    def _tests(self, prompt: Prompt) -> ProgramTests:
+        """The tests of a row."""
+        if self.tests not in prompt.metadata:
+            columns = ", ".join(sorted(prompt.metadata)) or "none"
+            raise ValueError(
+                f"reward {self.name!r} reads tests from column {self.tests!r}, which prompt {prompt.index} does not "
+                f"have; it has {columns}: CodeExecution(tests=...)"
+            )
+        try:
+            tests = read_tests(prompt.metadata[self.tests])
+        except ValueError as error:
+            raise ValueError(
+                f"reward {self.name!r}, column {self.tests!r} of prompt {prompt.index}: {error}"
+            ) from error
+        first = slice(self.max_tests)
+        return ProgramTests(tests.assertions[first], tests.inputs[first], tests.outputs[first])
+
+    def _code(self, prompt: Prompt, program: str) -> str:
+        before = str(prompt.metadata.get(self.setup) or "") if self.setup is not None else ""
+        return f"{before}\n{program}" if before else program
+
+    def _score(self, tests: ProgramTests, result: Mapping[str, Any]) -> float:
+        if tests.assertions:
+            passed = len(set(result.get("passed", [])))
+        else:
+            pairs = zip(
+                result.get("outputs", []), tests.outputs, strict=False
+            )  # after a run out of time there are fewer
+            passed = sum(output is not None and self.compare(output, expected) for output, expected in pairs)
+        return float(passed == tests.count) if self.all_or_nothing else passed / tests.count
+
+    def _warn_of_network(self) -> None:
+        walls = self.sandbox.walls
+        if walls is not None and not self.sandbox.limits.network and "network" not in walls and not self._warned:
+            self._warned = True
+            log.warning(
+                "reward %r: this machine does not let us cut off the network from the programs that it runs; give the "
+                "container none, or one that reaches nothing",
+                self.name,
+            )
+
+
+def _checked(outcome: Outcome, tests: ProgramTests) -> Outcome:
+    """The outcome, or an error if its value is not what our side of the sandbox writes: programs are near it."""
+    value = outcome.value if isinstance(outcome.value, dict) else {}
+    passed, outputs = value.get("passed", []), value.get("outputs", [])
+    possible = isinstance(passed, list) and all(number in range(len(tests.assertions)) for number in passed)
+    written = isinstance(outputs, list) and all(output is None or isinstance(output, str) for output in outputs)
+    if outcome.status != "ok" or ("timeout" in value and possible and written):
+        return outcome
+    return Outcome("error", message=f"its sandbox answered {str(outcome.value)[:200]}", seconds=outcome.seconds)

@@ -1,0 +1,84 @@
+"""What runs inside the processes of :class:`~rlhfkit.rewards.code_execution.CodeExecution`: a program, test by test.
+
+Loaded by path; imports the standard library only. Each run is a new interpreter. Expected outputs are not here, so that
+no program can read them.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def runner(timeout: float, output_limit: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A function that runs a program with tests.
+
+    Args:
+        timeout: Seconds for one run.
+        output_limit: Bytes that one run may write.
+    """
+
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        """Of ``program`` with ``assertions`` (list of code) or ``inputs`` (list of text).
+
+        Returns:
+            ``passed`` (numbers of assertions) or ``outputs`` (text, or ``None`` for a failed run), and ``timeout``.
+        """
+        if job["assertions"]:
+            return _assertions(job["program"], job["assertions"], timeout)
+        Path("program.py").write_text(job["program"], encoding="utf-8", errors="replace")
+        outputs: list[str | None] = []
+        for text in job["inputs"]:
+            code = _interpreter(["program.py"], text, timeout)
+            output = Path("output").read_bytes() if Path("output").stat().st_size <= output_limit else None
+            outputs.append(None if code != 0 or output is None else output.decode(errors="replace"))
+            if code is None:  # what hangs once would mostly hang again
+                return {"outputs": outputs, "timeout": True}
+        return {"outputs": outputs, "timeout": False}
+
+    return run
+
+
+def _assertions(program: str, tests: list[str], timeout: float) -> dict[str, Any]:
+    word = secrets.token_hex(16)
+    driver = str(Path(__file__).with_name("code_driver.py"))
+    job = json.dumps({"program": program, "tests": tests, "word": word})
+    with open("marks", "wb") as marks:
+        code = _interpreter([driver, str(marks.fileno())], job, timeout, marks.fileno())
+    lines = Path("marks").read_text(errors="replace").splitlines()
+    passed = [number for number in range(len(tests)) if f"{word} {number}" in lines]
+    return {"passed": passed, "timeout": code is None}
+
+
+def _interpreter(arguments: list[str], text: str, timeout: float, *descriptors: int) -> int | None:
+    """Run Python with some input and kill what it leaves behind; its exit code, or ``None`` if the time was up."""
+    Path("input").write_text(text, encoding="utf-8", errors="replace")
+    with open("input", "rb") as given, open("output", "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", *arguments],
+            stdin=given,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if os.getpid() == 1:  # in a namespace of our own: everything but ourselves
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    while os.waitpid(-1, 0):
+                        pass

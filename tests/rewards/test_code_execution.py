@@ -1,0 +1,177 @@
+"""Properties of scoring programs: what passes, what does not, and that what a program does stays in its sandbox."""
+
+import json
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.rewards import CodeExecution, score_samples
+from rlhfkit.rewards.code_execution import _checked
+from rlhfkit.rewards.code_tests import ProgramTests, last_code_block, read_tests, same_output
+from rlhfkit.rewards.failures import RewardFailure
+from rlhfkit.rewards.sandbox import Outcome
+
+ADD = "def add(a, b):\n    return a + b\n"
+ADDITIONS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(1, 1) == 3"]
+SUMS = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7", "12"]}
+SUM = "print(sum(map(int, input().split())))"
+
+
+def sample(program: str | None, tests: object, **columns: object) -> Sample:
+    text = "I do not know." if program is None else f"So:\n```python\n{program}\n```\nThat is it."
+    return Sample(Prompt(4, [1], metadata={"tests": tests, **columns}), 0, [2], [0.0], [0], "stop", text=text)
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[CodeExecution]:
+    made = CodeExecution(timeout=5.0, workers=2)
+    yield made
+    made.close()
+
+
+def test_the_fraction_of_tests_that_pass(reward: CodeExecution) -> None:
+    batch = [
+        sample(ADD, ADDITIONS),
+        sample(SUM, SUMS),
+        sample("def add(a, b): return a - b", ADDITIONS[:2]),
+        sample("def add(a b)", ADDITIONS),
+        sample("raise ValueError", SUMS),
+        sample(None, SUMS),
+        sample(ADD + "if __name__ == '__main__': input()", json.dumps(ADDITIONS[:2])),
+    ]
+    score_samples(reward, batch)
+    assert [one.reward for one in batch] == [2 / 3, 2 / 3, 0.0, 0.0, 0.0, 0.0, 1.0]
+    metrics = reward.metrics()
+    assert metrics["code_execution/failed_fraction"] == 0.0
+    assert 0.0 < metrics["code_execution/seconds_p50"] < 30
+
+
+def test_all_or_nothing_of_the_first_tests_with_setup() -> None:
+    strict = CodeExecution(setup="before", all_or_nothing=True, max_tests=2, workers=2)
+    right = sample("def add(a, b): return reduce(operator.add, (a, b))", ADDITIONS)
+    right.prompt.metadata["before"] = "import operator\nfrom functools import reduce"
+    half = sample(SUM, {"inputs": ["1 2", "3 4"], "outputs": ["3", "8"]})
+    assert strict([right, half]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "def add(a, b):\n    import os\n    os._exit(0)",
+        "def add(a, b): raise SystemExit",
+        "print('passed')\nopen('marks', 'w').write('0 0\\n1\\n')",
+        "import json\njson.loads = lambda text: None\n",
+    ],
+)
+def test_leaving_early_passes_nothing(reward: CodeExecution, program: str) -> None:
+    assert reward([sample(program, ADDITIONS[:2])]) == [0.0]
+
+
+def test_a_right_answer_and_a_bad_end_is_no_pass(reward: CodeExecution) -> None:
+    printed_too_much = f"{SUM}\nfor _ in range(3000): print('x' * 1000)"
+    assert reward([sample(SUM + "\nraise SystemExit(1)", SUMS), sample(printed_too_much, SUMS)]) == [0.0, 0.0]
+
+
+def test_programs_that_hang_eat_memory_or_fork_fail_alone(caplog: pytest.LogCaptureFixture) -> None:
+    quick = CodeExecution(timeout=1.0, workers=2)
+    programs = [
+        "while True: pass",
+        f"{ADD}\ndef add(a, b):\n    while a < 0: pass\n    return 3",  # two of three tests pass before it hangs
+        "eaten = []\nwhile True: eaten.append(bytearray(1 << 24))",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        ADD,
+    ]
+    started = time.monotonic()
+    tests = [ADDITIONS[0], ADDITIONS[2], ADDITIONS[1]]
+    assert quick([sample(program, tests) for program in programs]) == [0.0, 2 / 3, 0.0, 0.0, 2 / 3]
+    assert quick.metrics()["code_execution/timeout_fraction"] >= 2 / 5
+    assert quick([sample("a = input()\nif a[0] == '3': input() or exit(1)\n" + SUM, SUMS)]) == [0.0]
+    assert quick([sample("import time\na = input()\nif a == '3 4': time.sleep(60)\nprint(3)", SUMS)]) == [1 / 3]
+    assert time.monotonic() - started < 40
+
+
+def test_programs_do_not_see_answers_secrets_or_one_another(
+    reward: CodeExecution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_TOKEN", "hunter2")
+    spy = "import os\nfound = str(dict(os.environ)) + str([open(p, errors='replace').read() for p in os.listdir()])\n"
+    spy += "print('HUNTER2'.lower() in found, 'SEVEN'.lower() in found, os.path.exists('left'))\nopen('left', 'w')"
+    tests = {"inputs": ["", ""], "outputs": ["False False False", "seven"]}
+    assert reward([sample(spy, tests), sample(spy, tests)]) == [0.5, 0.5]
+    outside = f"def add(a, b):\n    open({str(tmp_path / 'out')!r}, 'w')\n    return a + b"
+    if {"files", "user"} & set(reward.sandbox.walls or ()):
+        assert reward([sample(outside, ADDITIONS)]) == [0.0]
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_program_that_breaks_its_sandbox_follows_the_policy(caplog: pytest.LogCaptureFixture) -> None:
+    vandal = sample("import os\nfor name in os.listdir(): os.remove(name)\nos.chmod('.', 0)", SUMS)
+    strict = CodeExecution(workers=1, on_failure="stop")
+    with pytest.raises(RewardFailure, match="the program of prompt 4, sample 0 could not be run to its end: error"):
+        strict([vandal])
+    assert CodeExecution(workers=1)([vandal]) == [0.0]
+    assert "the program of prompt 4, sample 0 could not be run" in caplog.text
+
+
+@pytest.mark.parametrize("value", [None, 1, {}, {"timeout": False, "passed": [0, 5]}, {"timeout": 0, "outputs": [1]}])
+def test_forged_results_are_errors(value: object) -> None:
+    checked = _checked(Outcome("ok", value), ProgramTests(assertions=("assert a", "assert b")))
+    assert checked.status == "error"
+    assert "its sandbox answered" in checked.message
+
+
+def test_rows_without_tests_are_named(reward: CodeExecution) -> None:
+    with pytest.raises(ValueError, match="from column 'tests', which prompt 4 does not have; it has answer, source"):
+        reward([Sample(Prompt(4, [1], metadata={"source": 1, "answer": 2}), 0, [2], [0.0], [0], "stop")])
+    with pytest.raises(ValueError, match="column 'tests' of prompt 4: tests must be a list of assert statements"):
+        reward([sample(SUM, 5)])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["assert a", "assert b"], ProgramTests(assertions=("assert a", "assert b"))),
+        ("def check(f): ...\ncheck(add)", ProgramTests(assertions=("def check(f): ...\ncheck(add)",))),
+        ([{"input": "1", "output": "2"}], ProgramTests(inputs=("1",), outputs=("2",))),
+        ({"input": ["1"], "output": ["2"]}, ProgramTests(inputs=("1",), outputs=("2",))),
+        (json.dumps(SUMS), ProgramTests(inputs=tuple(SUMS["inputs"]), outputs=tuple(SUMS["outputs"]))),
+    ],
+)
+def test_tests_are_read_in_the_forms_of_known_data_sets(given: object, expected: ProgramTests) -> None:
+    assert read_tests(given) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", [], "[1", "[1]", {"inputs": ["1"], "outputs": []}, {"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}, None],
+)
+def test_other_forms_are_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="a list of assert statements, or a list of"):
+        read_tests(given)
+
+
+def test_the_last_closed_block_of_python_is_the_program() -> None:
+    text = "```python\na\n```\n```py\nb\n```\n```bash\nls\n```\n```\nc\nd\n```\n```python\ncut off"
+    assert last_code_block(text) == "c\nd\n"
+    assert last_code_block("a = 1") is None
+    assert last_code_block("```python\ncut off") is None
+
+
+def test_outputs_agree_but_for_white_space_at_ends() -> None:
+    assert same_output("1  \n2\n\n", "1\n2")
+    assert not same_output("1 2", "1\n2")
+    assert not same_output("", "1")
+
+
+def test_mistakes_are_named_and_copies_work() -> None:
+    with pytest.raises(ValueError, match=r"max_tests and output_mib must be positive, got 0 and 1\.0"):
+        CodeExecution(max_tests=0)
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+        CodeExecution(timeout=-20)
+    assert pickle.loads(pickle.dumps(CodeExecution(workers=1)))([sample(ADD, ADDITIONS[:1])]) == [1.0]
