@@ -165,7 +165,9 @@ class RolloutCallback(Callback):
         probe = {"rollout/probe_difference": self.publisher.difference}
         reward = self.reward
         of_reward = {} if reward is None else mean_metrics(everywhere(trainer, lambda: reward_metrics(reward)))
-        shown = iteration_metrics(self.samples, self.experience, rewarded=reward is not None)
+        shown = iteration_metrics(
+            self.samples, self.experience, rewarded=reward is not None or bool(self.experience.reward_parts)
+        )
         self._metrics = shown | probe | of_reward | self.filler.metrics(filled)
         if self.ahead is not None:
             self._metrics |= staleness_metrics(self.samples, started)

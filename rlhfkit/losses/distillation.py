@@ -86,6 +86,55 @@ def distillation_loss(
     Raises:
         ValueError: If shapes do not fit, or a knob is unknown, out of range or in conflict with another.
     """
+    token_loss = token_divergence(
+        student,
+        teacher,
+        mask,
+        divergence=divergence,
+        temperature=temperature,
+        teacher_weight=teacher_weight,
+        top_k=top_k,
+        teacher_ids=teacher_ids,
+        remainder=remainder,
+        chunk_size=chunk_size,
+    )
+    metrics = {"distillation/divergence": masked_mean(token_loss.detach(), mask)}
+    return LossOutput(aggregate(token_loss, mask, aggregation, denominator, max_length=max_length), metrics)
+
+
+def token_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor,
+    *,
+    divergence: Divergence | Callable[[Tensor, Tensor], Tensor] = "forward_kl",
+    temperature: float = 1.0,
+    teacher_weight: float = 0.5,
+    top_k: int | None = None,
+    teacher_ids: Tensor | None = None,
+    remainder: Remainder = "bucket",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The ``ℓ_t`` of :func:`distillation_loss`, token by token, for whoever averages them otherwise.
+
+    Args:
+        student: As there, like all that follows.
+        teacher: (B, T, V) or (B, T, K).
+        mask: (B, T).
+        divergence: Name or function.
+        temperature: τ.
+        teacher_weight: ``w`` of ``jsd``.
+        top_k: K.
+        teacher_ids: (B, T, K).
+        remainder: What becomes of the other tokens.
+        chunk_size: Tokens compared at a time.
+
+    Returns:
+        (B, T) nats, 0 where masked.
+
+    Raises:
+        ValueError: As there.
+    """
     _check(student, teacher, mask, divergence, temperature, teacher_weight, top_k, teacher_ids, remainder, chunk_size)
     compare = divergence if callable(divergence) else _DIVERGENCES[divergence](teacher_weight)
     vocabulary = student.shape[-1]
@@ -102,21 +151,15 @@ def distillation_loss(
         return select(compare(student.clamp(min=_LOG_ZERO), teacher.clamp(min=_LOG_ZERO)), keep)
 
     if chunk_size is None:
-        token_loss = compare_rows(student_rows, teacher_rows, keep, ids)
-    else:
-        pieces = []
-        for start in range(0, keep.shape[0], chunk_size):
-            rows = slice(start, start + chunk_size)
-            chunk_ids = None if ids is None else ids[rows]
-            pieces.append(
-                checkpoint(
-                    compare_rows, student_rows[rows], teacher_rows[rows], keep[rows], chunk_ids, use_reentrant=False
-                )
-            )
-        token_loss = torch.cat(pieces)
-    token_loss = token_loss.reshape(mask.shape)
-    metrics = {"distillation/divergence": masked_mean(token_loss.detach(), mask)}
-    return LossOutput(aggregate(token_loss, mask, aggregation, denominator, max_length=max_length), metrics)
+        return compare_rows(student_rows, teacher_rows, keep, ids).reshape(mask.shape)
+    pieces = []
+    for start in range(0, keep.shape[0], chunk_size):
+        rows = slice(start, start + chunk_size)
+        chunk_ids = None if ids is None else ids[rows]
+        pieces.append(
+            checkpoint(compare_rows, student_rows[rows], teacher_rows[rows], keep[rows], chunk_ids, use_reentrant=False)
+        )
+    return torch.cat(pieces).reshape(mask.shape)
 
 
 def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:

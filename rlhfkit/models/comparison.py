@@ -59,9 +59,10 @@ def compare_logits(
     compare: Callable[[Tensor, Tensor, slice], Tensor],
     *,
     chunk_size: int,
+    by_token: bool = False,
     packed: bool | None = None,
 ) -> Tensor:
-    """Sum of a function of the logits of the selected tokens, with gradient.
+    """Sum of a function of the logits of the selected tokens, or its values token by token, with gradient.
 
     Args:
         model: A Hugging Face causal language model, bare or wrapped.
@@ -70,10 +71,11 @@ def compare_logits(
         compare: Of the logits (m, V) of some selected tokens, the tokens themselves (m,) and the slice of the M that
             they are; gives a tensor whose sum over the chunks is wanted. It runs again in the backward pass.
         chunk_size: Tokens whose logits exist at a time.
+        by_token: ``compare`` gives (m, ...), a value for each token, and these are wanted instead of a sum.
         packed: See :func:`~rlhfkit.models.policy_output`.
 
     Returns:
-        That sum.
+        That sum, or (M, ...).
     """
     bare, mask = unwrap(model), mask.bool()
     plain = has_plain_head(bare)
@@ -87,7 +89,8 @@ def compare_logits(
 
         starts = range(0, max(len(rows), 1), chunk_size)  # without a token, a sum of 0 that has a gradient
         parts = [slice(start, start + chunk_size) for start in starts]
-        return torch.stack([checkpoint(one, rows[part], part, use_reentrant=False) for part in parts]).sum(0)
+        values = [checkpoint(one, rows[part], part, use_reentrant=False) for part in parts]
+        return torch.cat(values) if by_token else torch.stack(values).sum(0)
 
     def forward(hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, 1)[positions]

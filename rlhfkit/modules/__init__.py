@@ -6,6 +6,7 @@ from rlhfkit.modules.dpo import DPOModule
 from rlhfkit.modules.grpo import GRPOModule
 from rlhfkit.modules.kto import KTOModule
 from rlhfkit.modules.on_policy import OnPolicyModule
+from rlhfkit.modules.on_policy_distillation import OnPolicyDistillationModule
 from rlhfkit.modules.ppo import PPOModule
 from rlhfkit.modules.preference import PreferenceModule
 from rlhfkit.modules.process_reward import ProcessRewardModule
@@ -23,6 +24,7 @@ __all__ = [
     "GRPOModule",
     "KTOModule",
     "ORPOModule",
+    "OnPolicyDistillationModule",
     "OnPolicyModule",
     "PPOModule",
     "PolicyModule",

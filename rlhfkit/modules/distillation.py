@@ -1,6 +1,5 @@
 """``DistillationModule``: a student learns the next-token distributions of a teacher (Hinton et al., 2015)."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,10 @@ from rlhfkit.data.collate import TokenBatch
 from rlhfkit.data.distilled import DistilledBatch
 from rlhfkit.losses import cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
-from rlhfkit.models import load_causal_lm, load_tokenizer
 from rlhfkit.models.comparison import TeacherRows, compare_logits, teacher_logits
-from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.teacher import load_teacher
 from rlhfkit.modules.teacher_cache import precompute_teacher
 
 
@@ -89,8 +87,6 @@ class DistillationModule(PolicyModule):
         super().configure_model()
         if not self.hparams["precompute_teacher"] and not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
-            # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
-            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
     def build_teacher(self) -> nn.Module:
         """Load the teacher, frozen.
@@ -98,20 +94,7 @@ class DistillationModule(PolicyModule):
         Raises:
             ValueError: If its tokens are not the student's.
         """
-        name, trusted = self.hparams["teacher"], self.hparams["trust_remote_code"]
-        ours, theirs = self.tokenizer.get_vocab(), load_tokenizer(name, trust_remote_code=trusted).get_vocab()
-        if ours != theirs:
-            different = sorted({token for token, _ in ours.items() ^ theirs.items()})
-            raise ValueError(
-                f"the teacher {name!r} has other tokens than the student {self.hparams['model']!r} ({len(theirs)} and "
-                f"{len(ours)}; {len(different)} differ, e.g. {different[:4]}): distillation compares the probabilities "
-                "of the same tokens, so take a teacher of the same family"
-            )
-        teacher = load_causal_lm(
-            name, dtype=self.model_dtype, attention=self.hparams["attention"], trust_remote_code=trusted
-        )
-        disable_dropout(teacher)
-        return teacher.requires_grad_(False).eval()
+        return load_teacher(self.hparams["teacher"], self)
 
     # ------------------------------------------------------------------ the loss
 

@@ -34,6 +34,9 @@ def test_sources_are_told_apart_when_there_are_several() -> None:
     metrics = validation_metrics(easy + hard)
     assert metrics["reward/easy"] == (1.0, 2)
     assert metrics["reward/hard"] == (0.0, 1)
+    assert metrics["pass@1/easy"] == metrics["pass@2/easy"] == (1.0, 1)
+    assert metrics["pass@2/hard"] == (0.0, 1)
+    assert metrics["length"] == (1.0, 4)
 
 
 def test_a_run_logs_pass_at_k_for_sampled_validation(tmp_path: Path) -> None:
