@@ -16,6 +16,7 @@ from rlhfkit.models import policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.functions import function_name
 from rlhfkit.modules.reference import ReferenceModule, data_sets
+from rlhfkit.modules.routing import with_router_loss
 
 ADVISED_RATIO = (1.0, 1.5)
 """Between which the paper puts ``λ_D n_D / (λ_U n_U)``, see :func:`~rlhfkit.losses.kto_loss`."""
@@ -39,6 +40,7 @@ class KTOModule(ReferenceModule):
         undesirable_weight: λ_U.
         loss_type: ``kto``, or ``apo_zero_unpaired`` (D'Oosterlinck et al., 2024, arXiv:2408.06266), which needs no
             reference point and so no mismatched pairs.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (0.001 is usual); 0: none.
         **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`. With ``precompute_ref_log_probs`` a step costs
             the gradient pass and one pass without gradient for the reference point.
 
@@ -58,6 +60,7 @@ class KTOModule(ReferenceModule):
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         loss_type: KTOLossType = "kto",
+        router_aux_loss_coef: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
@@ -84,21 +87,25 @@ class KTOModule(ReferenceModule):
         """
         if isinstance(examples, UnpairedExamples) and examples.ref_logprobs is None:
             summed = function_name(type(self).answer_logprobs)
-            examples.ref_logprobs = self.computed_reference(_WithMismatched(examples), self.answer_logprobs, summed)
+            examples.ref_logprobs = self.computed_reference(_WithMismatched(examples), self._answers_of, summed)
 
     # ------------------------------------------------------------------ forward
 
-    def answer_logprobs(self, model: nn.Module, batch: TokenBatch) -> Tensor:
-        """Log-prob of each completion.
+    def answer_logprobs(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
+        """Log-prob of each completion; override it for another measure.
 
         Args:
-            model: The policy or the reference.
             batch: B sequences.
+            logprobs: (B, T-1) of their tokens.
 
         Returns:
             (B,) sums over the completion's tokens.
         """
-        return sequence_logprobs(policy_output(model, batch, batch.loss_mask).logprobs, batch.loss_mask)
+        return sequence_logprobs(logprobs, batch.loss_mask)
+
+    def _answers_of(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """(B,) log-probs of completions under a model."""
+        return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: ReferencedBatch) -> Tensor:
@@ -121,7 +128,7 @@ class KTOModule(ReferenceModule):
                 "UnpairedPreferenceDataModule, or an UnpairedLoader"
             )
         with self.reference_model() as reference:
-            return self.answer_logprobs(reference, batch)
+            return self._answers_of(reference, batch)
 
     @torch.no_grad()
     def kl_estimate(self, mismatched: Sequence[ReferencedBatch]) -> Tensor:
@@ -144,7 +151,7 @@ class KTOModule(ReferenceModule):
         sums = torch.zeros(2, device=self.device)
         for batch in mismatched:
             counted = batch.loss_mask.any(-1)
-            policy = self.answer_logprobs(self.policy, batch)
+            policy = self._answers_of(self.policy, batch)
             sums += kto_kl_sums(policy, self.reference_logprobs(batch), counted)
         return kto_kl_estimate(self._summed(sums))
 
@@ -185,10 +192,10 @@ class KTOModule(ReferenceModule):
     def _has_reference_point(self) -> bool:
         return self.hparams["loss_type"] == "kto"
 
-    def _evaluated(self, batch: UnpairedBatch, kl: Tensor) -> Tensor:
-        result = self.loss(batch, self.answer_logprobs(self.policy, batch), self.reference_logprobs(batch), kl)
+    def _evaluated(self, batch: UnpairedBatch, logprobs: Tensor, kl: Tensor) -> LossOutput:
+        result = self.loss(batch, logprobs, self.reference_logprobs(batch), kl)
         self._sums = self._sums.to(self.device) + _class_sums(result.metrics)
-        return result.loss
+        return result
 
     # ------------------------------------------------------------------ hooks
 
@@ -224,9 +231,14 @@ class KTOModule(ReferenceModule):
         """One micro-batch; the first of an optimizer step estimates the reference point of all."""
         if self._has_reference_point and batch_idx % self.trainer.accumulate_grad_batches == 0:
             self.kl.copy_(self.kl_estimate(batch.mismatched))
-        loss = self._evaluated(batch, self.kl)
-        self.log("loss", loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
-        return loss
+        coef = self.hparams["router_aux_loss_coef"]
+        out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=bool(coef))
+        result = self._evaluated(batch, self.answer_logprobs(batch, out.logprobs), self.kl)
+        result = with_router_loss(result, out, batch.loss_mask, coef)
+        self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+        if coef:
+            self.log("aux_loss", result.metrics["aux_loss"], on_step=True, on_epoch=False, batch_size=1)
+        return result.loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log the means over the answers of the step."""
@@ -240,7 +252,8 @@ class KTOModule(ReferenceModule):
         """Mean loss over the validation answers; the first micro-batch estimates the reference point of all."""
         if self._has_reference_point and batch_idx == 0:
             self._validation_kl = self.kl_estimate(batch.mismatched)
-        loss = self._evaluated(batch, self._validation_kl.to(self.device))
+        logprobs = self._answers_of(self.policy, batch)
+        loss = self._evaluated(batch, logprobs, self._validation_kl.to(self.device)).loss
         self.log("val/loss", loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
 
     def on_validation_epoch_end(self) -> None:
@@ -267,7 +280,7 @@ class KTOModule(ReferenceModule):
     def predict_step(self, batch: UnpairedBatch, batch_idx: int) -> Tensor:
         """(B,) implicit rewards ``β (log π(y|x) - log π_ref(y|x))``."""
         with torch.no_grad():
-            logratio = self.answer_logprobs(self.policy, batch) - self.reference_logprobs(batch)
+            logratio = self._answers_of(self.policy, batch) - self.reference_logprobs(batch)
         return self.hparams["beta"] * logratio.cpu()
 
 

@@ -10,7 +10,7 @@ from tiny_models import tiny_tokenizer
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from modules import dpo_cases
-from rlhfkit import DPOModule, SFTDataModule, SFTModule
+from rlhfkit import DPOModule, KTOModule, SFTDataModule, SFTModule, UnpairedPreferenceDataModule
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,19 @@ def test_dpo_adds_the_routers_loss_and_balances_the_load(folder: Path) -> None:
     assert first[0] == pytest.approx(0.6931472 + 10 * first[1], rel=1e-5)
     # With perfect balance Transformers' loss is the number of experts a token goes to, 2.
     assert last[1] - 2 < 0.5 * (first[1] - 2)
+
+
+def test_kto_adds_the_routers_loss(folder: Path) -> None:
+    rows = [{"prompt": "1+1=", "completion": "2", "label": True}]
+    runs = {}
+    for coef in (0.0, 0.5):
+        losses = Losses()
+        module = KTOModule(str(folder / "experts"), router_aux_loss_coef=coef, loss_type="apo_zero_unpaired")
+        source = UnpairedPreferenceDataModule(rows, micro_batch_size=1)
+        dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, source)
+        runs[coef] = losses.pairs[0]
+    assert runs[0.5][1] == pytest.approx(expected_balance(folder), rel=1e-5)
+    assert runs[0.5][0] - runs[0.0][0] == pytest.approx(0.5 * runs[0.5][1], rel=1e-5)
 
 
 def test_a_dense_model_has_no_router(folder: Path) -> None:
