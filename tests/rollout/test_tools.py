@@ -1,0 +1,174 @@
+"""Tools: calls as models write them, results as models read them, and everything that can go wrong in between."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit.rollout import Action, EpisodeEngine, LocalEngine, SamplingSpec, ToolEnvironment, tool_schemas
+from rlhfkit.rollout.tools import ToolCall, parse_tool_calls
+from rollout.episode_cases import CHAT_TEMPLATE, prompts_of
+
+
+def multiply(a: int, b: int = 2) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: First one.
+        b: Second one.
+    """
+    return a * b
+
+
+async def search(text: str) -> dict[str, Any]:
+    """Search.
+
+    Args:
+        text: What for.
+    """
+    await asyncio.sleep(0)
+    return {"found": [text]}
+
+
+def fail() -> str:
+    """Fail."""
+    raise LookupError("nothing there")
+
+
+def hang() -> None:
+    """Hang."""
+    time.sleep(20)
+
+
+def shout() -> str:
+    """Say very much."""
+    return "x" * 1000
+
+
+def said(text: str) -> Action:
+    return Action(0, [1], text, text, "stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("42", []),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [ToolCall("f", {"a": 1})]),
+        ('so <tool_call>\n{"name": "f"}\n</tool_call> and', [ToolCall("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [ToolCall("f", {"a": 1})]),
+        (
+            '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
+            [ToolCall("f", {}), ToolCall("g", {})],
+        ),
+        ('<tool_call>{"name": "f"}', [ToolCall("f", {})]),  # the closing tag was a stop text
+    ],
+)
+def test_calls_are_read_as_hermes_and_qwen_write_them(text: str, calls: list[ToolCall]) -> None:
+    assert parse_tool_calls(said(text)) == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("<tool_call>f(1)</tool_call>", "is no JSON"),
+        ("<tool_call>[1]</tool_call>", "a tool call is"),
+        ('<tool_call>{"name": 3}</tool_call>', "a tool call is"),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object"),
+        ('<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "must be a JSON object"),
+    ],
+)
+def test_calls_that_cannot_be_read_say_why(text: str, error: str) -> None:
+    (call,) = parse_tool_calls(said(text))
+    assert error in call.error
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def test_every_call_has_a_result_or_is_told_what_is_wrong() -> None:
+    tools = ToolEnvironment([multiply, search, fail, hang, shout], timeout=0.3, max_result_characters=60)
+    text = "".join(
+        [
+            call("multiply", '{"a": 3}'),
+            call("search", '{"text": "cats"}'),
+            call("fail"),
+            call("hang"),
+            call("shout"),
+            call("divide"),
+            call("multiply", '{"c": 3}'),
+            "<tool_call>oh</tool_call>",
+        ]
+    )
+    began = time.monotonic()
+    step = asyncio.run(tools.step(said(text)))
+    assert time.monotonic() - began < 5
+    assert [message["role"] for message in step.observation] == ["tool"] * 8  # type: ignore[union-attr, index, call-overload]
+    contents = [message["content"] for message in step.observation]  # type: ignore[union-attr, index, call-overload]
+    assert contents[:3] == ["6", '{"found": ["cats"]}', "Error: LookupError: nothing there"]
+    assert contents[3] == "Error: TimeoutError: tool hang took longer than 0.3 s"
+    assert contents[4] == f"{'x' * 60}... (940 more characters)"
+    assert contents[5] == "Error: there is no tool 'divide'; there are multiply, search, fail, hang, shout"
+    assert contents[6].startswith("Error: multiply: ")
+    assert contents[7].startswith("Error: the tool call is no JSON")
+    assert (step.done, step.reward, step.info) == (False, 0.0, {"tool_calls": 8, "tool_errors": 5})
+
+
+def test_an_answer_ends_the_episode_and_may_be_rewarded() -> None:
+    class Rewarded(ToolEnvironment):
+        async def answer_reward(self, action: Action) -> float:
+            return float(len(action.text))
+
+    step = asyncio.run(Rewarded([multiply]).step(said("six")))
+    assert (step.done, step.reward) == (True, 3.0)
+
+
+def test_schemas_are_those_of_transformers() -> None:
+    (schema,) = tool_schemas([multiply])
+    assert schema["function"]["name"] == "multiply"
+    assert schema["function"]["parameters"]["required"] == ["a"]
+
+    def bare(x):  # type: ignore[no-untyped-def]
+        return x
+
+    with pytest.raises(ValueError, match="tool 'bare' needs type hints and a docstring"):
+        tool_schemas([bare])
+
+
+@pytest.mark.parametrize(
+    ("tools", "options"),
+    [([], {}), ([multiply, multiply], {}), ([multiply], {"timeout": 0}), ([multiply], {"max_result_characters": 0})],
+)
+def test_arguments_out_of_range_are_named(tools: Any, options: Any) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        ToolEnvironment(tools, **options)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodeEngine]:
+    folder = tiny_model(tmp_path_factory.mktemp("tools"))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    one = EpisodeEngine(LocalEngine(), tools=[multiply], max_turns=2)
+    one.start(str(folder), dtype=torch.float32, load_weights=True)
+    yield one
+    one.close()
+
+
+def test_the_policy_reads_results_as_the_template_writes_them(engine: EpisodeEngine) -> None:
+    """A random model calls no tool, so it is the parser that does."""
+
+    def parse(action: Action) -> list[ToolCall]:
+        return [ToolCall("multiply", {"a": len(action.token_ids)})] if action.turn == 0 else []
+
+    engine.environment = lambda: ToolEnvironment([multiply], parse=parse)
+    samples = engine.generate(prompts_of(["a", "b"]), SamplingSpec(group_size=2, max_new_tokens=4), iteration=0)
+    for sample in samples:
+        assert "<eos>\n[t]8<eos>\n[a]" in tiny_tokenizer().decode(sample.token_ids)
+        assert sample.info["steps"] == [{"tool_calls": 1, "tool_errors": 0}, {}]
+        assert sample.info["environment_tokens"] in (10, 11)  # an end that was sampled is not written again
