@@ -1,6 +1,8 @@
 """RemoteReward against real servers: right, slow, down, wrong, overloaded and unauthenticated ones."""
 
 import asyncio
+import datetime
+import ipaddress
 import logging
 import math
 import pickle
@@ -9,9 +11,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
@@ -294,6 +300,35 @@ def test_proxies_of_the_environment_get_nothing(reward: Any, nobody: str, monkey
     monkeypatch.setenv("HTTP_PROXY", nobody)
     monkeypatch.setenv("ALL_PROXY", nobody)
     assert scored(reward("right", retries=0), samples()) == EXPECTED
+
+
+def test_certificates_are_verified(tmp_path: Path) -> None:
+    certificate, key = self_signed(tmp_path)
+    with Server(Misbehaviour(), certificate=certificate, key=key) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        with pytest.raises(RewardFailure, match="certificate verify failed"):
+            scored(RemoteReward(server.url, retries=0), samples())
+        assert scored(RemoteReward(server.url, retries=0, certificates=str(certificate)), samples()) == EXPECTED
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """Files of a certificate for 127.0.0.1, its own authority, and of its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "certificate.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    private = serialization.PrivateFormat.PKCS8
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, private, serialization.NoEncryption())
+    )
+    return folder / "certificate.pem", folder / "key.pem"
 
 
 def test_servers_of_openrlhf_are_understood(reward: Any, app: Misbehaviour) -> None:
