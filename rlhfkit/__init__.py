@@ -50,16 +50,30 @@ if TYPE_CHECKING:
         SFTModule,
         SimPOModule,
     )
-    from rlhfkit.rollout import DynamicSampling, LocalEngine, ReplayEngine, RolloutEngine, SamplingSpec, VLLMPool
+    from rlhfkit.rollout import (
+        AgentEngine,
+        DynamicSampling,
+        Environment,
+        EpisodeEngine,
+        LocalEngine,
+        ReplayEngine,
+        RolloutEngine,
+        SamplingSpec,
+        Step,
+        VLLMPool,
+    )
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 _HOMES = {
+    "AgentEngine": "rollout",
     "CPOModule": "modules",
     "DFTModule": "modules",
     "DPOModule": "modules",
     "DistillationModule": "modules",
     "DynamicSampling": "rollout",
     "EMA": "callbacks",
+    "Environment": "rollout",
+    "EpisodeEngine": "rollout",
     "Experience": "data",
     "GRPOModule": "modules",
     "HFExport": "callbacks",
@@ -95,6 +109,7 @@ _HOMES = {
     "SamplingSpec": "rollout",
     "ScalarModel": "models",
     "SimPOModule": "modules",
+    "Step": "rollout",
     "StepwiseDataModule": "datamodules",
     "StreamingSFTDataModule": "datamodules",
     "TrainingCurves": "callbacks",
@@ -107,11 +122,14 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 
 __all__ = [
     "EMA",
+    "AgentEngine",
     "CPOModule",
     "DFTModule",
     "DPOModule",
     "DistillationModule",
     "DynamicSampling",
+    "Environment",
+    "EpisodeEngine",
     "Experience",
     "GRPOModule",
     "HFExport",
@@ -147,6 +165,7 @@ __all__ = [
     "SamplingSpec",
     "ScalarModel",
     "SimPOModule",
+    "Step",
     "StepwiseDataModule",
     "StreamingSFTDataModule",
     "TrainingCurves",

@@ -19,11 +19,12 @@ def iteration_metrics(samples: Sequence[Sample], experience: Experience, *, rewa
 
     Returns:
         ``rollout/...``: rewards and their parts, lengths in tokens, and fractions of samples: cut off at the limit, not
-        scored, without advantage.
+        scored, without advantage; of episodes the means of the numbers in ``Sample.info`` (turns, failures).
     """
     rewards = experience.rewards[~experience.rewards.isnan()]
     lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
-    metrics = {
+    metrics = {f"rollout/{name}": mean for name, mean in _info_means(samples).items()}
+    metrics |= {
         "rollout/reward": float(rewards.mean()) if len(rewards) else math.nan,
         "rollout/reward_std": float(rewards.std(unbiased=False)) if len(rewards) else math.nan,
         "rollout/length": float(lengths.mean()),
@@ -38,6 +39,16 @@ def iteration_metrics(samples: Sequence[Sample], experience: Experience, *, rewa
         silent = ~(experience.advantages != 0).any(-1)
         metrics["rollout/zero_advantage_fraction"] = float(silent.float().mean())
     return metrics
+
+
+def _info_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means of the numbers that samples come with."""
+    numbers: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.info.items():
+            if isinstance(value, int | float):
+                numbers.setdefault(name, []).append(float(value))
+    return {name: fmean(values) for name, values in numbers.items()}
 
 
 def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:

@@ -1,10 +1,10 @@
 """Samples on disk, and ``ReplayEngine``, which gives them back: a training run again without generating anything."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,10 +49,12 @@ def load_samples(path: Path) -> list[Sample]:
         FileNotFoundError: If it is not there.
     """
     samples: list[Sample] = []
-    prompts: dict[int, Prompt] = {}
+    prompts: dict[tuple[int, tuple[int, ...]], Prompt] = {}
     for line in path.read_text().splitlines():
         plain = json.loads(line)
-        prompt = prompts.setdefault(plain["prompt"]["index"], Prompt(**plain["prompt"]))
+        # Episodes of one prompt may begin with different tokens.
+        key = plain["prompt"]["index"], tuple(plain["prompt"]["token_ids"])
+        prompt = prompts.setdefault(key, Prompt(**plain["prompt"]))
         samples.append(Sample(**{**plain, "prompt": prompt}))
     return samples
 
@@ -101,25 +103,22 @@ class ReplayEngine:
         found = []
         for prompt in prompts:
             group = recorded.get(prompt.index, [])[: sampling.group_size]
-            if len(group) < sampling.group_size or group[0].prompt.token_ids != prompt.token_ids:
+            changed = any(sample.prompt.token_ids != prompt.token_ids and not _is_episode(sample) for sample in group)
+            if len(group) < sampling.group_size or changed:
                 raise KeyError(
                     f"{samples_file(self.folder, iteration)} has {len(group)} samples of prompt {prompt.index} as it "
                     f"is now, and {sampling.group_size} are asked for: replay with the data, seed and sizes of the "
                     "recorded run"
                 )
-            found += [Sample(prompt, *self._recorded(sample)) for sample in group]
+            found += [self._recorded(sample, prompt) for sample in group]
         return found
 
     @staticmethod
-    def _recorded(sample: Sample) -> tuple[Any, ...]:
-        return (
-            sample.sample_index,
-            sample.token_ids,
-            sample.logprobs,
-            sample.versions,
-            sample.finish_reason,
-            sample.action_mask,
-        )
+    def _recorded(sample: Sample, prompt: Prompt) -> Sample:
+        """The same without what scoring added, but with what an environment gave."""
+        earned = sample.token_rewards if _is_episode(sample) else None
+        begun = dataclasses.replace(prompt, token_ids=sample.prompt.token_ids) if _is_episode(sample) else prompt
+        return dataclasses.replace(sample, prompt=begun, text="", reward=None, reward_parts={}, token_rewards=earned)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Not possible: there is no model."""
@@ -133,3 +132,8 @@ class ReplayEngine:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def _is_episode(sample: Sample) -> bool:
+    """Whether an environment or agent had a part in it: it may have chosen the prompt, and has judged it."""
+    return "reward" in sample.info
