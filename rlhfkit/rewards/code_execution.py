@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,11 +94,12 @@ class CodeExecution:
         self.timeout = timeout
         self.on_failure = checked_on_failure(on_failure)
         self.name = name
+        packages = os.pathsep.join(dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib"))))
         work = Work(
             name=f"reward {name!r}",
             program=Path(__file__).with_name("code_worker.py"),
             factory="runner",
-            arguments=(timeout, int(output_mib * 2**20)),
+            arguments=(packages, timeout, int(output_mib * 2**20)),
             packages=False,
         )
         self.sandbox = Sandbox(

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 
-def runner(timeout: float, output_limit: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def runner(packages: str, timeout: float, output_limit: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """A function that runs a program with tests.
 
     Args:
+        packages: Folders of installed packages, as in ``PATH``.
         timeout: Seconds for one run.
         output_limit: Bytes that one run may write.
     """
@@ -31,11 +32,11 @@ def runner(timeout: float, output_limit: int) -> Callable[[dict[str, Any]], dict
             ``passed`` (numbers of assertions) or ``outputs`` (text, or ``None`` for a failed run), and ``timeout``.
         """
         if job["assertions"]:
-            return _assertions(job["program"], job["assertions"], timeout)
+            return _assertions(packages, job, timeout)
         Path("program.py").write_text(job["program"], encoding="utf-8", errors="replace")
         outputs: list[str | None] = []
         for text in job["inputs"]:
-            code = _interpreter(["program.py"], text, timeout)
+            code = _interpreter(packages, text, timeout)
             output = Path("output").read_bytes() if Path("output").stat().st_size <= output_limit else None
             outputs.append(None if code != 0 or output is None else output.decode(errors="replace"))
             if code is None:  # what hangs once would mostly hang again
@@ -45,23 +46,23 @@ def runner(timeout: float, output_limit: int) -> Callable[[dict[str, Any]], dict
     return run
 
 
-def _assertions(program: str, tests: list[str], timeout: float) -> dict[str, Any]:
+def _assertions(packages: str, job: dict[str, Any], timeout: float) -> dict[str, Any]:
     word = secrets.token_hex(16)
-    driver = str(Path(__file__).with_name("code_driver.py"))
-    job = json.dumps({"program": program, "tests": tests, "word": word})
+    text = json.dumps({"program": job["program"], "tests": job["assertions"], "word": word})
     with open("marks", "wb") as marks:
-        code = _interpreter([driver, str(marks.fileno())], job, timeout, marks.fileno())
+        code = _interpreter(packages, text, timeout, marks.fileno())
     lines = Path("marks").read_text(errors="replace").splitlines()
-    passed = [number for number in range(len(tests)) if f"{word} {number}" in lines]
+    passed = [number for number in range(len(job["assertions"])) if f"{word} {number}" in lines]
     return {"passed": passed, "timeout": code is None}
 
 
-def _interpreter(arguments: list[str], text: str, timeout: float, *descriptors: int) -> int | None:
+def _interpreter(packages: str, text: str, timeout: float, *descriptors: int) -> int | None:
     """Run Python with some input and kill what it leaves behind; its exit code, or ``None`` if the time was up."""
     Path("input").write_text(text, encoding="utf-8", errors="replace")
+    driver = str(Path(__file__).with_name("code_driver.py"))
     with open("input", "rb") as given, open("output", "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", *arguments],
+            [sys.executable, "-I", "-S", "-B", driver, packages, *map(str, descriptors)],
             stdin=given,
             stdout=output,
             stderr=subprocess.DEVNULL,

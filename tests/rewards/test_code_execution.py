@@ -42,9 +42,13 @@ def test_the_fraction_of_tests_that_pass(reward: CodeExecution) -> None:
         sample("raise ValueError", SUMS),
         sample(None, SUMS),
         sample(ADD + "if __name__ == '__main__': input()", json.dumps(ADDITIONS[:2])),
+        sample(
+            "import sys, numpy, __main__\nif __name__ == '__main__' and len(sys.argv) == 1:\n    " + SUM + "\nexit()",
+            SUMS,
+        ),
     ]
     score_samples(reward, batch)
-    assert [one.reward for one in batch] == [2 / 3, 2 / 3, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert [one.reward for one in batch] == [2 / 3, 2 / 3, 0.0, 0.0, 0.0, 0.0, 1.0, 2 / 3]
     metrics = reward.metrics()
     assert metrics["code_execution/failed_fraction"] == 0.0
     assert 0.0 < metrics["code_execution/seconds_p50"] < 30
