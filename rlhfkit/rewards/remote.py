@@ -5,7 +5,7 @@ import logging
 import ssl
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -122,9 +122,8 @@ class RemoteReward:
             ValueError: If a sample cannot be written as JSON.
         """
         batches = [list(samples[start : start + self.batch_size]) for start in range(0, len(samples), self.batch_size)]
-        tally = self._tally
         async with self._client() as client:
-            call = _Call(self, client, [Endpoint(url + self.wire.path) for url in self.urls], tally)
+            call = _Call(self, client, [Endpoint(url + self.wire.path) for url in self.urls])
             tasks = [asyncio.create_task(call.scored(batch)) for batch in batches]
             try:
                 scored = await asyncio.gather(*tasks)
@@ -132,8 +131,7 @@ class RemoteReward:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        tally.samples += len(samples)
-        tally.failed += len(call.failures)
+                self._tally.add(_Tally(len(samples), len(call.failures), call.requests, call.retries, call.seconds))
         if call.failures:
             became = "are not trained on" if self.on_failure == "mask" else f"got the reward {self.on_failure}"
             counts = f"{len(call.failures)} of {len(samples)} samples"
@@ -141,10 +139,15 @@ class RemoteReward:
         return [value for batch in scored for value in batch]
 
     def metrics(self) -> dict[str, float]:
-        """Since it was last asked: fraction of samples that failed, requests sent again, mean seconds of a request."""
+        """Since it was last asked: fraction of samples that failed, requests sent again, mean seconds of a request.
+
+        Nothing if nothing was scored, so that ranks that do not score do not count in a mean over ranks.
+        """
         tally, self._tally = self._tally, _Tally()
+        if not tally.samples:
+            return {}
         return {
-            f"{self.name}/failed_fraction": tally.failed / max(tally.samples, 1),
+            f"{self.name}/failed_fraction": tally.failed / tally.samples,
             f"{self.name}/retries": float(tally.retries),
             f"{self.name}/request_seconds": tally.seconds / max(tally.requests, 1),
         }
@@ -177,17 +180,20 @@ class _Tally:
     retries: int = 0
     seconds: float = 0.0
 
+    def add(self, call: "_Tally") -> None:
+        """Count what one call did."""
+        for counted in fields(self):
+            setattr(self, counted.name, getattr(self, counted.name) + getattr(call, counted.name))
+
 
 class _Call:
     """One call of a reward: its connections and what it has learned about the servers."""
 
-    def __init__(
-        self, reward: RemoteReward, client: "httpx.AsyncClient", endpoints: list[Endpoint], tally: _Tally
-    ) -> None:
+    def __init__(self, reward: RemoteReward, client: "httpx.AsyncClient", endpoints: list[Endpoint]) -> None:
         self.reward = reward
         self.client = client
         self.endpoints = endpoints
-        self.tally = tally
+        self.requests, self.retries, self.seconds = 0, 0, 0.0
         self.failures: list[str] = []
         self.last_error = ""
         self.places = asyncio.Semaphore(reward.concurrency)
@@ -240,7 +246,7 @@ class _Call:
             with attempt:
                 endpoint = least_outstanding(self.endpoints, asked)
                 asked.add(endpoint)
-                self.tally.retries += attempt.retry_state.attempt_number > 1
+                self.retries += attempt.retry_state.attempt_number > 1
                 with endpoint.in_use():
                     return endpoint.url, await self._post(endpoint.url, content)
         raise AssertionError("tenacity gives the last error")
@@ -253,8 +259,8 @@ class _Call:
                 self.client, url, content, timeout=self.reward.timeout, max_bytes=self.reward.max_answer_bytes
             )
         finally:
-            self.tally.requests += 1
-            self.tally.seconds += time.monotonic() - started
+            self.requests += 1
+            self.seconds += time.monotonic() - started
 
     def _attempts(self, asked: set[Endpoint]) -> "AsyncRetrying":
         """Attempts for one batch: other servers at once, then all over again, later and later."""
