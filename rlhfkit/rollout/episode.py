@@ -190,7 +190,7 @@ class Episode:
     async def _close(self) -> None:
         """Let the environment free what it has; a failure there is nothing the policy could learn from."""
         environment, self._environment = self._environment, None
-        if environment is None:
+        if environment is None or getattr(type(environment), "close", None) is Environment.close:
             return
         try:
             await call(environment.close, timeout=self.limits.call_seconds, doing="close() of the environment")
