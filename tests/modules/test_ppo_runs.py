@@ -1,0 +1,198 @@
+"""PPO with everything on: however it is split, stopped and resumed, it is the same run."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from strategies import ranks
+from tiny_models import tiny_model
+from torch import Tensor
+
+from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModule
+from rlhfkit.models import load_causal_lm, policy_output
+
+from .ppo_cases import PlainSGD
+from .test_rewarded import reward_model
+
+EVERYTHING: dict[str, Any] = {
+    "ptx_coef": 0.2, "kl_stop": 5e-3, "normalize_rewards": True, "normalize_values": True, "reward_clip": 2.0,
+    "missing_eos_penalty": 0.1, "entropy_coef": 1e-3, "kl_target": 0.01, "kl_horizon": 100, "kl_coef": 0.05,
+}  # fmt: skip
+
+
+def text(micro_batch_size: int = 2, rows: int = 21) -> SFTDataModule:
+    words = [{"text": "ab " * (1 + i % 4) + str(i)} for i in range(rows)]
+    return SFTDataModule(words, text="text", micro_batch_size=micro_batch_size)
+
+
+def run(folder: Path, arguments: dict[str, Any], *, callbacks: Any = (), module: Any = PPOModule, **more: Any) -> Any:
+    """Four updates an iteration, three iterations."""
+    size = more.pop("micro_batch_size", 4)
+    each = size // 2 // more.get("devices", 1)
+    return setup_run(
+        folder,
+        module=module,
+        module_arguments={"lr": 2e-3, "critic_lr": 1e-3} | EVERYTHING | arguments,
+        data_arguments={"micro_batch_size": 2 * each, "pretraining_data": text(each)},
+        rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        callbacks=callbacks,
+        **{"max_epochs": 3, "accumulate_grad_batches": 8 // size} | more,
+    )
+
+
+def weights(module: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+
+
+class SaveAt(L.Callback):
+    """Saves a checkpoint after a given batch."""
+
+    def __init__(self, path: Path, batch: int) -> None:
+        self.path, self.batch, self.count = path, batch, 0
+        self.stopped = False
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        if self.count == self.batch:
+            self.stopped = pl_module.kl_stop.stopped
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"shared_backbone": True}, {"lora": LoRA(rank=4), "lr": 3e-2}],
+    ids=["two models", "shared backbone", "lora"],
+)
+def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    save = SaveAt(tmp_path / "saved.ckpt", batch=14)  # of 8 an iteration: three updates into the second
+    trainer, straight, data, _ = run(tmp_path, arguments, callbacks=[save])
+    trainer.fit(straight, data)
+    assert save.stopped  # the policy stands still, and resumed it still does
+    trainer, resumed, data, _ = run(tmp_path, arguments)
+    trainer.fit(resumed, data, ckpt_path=str(tmp_path / "saved.ckpt"))
+    expected = weights(straight)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
+    assert resumed.reward_moments.plain() == straight.reward_moments.plain()
+    assert resumed.return_moments.plain() == straight.return_moments.plain()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["two models", "shared backbone"])
+def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, shared: bool) -> None:
+    base = {"lr": 0.05, "critic_lr": 0.05, "shared_backbone": shared, "kl_stop": 1e-3}
+    made = []
+    for size, attention in [(8, None), (2, None), (4, "sdpa")]:
+        arguments = base | {"attention": attention}
+        trainer, module, data, _ = run(tmp_path, arguments, module=PlainSGD, micro_batch_size=size, max_epochs=2)
+        trainer.fit(module, data)
+        made.append(weights(module))
+        assert 0 < trainer.callback_metrics["policy/kl_stopped"] < 1
+    for other in made[1:]:
+        for name, tensor in other.items():
+            torch.testing.assert_close(tensor, made[0][name], rtol=1e-4, atol=1e-6)
+
+
+def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_has_its_own(tmp_path: Path) -> None:
+    trainer, module, data, rollouts = run(tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "kl_stop": None}, max_epochs=2)
+    trainer.fit(module, data)
+    assert not hasattr(module, "reference")
+    base = load_causal_lm(str(tmp_path / "model"))
+    batch = rollouts.experience
+    with torch.no_grad():
+        expected = policy_output(base, batch, batch.action_mask).logprobs
+    assert batch is not None
+    torch.testing.assert_close(batch.ref_logprobs, expected, rtol=0, atol=1e-5)
+    assert (batch.ref_logprobs - batch.old_logprobs).abs().max() > 1e-2
+    moved = {
+        child: {name for name, p in getattr(module, child).named_parameters() if p.requires_grad and p.abs().sum() > 0}
+        for child in ("policy", "critic")
+    }
+    assert all(".lora_" in name for name in moved["policy"])
+    assert (
+        sum(".lora_B" in name for name in moved["policy"]) == sum(".lora_B" in name for name in moved["critic"]) == 14
+    )
+    assert {name for name in moved["critic"] if ".lora_" not in name} == {"model.score.weight"}
+
+
+def test_text_comes_in_whole_steps_and_every_pass_has_another_order(tmp_path: Path) -> None:
+    trainer, module, data, _ = run(tmp_path, {}, max_epochs=1)
+    trainer.fit(module, data)
+    straight = [data.pretraining_batch(number) for number in range(25)]
+    per_pass = 21 // 4 * 2  # five steps of two micro-batches of two, one text is left over
+    for first in (0, per_pass):
+        seen = [tuple(row.tolist()) for batch in straight[first : first + per_pass] for row in batch.pad(24).input_ids]
+        assert len(seen) == len(set(seen)) == 20
+    assert not torch.equal(straight[0].pad(24).input_ids, straight[per_pass].pad(24).input_ids)
+    assert torch.equal(data.pretraining_batch(13).input_ids, straight[13].input_ids)  # by number, in any order
+    assert torch.equal(data.pretraining_batch(14).input_ids, straight[14].input_ids)
+
+
+@pytest.mark.parametrize(
+    ("coef", "given", "message"),
+    [(0.1, None, "there is none: give PromptDataModule"), (0.0, text(), "nothing learns from: set ptx_coef")],
+)
+def test_text_without_a_weight_and_a_weight_without_text_are_errors(
+    tmp_path: Path, coef: float, given: Any, message: str
+) -> None:
+    trainer, module, data, _ = setup_run(
+        tmp_path, module=PPOModule, module_arguments={"ptx_coef": coef}, data_arguments={"pretraining_data": given}
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, data)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "rlhf_zero2": {"kl_stop": 1e-3},
+    "rlhf_zero3": {"kl_stop": 1e-3, "shared_backbone": True},
+}
+"""Module arguments by the strategy they are tried under."""
+
+
+def train_on_ranks(folder: Path, strategy: str | None, world: int) -> dict[str, Any]:
+    """Entry point of a rank: each case, under its own strategy unless told; sums of weights and what was logged."""
+    from rlhfkit.strategies.sharding import full_parameters
+
+    results = {}
+    for case, arguments in CASES.items():
+        sums: dict[str, float] = {}
+
+        class Measure(L.Callback):
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                for child in {"policy", "critic"} & dict(pl_module.named_children()).keys():
+                    parameters = list(getattr(pl_module, child).parameters())
+                    with full_parameters(parameters):
+                        sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)  # noqa: B023
+
+        trainer, module, data, _ = run(
+            folder / case,
+            {"lr": 0.05, "critic_lr": 0.05, "reward_model": str(folder / "reward")} | arguments,
+            module=PlainSGD,
+            callbacks=[Measure()],
+            micro_batch_size=8,
+            max_epochs=2,
+            strategy=strategy or case,
+            devices=world,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, data)
+        names = ("policy/kl_stopped", "ptx/loss", "loss", "rollout/reward", "rollout/reward_model")
+        metrics = {name: float(trainer.callback_metrics[name]) for name in names}
+        results[case] = {"sums": sums, "metrics": metrics, "moments": module.return_moments.plain()}
+    return results
+
+
+@pytest.mark.distributed
+def test_two_ranks_decide_score_and_learn_as_one(tmp_path: Path) -> None:
+    reward_model(tmp_path)
+    for case in CASES:
+        tiny_model(tmp_path / case / "model")
+    alone = train_on_ranks(tmp_path, "auto", 1)
+    for result in ranks.run("modules.test_ppo_runs:train_on_ranks", 2, tmp_path, strategy=None, world=2):
+        for case in CASES:
+            for what, expected in alone[case].items():
+                assert result[case][what] == pytest.approx(expected, rel=1e-5), (case, what)
+            assert 0 < result[case]["metrics"]["policy/kl_stopped"] < 1
