@@ -33,6 +33,9 @@ def iteration_metrics(samples: Sequence[Sample], experience: Experience, *, rewa
     }
     for name, values in experience.reward_parts.items():
         metrics[f"rollout/reward_{name}"] = float(values[~values.isnan()].mean())
+    for name, chosen in by_source(samples).items():
+        scored = [sample.reward for sample in chosen if sample.reward is not None]
+        metrics[f"rollout/reward/{name}"] = fmean(scored) if scored else math.nan
     if not rewarded:
         metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/reward")}
     if experience.advantages is not None:
@@ -70,6 +73,19 @@ def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, floa
     }
 
 
+def by_source(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """Samples of several data sets apart; empty unless the prompts' metadata (``source``) name more than one.
+
+    Args:
+        samples: Any.
+    """
+    found: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if "source" in sample.prompt.metadata:
+            found.setdefault(str(sample.prompt.metadata["source"]), []).append(sample)
+    return dict(sorted(found.items())) if len(found) > 1 else {}
+
+
 def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
     """Total rewards and their parts, by name, of the samples that have them.
 
@@ -85,7 +101,7 @@ def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def validation_metrics(
-    samples: Sequence[Sample], *, success: float = 1.0, source: str = "source", rewarded: bool = True
+    samples: Sequence[Sample], *, success: float = 1.0, rewarded: bool = True
 ) -> dict[str, tuple[float, int]]:
     """Metrics of validation samples, of each source too, and how many samples or prompts each is a mean over.
 
@@ -95,17 +111,13 @@ def validation_metrics(
     Args:
         samples: Of some prompts, all samples of each.
         success: A sample with at least this reward is right; one without a reward is not.
-        source: Name in the prompts' metadata that says which data set they are from; with several, everything is given
-            for each too.
         rewarded: Whether there was a reward at all.
 
     Returns:
         ``reward`` and its parts, ``pass@k``, ``length`` in tokens, ``truncated_fraction``; each with ``/<source>``.
     """
     metrics = _of_one_source(samples, success, rewarded)
-    sources = sorted({str(sample.prompt.metadata[source]) for sample in samples if source in sample.prompt.metadata})
-    for name in sources if len(sources) > 1 else []:
-        chosen = [sample for sample in samples if str(sample.prompt.metadata.get(source)) == name]
+    for name, chosen in by_source(samples).items():
         metrics |= {f"{key}/{name}": value for key, value in _of_one_source(chosen, success, rewarded).items()}
     return metrics
 

@@ -5,11 +5,15 @@ the next one. Nothing here changes while prompts are drawn: a cursor says where 
 on what was drawn decides when the cursor moves.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from rlhfkit.data.experience import Prompt
+from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.data.shuffling import permutation
+from rlhfkit.datamodules.curriculum import Order, PromptPass, Worth
+
+log = logging.getLogger(__name__)
 
 
 class PromptCursor(NamedTuple):
@@ -21,10 +25,19 @@ class PromptCursor(NamedTuple):
     """Rows of the current pass that were taken or put off."""
     postponed: tuple[int, ...] = ()
     """Rows before the offset that were put off: the batch that reached them had them already, or gave them back."""
+    rows: Sequence[int] | None = None
+    """The current pass as a curriculum has ordered it; ``None``: there is none."""
+    history: Mapping[int, Worth] | None = None
+    """What a curriculum knows of each row that was sampled."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {"pass": self.number, "offset": self.offset, "postponed": list(self.postponed)}
+        state: dict[str, Any] = {"pass": self.number, "offset": self.offset, "postponed": list(self.postponed)}
+        if self.rows is not None:
+            state["rows"] = list(self.rows)
+        if self.history is not None:
+            state["history"] = [[row, *worth] for row, worth in self.history.items()]
+        return state
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Self:
@@ -33,7 +46,9 @@ class PromptCursor(NamedTuple):
         Args:
             state: May have other entries too.
         """
-        return cls(state["pass"], state["offset"], tuple(state["postponed"]))
+        history = state.get("history")
+        known = None if history is None else {row: Worth(*worth) for row, *worth in history}
+        return cls(state["pass"], state["offset"], tuple(state["postponed"]), state.get("rows"), known)
 
 
 class PromptOrder:
@@ -43,12 +58,27 @@ class PromptOrder:
         total: Rows.
         seed: Of the shuffling, which is a function of (seed, pass) and nothing else.
         shuffle: The order of the rows in every pass when false.
+        plain: The rows of a pass by its number, in place of all rows, shuffled.
+        curriculum: What makes of these the rows that are sampled.
+        column: Values by row, for the curriculum.
     """
 
-    def __init__(self, total: int, *, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        total: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        plain: Callable[[int], Sequence[int]] | None = None,
+        curriculum: Order | None = None,
+        column: Callable[[str], Sequence[Any]] = lambda name: [],
+    ) -> None:
         self.total = total
         self.seed = seed
         self.shuffle = shuffle
+        self.plain = plain
+        self.curriculum = curriculum
+        self.column = column
         self._permutations: dict[int, Sequence[int]] = {}
 
     def take(
@@ -79,21 +109,55 @@ class PromptOrder:
             (skipped if row in seen else taken).append(row)
             seen.add(row)
             first += 1
-        number, offset = cursor.number, cursor.offset
+        number, offset, rows = cursor.number, cursor.offset, cursor.rows
+        if rows is None:
+            rows = self._rows(number, cursor) if offset == 0 else self._permutation(number)
+        before = -1  # rows taken when the current pass began; -1: it began in another batch
         while len(taken) < count:
-            if offset == self.total:
-                number, offset = number + 1, 0
-            row = self._permutation(number)[offset]
+            if offset >= len(rows) and before == len(taken):
+                rows = self._and_the_rest(number, rows)
+            elif offset >= len(rows):
+                number, offset, before = number + 1, 0, len(taken)
+                rows = self._rows(number, cursor)
+                continue
+            row = rows[offset]
             (skipped if row in seen else taken).append(row)
             seen.add(row)
             offset += 1
-        return taken, PromptCursor(number, offset, (*skipped, *cursor.postponed[first:]))
+        kept = None if self.curriculum is None else rows
+        return taken, PromptCursor(number, offset, (*skipped, *cursor.postponed[first:]), kept, cursor.history)
+
+    def _rows(self, number: int, cursor: PromptCursor) -> Sequence[int]:
+        """The rows of one pass, as the curriculum wants them now."""
+        if self.curriculum is None:
+            return self._permutation(number)
+        known = {} if cursor.history is None else cursor.history
+        rows = list(self.curriculum(PromptPass(number, self._permutation(number), known, self.column)))
+        wrong = [row for row in rows if not (isinstance(row, int) and 0 <= row < self.total)]
+        if wrong:
+            raise ValueError(
+                f"order={self.curriculum!r} has returned {wrong[0]!r} for pass {number}: it must return rows of the "
+                f"pass, integers from 0 to {self.total - 1}"
+            )
+        return rows
+
+    def _and_the_rest(self, number: int, rows: Sequence[int]) -> Sequence[int]:
+        """A pass that had nothing new for a batch: what it leaves out follows, or the batch would never be full."""
+        log.warning(
+            "pass %d over the prompts has %d rows, too few for an iteration: those that its order leaves out follow",
+            *(number, len(set(rows))),
+        )
+        return list(dict.fromkeys([*rows, *self._permutation(number), *range(self.total)]))
 
     def _permutation(self, number: int) -> Sequence[int]:
         """Order of one pass; the last few are remembered. Safe in several threads: the dictionary is replaced whole."""
         known = self._permutations
         if number not in known:
-            order = permutation(self.total, seed=self.seed, number=number) if self.shuffle else range(self.total)
+            order: Sequence[int]
+            if self.plain is not None:
+                order = self.plain(number)
+            else:
+                order = permutation(self.total, seed=self.seed, number=number) if self.shuffle else range(self.total)
             self._permutations = {key: known[key] for key in known if key >= number - 1} | {number: order}
             return order
         return known[number]
@@ -142,6 +206,23 @@ class PromptDraws:
             prompts: Drawn here and not used.
         """
         self._returned |= {prompt.index for prompt in prompts}
+
+    def record(self, groups: Iterable[Sequence[Sample]]) -> None:
+        """Remember what the samples of prompts were worth, if there is a curriculum that asks for it.
+
+        Args:
+            groups: Of prompts drawn here, with their rewards.
+        """
+        if self._order.curriculum is None:
+            return
+        history = dict(self._cursor.history or {})
+        for group in groups:
+            rewards = [sample.reward for sample in group if sample.reward is not None]
+            if rewards:
+                row = self._rows[group[0].prompt.index]
+                before = history[row].samples if row in history else 0
+                history[row] = Worth(before + len(rewards), sum(rewards) / len(rewards))
+        self._cursor = self._cursor._replace(history=history)
 
     @property
     def after(self) -> dict[str, Any]:

@@ -63,6 +63,16 @@ class PromptRows:
         token_ids = self.format.tokenize([rendered], templated=self._templated)[0]
         return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=row)
 
+    def column(self, name: str) -> list[Any]:
+        """The values of a column, by position.
+
+        Raises:
+            ValueError: If there is no such column, or values are missing.
+        """
+        check_columns(self.rows, self.source, order=name)
+        values = self.rows[name]
+        return [values[index] for index in self.kept]
+
     def _check_lengths(self, limit: int) -> None:
         lengths: list[int] = []
         for start in range(0, len(self.rows), 1000):
@@ -101,7 +111,7 @@ class PromptRows:
 class PromptBatches:
     """Batches of validation prompts, dealt to the ranks; every rank yields equally many, the last ones may be empty."""
 
-    def __init__(self, rows: PromptRows, batch_size: int, rank: int, world_size: int) -> None:
+    def __init__(self, rows: Any, batch_size: int, rank: int, world_size: int) -> None:
         """Batches of ``batch_size`` prompts over all ranks, of which this rank takes every ``world_size``-th prompt."""
         self.rows = rows
         self.batch_size = batch_size

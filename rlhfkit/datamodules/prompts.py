@@ -8,6 +8,7 @@ nothing else, and each row is used exactly once per pass.
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -15,11 +16,14 @@ import lightning as L
 from rlhfkit.data.collate import TokenBatch
 from rlhfkit.data.experience import Prompt
 from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
+from rlhfkit.datamodules.curriculum import Order
 from rlhfkit.datamodules.instructions import SFTDataModule
+from rlhfkit.datamodules.mixed_prompts import MixedPrompts, as_mixture, sources_of
+from rlhfkit.datamodules.mixing import Sources
 from rlhfkit.datamodules.pretraining import PretrainingText
 from rlhfkit.datamodules.prompt_order import PromptCursor, PromptDraws, PromptOrder
 from rlhfkit.datamodules.prompt_rows import PromptBatches, PromptRows
-from rlhfkit.datamodules.sources import Source, describe, load_tokenizer, no_loader, read_rows
+from rlhfkit.datamodules.sources import describe, load_tokenizer, no_loader, read_rows
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +57,12 @@ class PromptDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        data: Source,
+        data: Sources,
         *,
         prompt: str = "prompt",
         answer: str | None = None,
         answer_extractor: Callable[[Any], Any] = final_answer,
-        validation_data: Source | None = None,
+        validation_data: Sources | None = None,
         pretraining_data: SFTDataModule | None = None,
         split: str = "train",
         validation_split: str = "test",
@@ -70,6 +74,7 @@ class PromptDataModule(L.LightningDataModule):
         overlong_prompts: Literal["error", "drop"] = "error",
         shuffle: bool = True,
         seed: int = 0,
+        order: Order | None = None,
         apply_chat_template: bool | None = None,
         system: str | None = None,
         chat_template_arguments: dict[str, Any] | None = None,
@@ -78,11 +83,14 @@ class PromptDataModule(L.LightningDataModule):
         """Remember what to read; nothing is opened before ``setup``.
 
         Args:
-            data: Where the prompts are, see :data:`~rlhfkit.datamodules.sources.Source`.
+            data: Where the prompts are, see :data:`~rlhfkit.datamodules.sources.Source`; several sources with their
+                weights as a mapping or a :class:`~rlhfkit.datamodules.mixing.Mixture` are in every iteration in
+                proportion.
             prompt: Column of the prompts: text, or a list of chat messages ``{"role": ..., "content": ...}``.
             answer: Column of the reference answers; ``None``: there are none.
             answer_extractor: Applied to each value of the answer column.
-            validation_data: Where the validation prompts are; same columns.
+            validation_data: Where the validation prompts are; same columns. Of several sources, every prompt of each
+                is used, and metrics are logged for each, too.
             pretraining_data: Text that is learned in every update too, by modules with a ``ptx_coef``: examples of any
                 kind, ``micro_batch_size`` of them beside each micro-batch of samples.
             split: Split of ``data``, where it has several.
@@ -95,6 +103,8 @@ class PromptDataModule(L.LightningDataModule):
             overlong_prompts: ``"error"`` or ``"drop"`` (with a logged count) for prompts above that length.
             shuffle: Shuffle each pass over the data; the order of the file when false.
             seed: Of the shuffling.
+            order: A curriculum: in which order, and which prompts at all, a pass over the data has; see
+                :mod:`rlhfkit.datamodules.curriculum`.
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template. Chat
                 messages always go through the template.
             system: System message put in front; needs the chat template.
@@ -116,11 +126,11 @@ class PromptDataModule(L.LightningDataModule):
                 raise ValueError(f"PromptDataModule({name}=...) must be at least 1, got {size}")
         if overlong_prompts not in ("error", "drop"):
             raise ValueError(f"overlong_prompts must be 'error' or 'drop', got {overlong_prompts!r}")
-        self.data = data
+        self.data = as_mixture(data) or data
         self.prompt = prompt
         self.answer = answer
         self.answer_extractor = answer_extractor
-        self.validation_data = validation_data
+        self.validation_data = None if validation_data is None else as_mixture(validation_data) or validation_data
         self.split = split
         self.validation_split = validation_split
         self.subset = subset
@@ -131,12 +141,13 @@ class PromptDataModule(L.LightningDataModule):
         self.overlong_prompts = overlong_prompts
         self.shuffle = shuffle
         self.seed = seed
+        self.order = order
         self.apply_chat_template = apply_chat_template
         self.system = system
         self.chat_template_arguments = dict(chat_template_arguments or {})
         self.tokenizer = tokenizer
-        self._rows: PromptRows | None = None
-        self._validation_rows: PromptRows | None = None
+        self._rows: PromptRows | MixedPrompts | None = None
+        self._validation_rows: PromptRows | MixedPrompts | None = None
         self._order: PromptOrder | None = None
         self._cursor = PromptCursor()
         self._saved_fingerprint: str | None = None
@@ -147,9 +158,10 @@ class PromptDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Download and convert once per machine, so that the other ranks find it done."""
-        read_rows(self.data, split=self.split, subset=self.subset)
-        if self.validation_data is not None:
-            read_rows(self.validation_data, split=self.validation_split, subset=self.subset)
+        for source in sources_of(self.data):
+            read_rows(source, split=self.split, subset=self.subset)
+        for source in [] if self.validation_data is None else sources_of(self.validation_data):
+            read_rows(source, split=self.validation_split, subset=self.subset)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = self.trainer
             self.pretraining_data.prepare_data()
@@ -167,25 +179,34 @@ class PromptDataModule(L.LightningDataModule):
             return
         trainer = self.trainer
         tokenizer = load_tokenizer(self.tokenizer, None if trainer is None else trainer.lightning_module)
-        rows = PromptRows(self, read_rows(self.data, split=self.split, subset=self.subset), self.data, tokenizer)
+        rows = self._open(self.data, self.split, tokenizer)
         if len(rows) < self.rollout_batch_size:
             raise ValueError(
-                f"{describe(self.data)} has {len(rows)} prompts, fewer than rollout_batch_size "
+                f"{self._described} has {len(rows)} prompts, fewer than rollout_batch_size "
                 f"{self.rollout_batch_size}, and a prompt cannot be in an iteration twice: lower rollout_batch_size or "
                 "add prompts"
             )
+        if isinstance(rows, MixedPrompts):
+            rows.check_share(self.rollout_batch_size)
         if self.validation_data is not None:
-            self._validation_rows = PromptRows(
-                self,
-                read_rows(self.validation_data, split=self.validation_split, subset=self.subset),
-                self.validation_data,
-                tokenizer,
-            )
+            self._validation_rows = self._open(self.validation_data, self.validation_split, tokenizer)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = trainer
             self.pretraining_data.setup(stage)
         self._rows = rows
         self._check_fingerprint()
+
+    def _open(self, data: Any, split: str, tokenizer: Any) -> PromptRows | MixedPrompts:
+        parts = [
+            PromptRows(self, read_rows(source, split=split, subset=self.subset), source, tokenizer)
+            for source in sources_of(data)
+        ]
+        mixture = as_mixture(data)
+        return parts[0] if mixture is None else MixedPrompts(mixture, parts)
+
+    @property
+    def _described(self) -> str:
+        return " and ".join(describe(source) for source in sources_of(self.data))
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -202,7 +223,17 @@ class PromptDataModule(L.LightningDataModule):
         """
         rows = self._ready(self._rows)
         if self._order is None:
-            self._order = PromptOrder(len(rows), seed=self.seed, shuffle=self.shuffle)
+            mixed = (
+                partial(rows.order, seed=self.seed, shuffle=self.shuffle) if isinstance(rows, MixedPrompts) else None
+            )
+            self._order = PromptOrder(
+                len(rows),
+                seed=self.seed,
+                shuffle=self.shuffle,
+                plain=mixed,
+                curriculum=self.order,
+                column=rows.column,
+            )
         cursor = self._cursor if after is None else PromptCursor.from_state_dict(after)
         return PromptDraws(self._order, rows.__getitem__, cursor, rows.fingerprint())
 
@@ -244,7 +275,7 @@ class PromptDataModule(L.LightningDataModule):
         return [rows[position] for position in range(len(rows))]
 
     @staticmethod
-    def _ready(rows: "PromptRows | None") -> "PromptRows":
+    def _ready(rows: PromptRows | MixedPrompts | None) -> PromptRows | MixedPrompts:
         if rows is None:
             raise RuntimeError("the data is not open yet: call PromptDataModule.setup() first (the Trainer does)")
         return rows
@@ -325,7 +356,7 @@ class PromptDataModule(L.LightningDataModule):
             log.warning(
                 "The prompts of %s are not those that the checkpoint was saved with (%d rows now); the order cannot be "
                 "continued, so a new pass over them begins",
-                describe(self.data),
+                self._described,
                 len(rows),
             )
             self._cursor = PromptCursor(self._cursor.number + 1)

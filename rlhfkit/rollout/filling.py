@@ -30,6 +30,10 @@ class Draws(Protocol):
         """Have prompts come first in the next iteration."""
         ...
 
+    def record(self, groups: Sequence[Sequence[Sample]]) -> None:
+        """Told what was sampled and judged; a curriculum may go by it."""
+        ...
+
     @property
     def after(self) -> dict[str, Any]:
         """Where the next iteration begins, as plain values."""
@@ -115,6 +119,7 @@ def fill_iteration(
     in_order = [prompt.index for prompt in drawn]
     kept = [accepted[index] for index in in_order if index in accepted]
     turned_down = [rejected[index] for index in in_order if index in rejected]
+    draws.record([*kept, *turned_down])
     rewards = [s.reward for group in [*kept, *turned_down] for s in group if s.reward is not None]
     return FilledIteration(
         groups=kept + turned_down[: wanted - len(kept)],

@@ -151,10 +151,9 @@ def test_the_command_line_can_make_every_datamodule(name: str) -> None:
     parser.add_class_arguments(kind, "data", fail_untyped=False)
     arguments = ["--data.data=a.jsonl"] + ["--data.steps_per_epoch=2"] * (name == "StreamingSFTDataModule")
     assert parser.instantiate(parser.parse_args(arguments)).data.data == "a.jsonl"
-    if name != "PromptDataModule":
-        arguments[0] = '--data.data={"a.jsonl": 3, "b.jsonl": 1}'
-        mixture = parser.instantiate(parser.parse_args(arguments)).data.data
-        assert mixture.sources == ["a.jsonl", "b.jsonl"]
+    arguments[0] = '--data.data={"a.jsonl": 3, "b.jsonl": 1}'
+    mixture = parser.instantiate(parser.parse_args(arguments)).data.data
+    assert mixture.sources == ["a.jsonl", "b.jsonl"]
         assert mixture.weights == [0.75, 0.25]
 
 

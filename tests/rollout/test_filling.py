@@ -93,7 +93,7 @@ def test_nothing_is_lost_doubled_or_out_of_order(
         assert judged.total() == filled.sampled
         assert set(judged) >= {group[0].prompt.index for group in filled.groups}
         used += judged
-    number, offset, postponed = PromptCursor.from_state_dict(after)
+    number, offset, postponed, *_ = PromptCursor.from_state_dict(after)
     whole = Counter(dict.fromkeys(range(TOTAL), number))
     whole.update(PromptOrder(TOTAL, seed=2)._permutation(number)[:offset])
     assert used + Counter(postponed) == whole
