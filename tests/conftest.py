@@ -4,15 +4,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Engines, tests and ranks share a few cores: one thread each is faster than many that wait for one another, by far for
+# models this small. OpenMP reads it when torch is imported, so it comes first.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from shared_pool import SharedPool
 from tiny_models import tiny_model
 
 from rlhfkit.rollout.health import HealthPolicy
-
-# Engines, tests and ranks share a few cores: one thread each is faster than many that wait for one another.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
