@@ -1,19 +1,18 @@
 """``GlooGroup``: the trainer and the engines' workers as a group of their own, which touches no global state of torch.
 
-Its store listens on one address only. Every operation has a time limit.
+Its store listens on one address only. Every broadcast has a time limit.
 """
 
 import socket
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-class Operation:
-    """A broadcast or meeting under way."""
+class Broadcast:
+    """A broadcast under way."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work: dist.Work | None = work
@@ -29,7 +28,7 @@ class Operation:
             RuntimeError: If a member failed, the time is up, or the group was closed.
         """
         if self._work is None:
-            raise RuntimeError("the group was closed during an operation")
+            raise RuntimeError("the group was closed during an broadcast")
         self._work.wait()
 
     def drop(self) -> None:
@@ -45,7 +44,7 @@ class GlooGroup:
         prefix: Distinguishes this group from earlier ones over the same store.
         rank: Of this process.
         size: Members.
-        timeout: Seconds any operation may take.
+        timeout: Seconds any broadcast may take.
         address: Address of this machine that the others reach.
     """
 
@@ -57,9 +56,9 @@ class GlooGroup:
         options._threads = 2
         options._devices = [gloo.create_device(hostname=address)]
         self._group: Any = gloo(dist.PrefixStore(prefix, store), rank, size, options)
-        self._under_way: list[Operation] = []
+        self._under_way: list[Broadcast] = []
 
-    def broadcast(self, block: Tensor) -> Operation:
+    def broadcast(self, block: Tensor) -> Broadcast:
         """Start sending from (or receiving into) the block; rank 0 sends.
 
         Args:
@@ -68,18 +67,9 @@ class GlooGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
-        return self._watched(self._group.broadcast([block], options))
-
-    def meet(self) -> Operation:
-        """Start to wait until every member has come to this point."""
-        options = dist.AllreduceOptions()
-        options.timeout = self._timeout
-        return self._watched(self._group.allreduce([torch.zeros(1)], options))
-
-    def _watched(self, work: dist.Work) -> Operation:
-        operation = Operation(work)
-        self._under_way = [*(other for other in self._under_way if not other.is_completed()), operation]
-        return operation
+        broadcast = Broadcast(self._group.broadcast([block], options))
+        self._under_way = [*(other for other in self._under_way if not other.is_completed()), broadcast]
+        return broadcast
 
     def close(self) -> None:
         """Drop all connections, so that members that wait for this one fail now.
@@ -87,8 +77,8 @@ class GlooGroup:
         In torch 2.13 ``abort`` and ``shutdown`` leave the sockets of a gloo group open; they are closed when nothing
         refers to the group any more, and a piece of its work does.
         """
-        for operation in self._under_way:
-            operation.drop()
+        for broadcast in self._under_way:
+            broadcast.drop()
         self._under_way, self._group = [], None
 
 
@@ -97,7 +87,7 @@ def open_store(address: str, timeout: float) -> dist.TCPStore:
 
     Args:
         address: Of this machine.
-        timeout: Seconds any operation may take.
+        timeout: Seconds any broadcast may take.
     """
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]

@@ -4,9 +4,8 @@ Rank 0 of the training is rank 0 of a group of its own whose other members are t
 announces all names, types and shapes; the bytes follow, bucket by bucket.
 """
 
-import time
+import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -14,9 +13,11 @@ from torch import Tensor
 
 from rlhfkit.rollout.carriers import Carrier, NetworkCarrier, SharedMemoryCarrier
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.gloo_group import GlooGroup, Operation, open_store
-from rlhfkit.rollout.shared_blocks import SharedBlocks
+from rlhfkit.rollout.gloo_group import GlooGroup, open_store
+from rlhfkit.rollout.shared_blocks import INVISIBLE, SharedBlocks
 from rlhfkit.rollout.transfer import DEFAULT_BUCKET_BYTES, plan_buckets
+
+log = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
@@ -109,20 +110,33 @@ class GlooSender:
         self.bucket_bytes = bucket_bytes
         self.shared_memory = shared_memory
         self._store: dist.TCPStore | None = None
-        self._group: GlooGroup | None = None
         self._generation = 0  # groups formed so far; the prefix of the keys of each
         self._carrier: Carrier | None = None
+        self._connected = False
 
     def connect(self, receivers: Receivers) -> None:
         """Form the group; see :class:`WeightSender`."""
+        blocks = None
+        if self.shared_memory and receivers.address == "127.0.0.1":
+            blocks = SharedBlocks.create(self.bucket_bytes)
+        try:
+            self._connect(receivers, blocks)
+        except RuntimeError as error:
+            if INVISIBLE not in str(error):
+                raise
+            log.info("an engine of this machine does not see its shared memory: weights go over the network")
+            self.shared_memory = False
+            self._connect(receivers, None)
+        finally:
+            if blocks is not None:
+                blocks.hide()
+
+    def _connect(self, receivers: Receivers, blocks: SharedBlocks | None) -> None:
         self.close()
         if self._store is None:
             self._store = open_store(receivers.address, self.timeout)
         self._generation += 1
         prefix, size = f"weights{self._generation}", 1 + receivers.num_workers
-        blocks = None
-        if self.shared_memory and receivers.address == "127.0.0.1":
-            blocks = SharedBlocks.create(self.bucket_bytes)
         pending = receivers.connect(
             {
                 "address": receivers.address,
@@ -134,17 +148,18 @@ class GlooSender:
                 "shared_memory": None if blocks is None else str(blocks.path),
             }
         )
-        try:
-            self._group = GlooGroup(self._store, prefix, 0, size, self.timeout, receivers.address)
-            pending.result()
-        finally:
-            if blocks is not None:
-                blocks.hide()
-        self._carrier = NetworkCarrier(self._group) if blocks is None else SharedMemoryCarrier(self._group, blocks)
+        if blocks is None:
+            group = GlooGroup(self._store, prefix, 0, size, self.timeout, receivers.address)
+            self._carrier = NetworkCarrier(group)
+        else:
+            store = dist.PrefixStore(prefix, self._store)
+            self._carrier = SharedMemoryCarrier(store, blocks, receivers.num_workers, self.timeout)
+        pending.result()
+        self._connected = True
 
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
         """Send; see :class:`WeightSender`."""
-        if self._carrier is None:
+        if self._carrier is None or not self._connected:
             raise RuntimeError("GlooSender.send was called before connect")
         pending = receivers.update(
             {
@@ -155,34 +170,19 @@ class GlooSender:
         )
         stream = checked(infos, weights)
         buckets = plan_buckets(infos, self.bucket_bytes)
-        blocks = self._carrier.outgoing([bucket.num_bytes for bucket in buckets], partial(_wait, pending=pending))
-        for number, block in enumerate(blocks):
-            for _, view in buckets[number].views(block, infos):
-                view.copy_(next(stream)[1])
+        try:
+            blocks = self._carrier.outgoing([bucket.num_bytes for bucket in buckets], pending.poll)
+            for number, block in enumerate(blocks):
+                for _, view in buckets[number].views(block, infos):
+                    view.copy_(next(stream)[1])
+        except TimeoutError:
+            pending.result()  # says which engine is late
+            raise
         next(stream, None)  # lets the source finish, and raises if there is more than was announced
         pending.result()
 
     def close(self) -> None:
         """Leave the group; see :class:`WeightSender`."""
-        if self._group is not None:
-            self._group.close()
-        self._group, self._carrier = None, None
-
-
-def _wait(operation: Operation | None, pending: Pending) -> None:
-    """Wait for an operation, but not for a receiver that has failed and will never take part in it."""
-    if operation is None:
-        return
-    pause, checks = 1e-5, 0
-    while not operation.is_completed():
-        time.sleep(pause)
-        pause, checks = min(2 * pause, 2e-3), checks + 1
-        if checks % 100 == 0:
-            pending.poll()
-    try:
-        operation.wait()
-    except RuntimeError:
-        for _ in range(50):  # the error of a receiver says more than "connection closed by peer", if one comes
-            pending.poll()
-            time.sleep(0.1)
-        raise
+        if self._carrier is not None:
+            self._carrier.close()
+        self._carrier, self._connected = None, False

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 _FOLDER = Path("/dev/shm")  # files in memory, on Linux
+INVISIBLE = "cannot open the trainer's shared memory"
+"""What :meth:`SharedBlocks.open` says where it is another container's or user's."""
 
 
 class SharedBlocks:
@@ -65,10 +67,7 @@ class SharedBlocks:
         try:
             return cls(os.open(path, os.O_RDWR), num_bytes)
         except (OSError, ValueError) as error:
-            raise RuntimeError(
-                f"this engine cannot open the trainer's shared memory ({error}): it runs in another container or as "
-                "another user; VLLMPool(shared_memory=False) sends weights over the network"
-            ) from error
+            raise RuntimeError(f"{INVISIBLE}: {error}") from error
 
     def hide(self) -> None:
         """Remove the name: nobody else can open the memory, and it is freed with the last process that has."""

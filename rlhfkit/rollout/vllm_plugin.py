@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -58,7 +58,6 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._group: GlooGroup | None = None
         self._carrier: Carrier | None = None
         self._bucket_bytes = 0
         self._packed: dict[nn.Module, Any] = {}
@@ -68,22 +67,18 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
         self.shutdown()
         limit = timedelta(seconds=init_info.timeout)
         store = TCPStore(init_info.address, init_info.port, is_master=False, timeout=limit)
+        self._bucket_bytes = init_info.bucket_bytes
+        if init_info.shared_memory is not None:
+            blocks = SharedBlocks.open(init_info.shared_memory, init_info.bucket_bytes)
+            workers = init_info.world_size - 1
+            named = PrefixStore(init_info.prefix, store)
+            self._carrier = SharedMemoryCarrier(named, blocks, workers, init_info.timeout)
+            return
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._bucket_bytes = init_info.bucket_bytes
-        self._group = GlooGroup(
-            store,
-            init_info.prefix,
-            rank,
-            init_info.world_size,
-            init_info.timeout,
-            address_towards(init_info.address, init_info.port),
-        )
-        if init_info.shared_memory is None:
-            self._carrier = NetworkCarrier(self._group)
-        else:
-            blocks = SharedBlocks.open(init_info.shared_memory, init_info.bucket_bytes)
-            self._carrier = SharedMemoryCarrier(self._group, blocks)
+        address = address_towards(init_info.address, init_info.port)
+        group = GlooGroup(store, init_info.prefix, rank, init_info.world_size, init_info.timeout, address)
+        self._carrier = NetworkCarrier(group)
 
     def start_weight_update(self) -> None:
         """Prepare every layer to be loaded anew, even after an update that broke off halfway."""
@@ -127,9 +122,9 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
 
     def shutdown(self) -> None:
         """Leave the group."""
-        if self._group is not None:
-            self._group.close()
-        self._group, self._carrier = None, None
+        if self._carrier is not None:
+            self._carrier.close()
+            self._carrier = None
 
 
 def _keep_what_waits(model: nn.Module, block: Tensor) -> None:

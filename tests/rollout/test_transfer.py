@@ -156,7 +156,6 @@ class ReceiverThreads:
     def __init__(self, num_workers: int, dies_after: int | None = None) -> None:
         self.num_workers = num_workers
         self.dies_after = dies_after
-        self.groups: list[GlooGroup] = []
         self.carriers: list[Carrier] = []
         self.received: list[dict[str, Tensor]] = []
         self._threads = ThreadPoolExecutor(2 * num_workers)
@@ -165,25 +164,25 @@ class ReceiverThreads:
         self._rendezvous = rendezvous
         return Calls([self._threads.submit(self._join, 1 + worker) for worker in range(self.num_workers)])
 
-    def _join(self, rank: int) -> GlooGroup:
+    def _join(self, rank: int) -> None:
         r = self._rendezvous
         limit = timedelta(seconds=r["timeout"])
         store = dist.TCPStore(r["address"], r["port"], is_master=False, timeout=limit)
-        group = GlooGroup(store, r["prefix"], rank, r["world_size"], r["timeout"], "127.0.0.1")
-        carrier: Carrier = NetworkCarrier(group)
-        if r["shared_memory"] is not None:
-            carrier = SharedMemoryCarrier(group, SharedBlocks.open(r["shared_memory"], r["bucket_bytes"]))
-        self.groups.append(group)
-        self.carriers.append(carrier)
-        return group
+        if r["shared_memory"] is None:
+            group = GlooGroup(store, r["prefix"], rank, r["world_size"], r["timeout"], "127.0.0.1")
+            self.carriers.append(NetworkCarrier(group))
+        else:
+            blocks = SharedBlocks.open(r["shared_memory"], r["bucket_bytes"])
+            named = dist.PrefixStore(r["prefix"], store)
+            self.carriers.append(SharedMemoryCarrier(named, blocks, self.num_workers, r["timeout"]))
 
     def update(self, update: dict[str, Any]) -> "Calls":
         infos = [
             WeightInfo(name, tuple(shape), getattr(torch, dtype))
             for name, shape, dtype in zip(update["names"], update["shapes"], update["dtype_names"], strict=True)
         ]
-        self.received = [{} for _ in self.groups]
-        return Calls([self._threads.submit(self._receive, index, infos) for index in range(len(self.groups))])
+        self.received = [{} for _ in self.carriers]
+        return Calls([self._threads.submit(self._receive, index, infos) for index in range(len(self.carriers))])
 
     def _receive(self, index: int, infos: list[WeightInfo]) -> None:
         buckets = plan_buckets(infos, self._rendezvous["bucket_bytes"])
@@ -191,13 +190,13 @@ class ReceiverThreads:
         for number, block in enumerate(blocks):
             if index == 1 and number == self.dies_after:
                 blocks.close()
-                self.groups[index].close()
+                self.carriers[index].close()
                 raise RuntimeError("receiver 1 is gone")
             self.received[index].update({name: view.clone() for name, view in buckets[number].views(block, infos)})
 
     def close(self) -> None:
-        for group in self.groups:
-            group.close()
+        for carrier in self.carriers:
+            carrier.close()
         self._threads.shutdown(wait=False)
 
 
@@ -244,6 +243,26 @@ class TestGlooSender:
             sender.close()
             receivers.close()
 
+    def test_receivers_that_do_not_see_the_memory_get_weights_over_the_network(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def invisible(path: str, num_bytes: int) -> SharedBlocks:
+            return real(path + "-in-another-container", num_bytes)
+
+        real = SharedBlocks.open
+        monkeypatch.setattr(SharedBlocks, "open", invisible)
+        sender, receivers = GlooSender(timeout=20), ReceiverThreads(2)
+        weights = ModuleWeights(nn.Linear(7, 90))
+        try:
+            sender.connect(receivers)
+            sender.send(receivers, weights.metadata(), iter(weights))
+            assert [type(carrier) for carrier in receivers.carriers] == [NetworkCarrier] * 2
+            for received in receivers.received:
+                assert all(torch.equal(received[name], tensor) for name, tensor in weights)
+        finally:
+            sender.close()
+            receivers.close()
+
     @pytest.mark.parametrize("shared_memory", [True, False])
     def test_a_receiver_that_leaves_is_noticed_at_once(self, shared_memory: bool) -> None:
         sender = GlooSender(timeout=20, bucket_bytes=1000, shared_memory=shared_memory)
@@ -267,7 +286,7 @@ class TestGlooSender:
 
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"(?i)time"):
-            GlooSender(timeout=2).connect(Absent(1))
+            GlooSender(timeout=2, shared_memory=False).connect(Absent(1))
         assert time.monotonic() - start < 10
 
     def test_its_store_listens_on_the_given_address_only(self) -> None:
