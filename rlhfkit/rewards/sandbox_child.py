@@ -125,6 +125,8 @@ def _work(settings: dict[str, Any], confinement: ModuleType, separated: bool) ->
     """Serve, and never return."""
     code = 1
     try:
+        if separated:
+            os.setsid()  # a signal to its group would reach the guard, which it cannot name otherwise
         requests, answers = os.fdopen(settings["requests"], "rb"), os.fdopen(settings["answers"], "wb")
         _to_nowhere()
         setup = pickle.loads(_read(requests))

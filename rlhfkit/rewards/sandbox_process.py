@@ -7,6 +7,7 @@ import os
 import pickle
 import selectors
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -19,7 +20,7 @@ Status = Literal["ok", "timeout", "died", "error"]
 
 _KEPT_OUTPUT = 4096  # bytes of what a worker prints that are kept for messages
 _LARGEST_ANSWER = 64 << 20
-_END_TIMEOUT = 10.0  # seconds for the guard to kill everything
+_END_TIMEOUT = 5.0  # seconds for the guard to kill everything
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 
 
@@ -142,12 +143,18 @@ class SandboxProcess:
         if patience:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 guard.wait(patience)
-        try:
-            report, output = guard.communicate(timeout=_END_TIMEOUT)  # closes its input, which tells it to end
+        killed = (guard.poll() or 0) < 0
+        if killed:  # by somebody inside, who is in its group
+            _kill_group(guard.pid)
+        try:  # closes its input, which tells it to end; who has left its group may hold the other pipes open
+            report, output = guard.communicate(timeout=0.5 if killed else _END_TIMEOUT)
         except subprocess.TimeoutExpired:
-            os.killpg(guard.pid, 9)  # in the guard's own session
-            guard.kill()
-            report, output = guard.communicate()
+            _kill_group(guard.pid)
+            report, output = b"", b""
+            for stream in (guard.stdin, guard.stdout, guard.stderr):
+                if stream is not None:
+                    stream.close()
+            guard.wait(_END_TIMEOUT)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._keep(output)
         try:
@@ -186,6 +193,11 @@ class SandboxProcess:
                 pass_fds=(request, answer),
                 start_new_session=True,
             )
+        except OSError:
+            os.close(self._requests)
+            os.close(self._answers)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         finally:
             os.close(request)
             os.close(answer)
@@ -207,12 +219,15 @@ class SandboxProcess:
         sending = memoryview(struct.pack(">Q", len(request)) + request)
         answer = bytearray()
         assert self._guard is not None
+        assert self._guard.stdout is not None
         assert self._guard.stderr is not None
+        report, output = self._guard.stdout.fileno(), self._guard.stderr.fileno()
         os.set_blocking(self._requests, False)
         with selectors.DefaultSelector() as selector:
             selector.register(self._requests, selectors.EVENT_WRITE)
             selector.register(self._answers, selectors.EVENT_READ)
-            selector.register(self._guard.stderr, selectors.EVENT_READ)
+            selector.register(output, selectors.EVENT_READ)
+            selector.register(report, selectors.EVENT_READ)  # the guard speaks once, when it ends
             while (left := started + timeout - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     if key.fd == self._requests:
@@ -220,15 +235,15 @@ class SandboxProcess:
                         if not sending:
                             selector.unregister(self._requests)
                         continue
-                    data = os.read(key.fd, 1 << 16)
-                    if not data and key.fd != self._answers:
-                        selector.unregister(key.fd)
-                    elif key.fd != self._answers:
+                    data = os.read(key.fd, 1 << 16) if key.fd != report else b""
+                    if key.fd == output:
                         self._keep(data)
-                    elif not data:
-                        return self._failed("died", started, f"the process {self.end(patience=1.0)}")
-                    else:
+                        if not data:
+                            selector.unregister(output)
+                    elif data:
                         answer += data
+                    else:
+                        return self._failed("died", started, f"the process {self.end(patience=1.0)}")
                 size = struct.unpack(">Q", answer[:8])[0] if len(answer) >= 8 else 0
                 if size > _LARGEST_ANSWER:
                     break
@@ -269,3 +284,8 @@ class SandboxProcess:
 
     def _keep(self, output: bytes) -> None:
         self._output = (self._output + output)[-_KEPT_OUTPUT:]
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

@@ -56,6 +56,15 @@ def hide_from_killers() -> None:
     hang()
 
 
+def kill_guard() -> None:
+    """The process that watches over us, with a child that stays."""
+    if os.fork() == 0:
+        os.setsid()
+        hang()
+    os.kill(os.getppid(), 9)
+    hang()
+
+
 def flood() -> None:
     for _ in range(200):
         os.write(1, b"x" * 65536)
@@ -77,6 +86,7 @@ ACTS = {
     "eat memory": eat_memory,
     "eat memory together": eat_memory_together,
     "fork bomb": fork_bomb,
+    "kill guard": kill_guard,
     "hide": hide_from_killers,
     "flood": flood,
     "forge": forge,
