@@ -154,7 +154,7 @@ def test_the_command_line_can_make_every_datamodule(name: str) -> None:
     arguments[0] = '--data.data={"a.jsonl": 3, "b.jsonl": 1}'
     mixture = parser.instantiate(parser.parse_args(arguments)).data.data
     assert mixture.sources == ["a.jsonl", "b.jsonl"]
-        assert mixture.weights == [0.75, 0.25]
+    assert mixture.weights == [0.75, 0.25]
 
 
 def test_preference_pairs_are_mixed_too(write_rows: Write) -> None:
