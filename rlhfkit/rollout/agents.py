@@ -1,7 +1,7 @@
 """``AgentEngine``: an engine whose samples are what agents written against OpenAI's API have the policy say."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -160,6 +160,9 @@ class AgentEngine(PlayingEngine):
             self._endpoint = None
         super().close()
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Nothing to check: what the policy reads is the agent's to say."""
+
     def new_episodes(self, sampling: SamplingSpec, iteration: int) -> NewEpisode:
         """Episodes of one stream. The endpoint listens from the first on, and so not on ranks that never sample."""
         if self._endpoint is None:
@@ -187,6 +190,7 @@ class _AgentEpisode:
         self.error: Exception | None = None
 
     async def play(self) -> Sample:
+        """Run the agent and make a sample of what it has had the policy say."""
         name, session = self._endpoint.open(
             *self._identity, iteration=self._iteration, max_turns=self._engine.max_turns
         )

@@ -119,6 +119,17 @@ class PlayingEngine(EngineWrapper):
         """
         raise NotImplementedError(f"{type(self).__name__} has to define new_episodes()")
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise if an episode cannot begin.
+
+        Args:
+            prompts: What they are to begin with.
+
+        Raises:
+            ValueError: If a prompt leaves no room for an answer.
+        """
+        check_context(prompts, 1, self.most_tokens)
+
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "EpisodeStream":
         """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`."""
         return EpisodeStream(self, sampling, iteration)
@@ -170,7 +181,7 @@ class EpisodeStream:
         Raises:
             ValueError: If a prompt leaves no room for an answer.
         """
-        check_context(prompts, 1, self._engine.most_tokens)
+        self._engine.check_prompts(prompts)
         self._running += [self._engine.loop.submit(self._group(prompt)) for prompt in prompts]
 
     def collect(self, most: int) -> list[list[Sample]]:

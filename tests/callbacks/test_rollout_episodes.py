@@ -1,0 +1,99 @@
+"""Training on episodes, some of which fail: GRPO and PPO, groups that are drawn again, what is logged and recorded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rl_runs import setup_run, weights
+
+from rlhfkit import (
+    DynamicSampling,
+    Environment,
+    EpisodeEngine,
+    GRPOModule,
+    Invariants,
+    LocalEngine,
+    PPOModule,
+    Prompt,
+    ReplayEngine,
+    RolloutCallback,
+    RolloutDump,
+    SamplingSpec,
+    Step,
+)  # fmt: skip
+from rlhfkit.data.experience import Experience
+from rlhfkit.rewards import EpisodeReward
+from rlhfkit.rollout import Action
+
+
+class Digits(Environment):
+    """Pays for digits, turn by turn; every fifth prompt cannot be played at all, every seventh breaks in the middle."""
+
+    def reset(self, prompt: Prompt) -> None:
+        self.number = prompt.index
+        if prompt.index % 5 == 4:
+            raise LookupError("no such game")
+
+    async def step(self, action: Action) -> Step:
+        if self.number % 7 == 6 and action.turn == 1:
+            raise ConnectionError("the game has gone")
+        return Step("+", reward=sum(character.isdigit() for character in action.text) / 4, done=action.turn == 1)
+
+
+SAMPLING = SamplingSpec(group_size=4, max_new_tokens=4)
+
+
+def rollouts(**arguments: Any) -> RolloutCallback:
+    return RolloutCallback(
+        EpisodeReward(),
+        **({"engine": EpisodeEngine(LocalEngine(), Digits, max_turns=2), "sampling": SAMPLING} | arguments),
+    )
+
+
+@pytest.mark.parametrize("module", [GRPOModule, PPOModule])
+def test_episodes_that_fail_are_left_out_and_the_rest_is_learned(tmp_path: Path, module: Any) -> None:
+    kept: list[Experience] = []
+
+    class Kept(Invariants):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            kept.append(callback.experience)  # type: ignore[arg-type]
+
+    callback = rollouts()
+    checks = Kept(compares_groups=module is GRPOModule)
+    trainer, made, data, _ = setup_run(tmp_path, module=module, rollouts=callback, callbacks=[checks], max_epochs=1)
+    trainer.fit(made, data)
+    assert checks.checked == 1
+    experience = kept[0]
+    failed = experience.rewards.isnan()
+    assert 0 < failed.sum() < len(failed)
+    assert (experience.action_mask.any(-1) == ~failed).all()
+    assert experience.token_rewards is not None
+    assert torch.allclose(experience.token_rewards.sum(-1)[~failed], experience.rewards[~failed])
+    assert float(trainer.callback_metrics["rollout/failed"]) == pytest.approx(float(failed.float().mean()))
+    assert float(trainer.callback_metrics["rollout/unscored_fraction"]) == pytest.approx(float(failed.float().mean()))
+    assert 0 < float(trainer.callback_metrics["rollout/turns"]) < 2
+    assert trainer.global_step == 2
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(made).values())
+    assert experience.advantages is not None
+    assert (experience.advantages[failed] == 0).all()
+    assert (experience.advantages[~failed] != 0).any()
+
+
+def test_groups_without_signal_are_drawn_again_and_episodes_replayed(tmp_path: Path) -> None:
+    recorded = rollouts(dynamic_sampling=DynamicSampling())
+    dump = RolloutDump(tmp_path / "dump")
+    trainer, made, data, _ = setup_run(tmp_path, rollouts=recorded, callbacks=[dump], max_epochs=1)
+    trainer.fit(made, data)
+    # Groups of which all episodes fail have no rewards that could differ.
+    assert not any(prompt % 5 == 4 or prompt % 7 == 6 for prompt in {s.prompt.index for s in recorded.samples})
+    assert float(trainer.callback_metrics["rollout/accepted_fraction"]) < 1
+
+    replayed = rollouts(
+        engine=ReplayEngine(tmp_path / "dump"), dynamic_sampling=None, probe_tolerance=float("inf")
+    )  # fmt: skip
+    prompts = list({id(sample.prompt): sample.prompt for sample in recorded.samples}.values())
+    again = replayed.engine.generate(prompts, SAMPLING, iteration=0)
+    assert [sample.token_rewards for sample in again] == [sample.token_rewards for sample in recorded.samples]
+    assert EpisodeReward()(again) == [sample.reward for sample in recorded.samples]
