@@ -1,22 +1,31 @@
-"""Weight sync: seconds and GB/s, next to a plain gloo broadcast of the same bytes and to a memory copy, in one run.
+"""A fleet of vLLM engines: how fast weights reach it, what it generates, and how soon it recovers; one JSON line.
 
-The model is a random Llama of the asked size; nothing is downloaded. All three move the same tensors:
+    python benchmarks/fleet.py                                      # some minutes on two cores
+    python benchmarks/fleet.py --millions 200 --engines 2 --only sync
+
+Models are random Llamas of the asked sizes; nothing is downloaded. Run it on a quiet machine.
+
+``sync``, for each size, all moving the same tensors:
 
 - ``sync``: ``VLLMPool.load``, from the trainer's module until the engines serve the new weights;
 - ``broadcast``: a gloo broadcast from this process to as many receivers as there are engines, in the same buckets;
 - ``memcpy``: a copy inside this process.
 
-Prints one line of JSON. Run it on a quiet machine::
+``throughput``: tokens per second of one engine and of two, each with one thread, at the same requests.
 
-    python benchmarks/weight_sync.py --millions 50 200 --engines 1
+``recovery``: one of two engines is killed while both generate. Seconds until all samples are there, next to an
+undisturbed run; until a new engine has started; and of the load after which it serves.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
+import signal
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,8 +33,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhfkit.data.experience import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.gloo_group import GlooGroup, open_store
+from rlhfkit.rollout.health import State
 from rlhfkit.rollout.pool import VLLMPool
 from rlhfkit.rollout.transfer import DEFAULT_BUCKET_BYTES, ModuleWeights
 
@@ -109,8 +120,6 @@ def time_memcpy(num_bytes: int, repeats: int) -> list[float]:
 
 def measure(millions: int, engines: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     """All three, for one size."""
-    from rlhfkit.data.experience import Prompt
-
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(millions, dtype, Path(folder))
         weights = ModuleWeights(model)
@@ -158,19 +167,80 @@ def measure(millions: int, engines: int, dtype: torch.dtype, repeats: int) -> di
     return result
 
 
+def generating(pool: VLLMPool, prompts: int, iteration: int) -> tuple[float, int]:
+    """Seconds and tokens of one batch of requests, each of 64 tokens."""
+    asked = [Prompt(index=number, token_ids=[2 + number % 90, 5, 7]) for number in range(prompts)]
+    spec = SamplingSpec(group_size=4, max_new_tokens=64, min_new_tokens=64)
+    start = time.perf_counter()
+    samples = pool.generate(asked, spec, iteration=iteration)
+    return time.perf_counter() - start, sum(len(sample.token_ids) for sample in samples)
+
+
+def serve_and_recover(millions: int, prompts: int, repeats: int) -> dict[str, Any]:
+    """Throughput of one and two engines, and what a death costs."""
+    result: dict[str, Any] = {"prompts": prompts, "samples": 4 * prompts}
+    with tempfile.TemporaryDirectory() as folder:
+        weights = ModuleWeights(save_model(millions, torch.float32, Path(folder)))
+        for engines in (1, 2):
+            pool = VLLMPool(num_engines=engines, kv_cache_gib=1 / 4)
+            try:
+                pool.start(folder, dtype=torch.float32)
+                pool.load(weights, 0)
+                generating(pool, prompts, 0)
+                runs = [generating(pool, prompts, number) for number in range(1, 1 + repeats)]
+                result[f"tokens_per_second_{engines}"] = round(statistics.median(n / s for s, n in runs), 1)
+                if engines == 2:
+                    undisturbed = statistics.median(seconds for seconds, _ in runs)
+                    result |= {"undisturbed_seconds": round(undisturbed, 2)} | recover(pool, weights, prompts)
+            finally:
+                pool.close()
+    result["two_over_one"] = round(result["tokens_per_second_2"] / result["tokens_per_second_1"], 2)
+    return result
+
+
+def recover(pool: VLLMPool, weights: ModuleWeights, prompts: int) -> dict[str, Any]:
+    """Kill one of two engines at work."""
+    fleet = pool._fleet
+    assert fleet is not None
+    victim = fleet.members[0]
+    with ThreadPoolExecutor(1) as threads:
+        run = threads.submit(generating, pool, prompts, 100)
+        while victim.load == 0:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(victim.info["pid"], signal.SIGKILL)
+        killed = time.perf_counter()
+        seconds, _ = run.result()
+    while fleet.members[0] is victim or fleet.members[0].state is State.STARTING:
+        time.sleep(0.1)
+    restarted = time.perf_counter() - killed
+    start = time.perf_counter()
+    pool.load(weights, 1)
+    loaded = time.perf_counter() - start
+    assert [member.state for member in fleet.members] == [State.SERVING] * 2
+    times = {"disturbed_seconds": seconds, "restart_seconds": restarted, "load_seconds": loaded}
+    return {name: round(value, 2) for name, value in times.items()}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=int, nargs="+", default=[50], choices=sorted(_SIZES), help="model sizes")
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32")
+    sizes = sorted(_SIZES)
+    parser.add_argument("--millions", type=int, nargs="+", default=[50, 200, 500], choices=sizes, help="for sync")
+    parser.add_argument("--engines", type=int, default=1, help="for sync")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32", help="for sync")
+    parser.add_argument("--serving-millions", type=int, default=50, choices=sizes, help="for the rest")
+    parser.add_argument("--prompts", type=int, default=32, help="for the rest; four samples of each")
     parser.add_argument("--repeats", type=int, default=5, help="medians are over that many")
+    parser.add_argument("--only", choices=("sync", "serving"))
     arguments = parser.parse_args()
-    results = [
-        measure(millions, arguments.engines, _DTYPES[arguments.dtype], arguments.repeats)
-        for millions in arguments.millions
-    ]
-    print(json.dumps({"benchmark": "weight_sync", "torch_threads": torch.get_num_threads(), "results": results}))
+    result: dict[str, Any] = {"benchmark": "fleet", "torch_threads": torch.get_num_threads()}
+    if arguments.only != "serving":
+        dtype = _DTYPES[arguments.dtype]
+        result["sync"] = [measure(size, arguments.engines, dtype, arguments.repeats) for size in arguments.millions]
+    if arguments.only != "sync":
+        result["serving"] = serve_and_recover(arguments.serving_millions, arguments.prompts, arguments.repeats)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
