@@ -157,6 +157,8 @@ class RolloutCallback(Callback):
         source = self.filler if self.ahead is None else self.ahead
         with trainer.profiler.profile("rollout.generate_and_score"):
             filled = source.sample(trainer, shape.sequences // sampling.group_size, sampling, self.iteration)
+        if self.ahead is None:
+            self.engine.sleep()  # until the next publish: engines on the ranks' GPUs make room for training
         self.samples = [sample for group in filled.groups for sample in group]
         experience = Experience.from_samples(self.samples, temperature=sampling.temperature or 1.0)
         plan = deal(experience, shape, trainer.world_size)
@@ -228,6 +230,11 @@ class RolloutCallback(Callback):
             check = getattr(pl_module, "check_group_size", None)
             if check is not None:
                 check(self.sampling.group_size)
+            if self.ahead is not None and getattr(self.engine, "colocate", False):
+                raise ValueError(
+                    "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
+                    "max_staleness it would sample in that time: use one"
+                )
             shape_of(trainer, self.group_size)
             self.filler.check(trainer)
             if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
@@ -276,6 +283,11 @@ class RolloutCallback(Callback):
             samples, success=self.success, rewarded=self.reward is not None
         ).items():
             pl_module.log(f"val/{name}", mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
+
+    def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        """Engines on the ranks' GPUs make room for training."""
+        if self.ahead is None:
+            self.engine.sleep()
 
     def teardown(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends. After ``trainer.validate`` it stays, for whatever comes next."""

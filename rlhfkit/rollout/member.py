@@ -44,6 +44,8 @@ class Member:
         """Will hold the answer to the open question."""
         self.silent = 0.0
         """Seconds since its model's process made a step, as it said last."""
+        self.paused = False
+        """Whether it computed nothing on purpose, as it said last."""
         self.load = 0
         """Requests it was given and has not answered, of all callers."""
         self.version: int | None = None
@@ -93,8 +95,8 @@ class Member:
             words += f" ({self.reason})"
         if self.state not in (State.STARTING, State.DEAD):
             words += (
-                f", version {self.version}, {self.load} requests, answered {now - self.probes.last_answer:.1f} s ago, "
-                f"last step {self.silent:.1f} s before that"
+                f", version {self.version}, {self.load} requests, answered {now - self.probes.last_answer:.1f} s ago"
+                f" ({'paused' if self.paused else f'last step {self.silent:.1f} s before'})"
             )
         return words + (f", restarted {self.restarts} times" if self.restarts else "")
 

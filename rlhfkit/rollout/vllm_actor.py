@@ -96,7 +96,8 @@ class VLLMActor:
         """Whether the engine lives.
 
         Returns:
-            ``silent``: seconds, since an earlier call, that it has had requests to compute and made no step.
+            ``silent``: seconds, since an earlier call, that it has had requests to compute and made no step;
+            ``paused``: whether it has been told to make none.
 
         Raises:
             RuntimeError: If vLLM says that it has failed.
@@ -104,7 +105,7 @@ class VLLMActor:
         step, now = await self._backend.step_count(), time.monotonic()
         if step != self._step[0] or self._paused or not self._tasks:
             self._step = (step, now)
-        return {"silent": now - self._step[1]}
+        return {"silent": now - self._step[1], "paused": self._paused}
 
     @plain_errors
     async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:

@@ -128,7 +128,7 @@ def _take_answer(fleet: Watched, member: Member, answer: Any) -> None:
         fleet.bury(member, str(error))
         return
     member.probes.answered(time.monotonic())
-    member.silent = health["silent"]
+    member.silent, member.paused = health["silent"], health["paused"]
     if member.silent > fleet.policy.silence_timeout:
         fleet.bury(member, f"its model has not made a step for {member.silent:.0f} s")
 
