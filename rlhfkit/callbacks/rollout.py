@@ -6,7 +6,7 @@ progress, logging, checkpoints.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,6 +46,7 @@ class RolloutCallback(Callback):
         engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.LocalEngine` in this process.
         sampling: How to sample in training.
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
+            Several ways by name: the metrics of each are ``val/<name>/reward`` and so on.
         success: A validation sample with at least this reward is right; what ``val/pass@k`` counts where
             ``validation_sampling`` takes several samples per prompt.
         dynamic_sampling: Sample further prompts in place of those whose groups teach nothing (DAPO); ``None``: train on
@@ -74,7 +75,7 @@ class RolloutCallback(Callback):
         *,
         engine: RolloutEngine | None = None,
         sampling: SamplingSpec | None = None,
-        validation_sampling: SamplingSpec | None = None,
+        validation_sampling: SamplingSpec | Mapping[str, SamplingSpec] | None = None,
         success: float = 1.0,
         dynamic_sampling: DynamicSampling | None = None,
         oversampling: float = 0.0,
@@ -97,6 +98,8 @@ class RolloutCallback(Callback):
         self.sampling = sampling or SamplingSpec()
         greedy = dataclasses.replace(self.sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self.validation_sampling = validation_sampling or greedy
+        ways = self.validation_sampling
+        self._validations = dict(ways) if isinstance(ways, Mapping) else {"": ways}
         self.success = success
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be 0 (take turns) or more iterations, got {max_staleness}")
@@ -277,12 +280,13 @@ class RolloutCallback(Callback):
         prompts = [prompt for share in everywhere(trainer, lambda: list(batch)) for prompt in share]
         engine_to_itself = nullcontext() if self.ahead is None else self.ahead.held(trainer)
         with engine_to_itself:
-            samples = self.sample(prompts, self.validation_sampling, iteration=-1)
-        self.validation_samples += samples
-        for name, (mean, count) in validation_metrics(
-            samples, success=self.success, rewarded=self.reward is not None
-        ).items():
-            pl_module.log(f"val/{name}", mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
+            sampled = {name: self.sample(prompts, way, iteration=-1) for name, way in self._validations.items()}
+        for way, samples in sampled.items():
+            self.validation_samples += samples
+            prefix = f"val/{way}/" if way else "val/"
+            metrics = validation_metrics(samples, success=self.success, rewarded=self.reward is not None)
+            for name, (mean, count) in metrics.items():
+                pl_module.log(prefix + name, mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
 
     def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         """Engines on the ranks' GPUs make room for training."""

@@ -196,7 +196,7 @@ class OnPolicyModule(RewardedModule):
         """
         self.kl_stop.begin()
         scored = self.scored(experience)
-        prepared = self.fill_in(self.shaped(scored))
+        prepared = self.without_truncated(self.fill_in(self.shaped(scored)))
         return dataclasses.replace(prepared, rewards=scored.rewards, token_rewards=scored.token_rewards)
 
     def fill_in(self, experience: Experience) -> Experience:

@@ -26,6 +26,9 @@ class RewardedModule(PolicyModule):
             unsharded, for validation and dynamic sampling as well.
         stop_properly_coef: At most 1. In [0, 1]: positive rewards of answers that the length limit cut off are
             multiplied by it, so that with 0 only what ends is rewarded; below 0: it is their reward (ProRL v2). 1: off.
+        mask_truncated: Learn nothing from the tokens of answers that the length limit cut off (overlong filtering: DAPO,
+            Yu et al., 2025, arXiv:2503.14476, section 3.4). Their rewards are part of baselines all the same, and the
+            means of losses are over the tokens that are left.
         missing_eos_penalty: Subtracted from the reward of answers that the length limit cut off (TRL's PPO). 0: off.
         normalize_rewards: Shift and scale by the mean and deviation of all rewards so far, this iteration's among them;
             saved in checkpoints. Off in OpenRLHF and TRL.
@@ -44,6 +47,7 @@ class RewardedModule(PolicyModule):
         model: str,
         *,
         reward_model: str | None = None,
+        mask_truncated: bool = False,
         stop_properly_coef: float = 1.0,
         missing_eos_penalty: float = 0.0,
         normalize_rewards: bool = False,
@@ -132,6 +136,16 @@ class RewardedModule(PolicyModule):
         if hparams["reward_clip"] is not None:
             rewards = clip_rewards(rewards, low=-hparams["reward_clip"], high=hparams["reward_clip"])
         return dataclasses.replace(experience, rewards=rewards, token_rewards=earned)
+
+    def without_truncated(self, experience: Experience) -> Experience:
+        """Without the tokens of answers that were cut off, if nothing is to be learned from them.
+
+        Args:
+            experience: The whole iteration, with advantages.
+        """
+        if not self.hparams["mask_truncated"]:
+            return experience
+        return dataclasses.replace(experience, action_mask=experience.action_mask & ~experience.truncated[:, None])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remember the running moments."""
