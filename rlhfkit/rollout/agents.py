@@ -80,7 +80,7 @@ class AgentEngine(PlayingEngine):
         max_episode_tokens: Of a conversation; ``None``: the model's context.
         episode_timeout: Seconds of an episode.
         request_timeout: Seconds of each request.
-        concurrency: Episodes at the same time; ``None``: all.
+        concurrency: Episodes at the same time.
         parallel_calls: Calls of the engine at the same time; ``None``: see
             :class:`~rlhfkit.rollout.turn_sampler.TurnSampler`.
         on_error: ``"raise"``: stop at the first agent that fails.
@@ -104,7 +104,7 @@ class AgentEngine(PlayingEngine):
         max_episode_tokens: int | None = None,
         episode_timeout: float = 1800.0,
         request_timeout: float = 600.0,
-        concurrency: int | None = None,
+        concurrency: int = 256,
         parallel_calls: int | None = None,
         on_error: Literal["mask", "raise"] = "mask",
         host: str = "127.0.0.1",
@@ -137,6 +137,7 @@ class AgentEngine(PlayingEngine):
             "parse": parse,
             "request_timeout": request_timeout,
             "parallel_calls": parallel_calls,
+            "max_concurrent": max(1024, 4 * concurrency),  # an agent may ask several things at once
             "chat_template_arguments": dict(chat_template_arguments or {}),
         }
         self._endpoint: OpenAIEndpoint | None = None

@@ -45,7 +45,7 @@ class Step:
     done: bool = False
     """The episode is over."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Kept in ``Sample.info["steps"]``."""
+    """Plain values, kept in ``Sample.info["steps"]``."""
 
 
 class Environment:

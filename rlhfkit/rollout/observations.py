@@ -6,6 +6,7 @@ turn. That alone is tokenised. The turn itself stays as sampled, also with templ
 ones, differently (without thoughts, say): the policy goes on from what it has really seen.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -114,17 +115,25 @@ class ObservationTokenizer:
             raise ValueError(f"the chat template refuses messages of roles {roles}: {error}") from error
 
     def _plain(self, message: Message) -> dict[str, Any]:
-        """The message without control tokens in its content: who speaks is not for a tool's output to say."""
-        content = message.get("content") or ""
-        for token in self._special_tokens:
-            content = content.replace(token, "")
-        return {**message, "content": content}
+        """The message without control tokens: who speaks is not for a tool's output to say."""
+        cleaned: dict[str, Any] = self._cleaned({**message, "content": message.get("content") or ""})
+        return cleaned
+
+    def _cleaned(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._cleaned(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._cleaned(part) for part in value]
+        while isinstance(value, str) and self._special_tokens.search(value):  # what is left may make another one
+            value = self._special_tokens.sub("", value)
+        return value
 
     @cached_property
-    def _special_tokens(self) -> tuple[str, ...]:
+    def _special_tokens(self) -> re.Pattern[str]:
+        """Finds what the tokenizer would read as a control token."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        every = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-        return tuple(sorted(every - {""}))
+        every = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}
+        return re.compile("|".join(map(re.escape, sorted(every, key=len, reverse=True))) or r"(?!)")
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

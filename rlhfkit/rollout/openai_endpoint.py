@@ -84,7 +84,7 @@ class OpenAIEndpoint:
         model_name: str = "policy",
         parse: ToolCallParser = parse_tool_calls,
         request_timeout: float = 600.0,
-        max_body_bytes: int = 16 * 2**20,
+        max_body_bytes: int = 4 * 2**20,
         max_concurrent: int = 1024,
         parallel_calls: int | None = None,
         chat_template_arguments: Mapping[str, Any] | None = None,
