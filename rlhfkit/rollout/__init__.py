@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource, sample_seed
 from rlhfkit.rollout.environment import Action, Environment, Step
+from rlhfkit.rollout.health import HealthPolicy
 
 if TYPE_CHECKING:
     from rlhfkit.rollout.agents import AgentEngine as AgentEngine
@@ -35,6 +36,7 @@ __all__ = [
     "DynamicSampling",
     "Environment",
     "EpisodeEngine",
+    "HealthPolicy",
     "LocalEngine",
     "ModuleWeights",
     "OpenAIEndpoint",
