@@ -1,6 +1,7 @@
 """``CodeExecution``: does the program in a completion pass the tests of its row?"""
 
 import logging
+import math
 import os
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,8 @@ class CodeExecution:
         Raises:
             ValueError: If an argument is out of range.
         """
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
         if (max_tests is not None and max_tests < 1) or not output_mib > 0:
             raise ValueError(f"max_tests and output_mib must be positive, got {max_tests} and {output_mib}")
         self.tests = tests
@@ -106,11 +109,16 @@ class CodeExecution:
             work,
             workers=(os.cpu_count() or 1) if workers is None else workers,
             timeout=timeout + _SLACK,
-            limits=Limits(memory_gib=memory_gib, processes=processes, file_mib=file_mib, network=network),
+            limits=Limits(
+                memory_gib=memory_gib,
+                cpu_seconds=math.ceil(timeout + _SLACK),
+                processes=processes,
+                file_mib=file_mib,
+                network=network,
+            ),
             fresh=True,
         )
         self._metrics = CallMetrics(name)
-        self._warned = False
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Score samples.
@@ -129,7 +137,6 @@ class CodeExecution:
         ]
         most = max((len(test.inputs) for test in tests), default=1)
         outcomes = iter(self.sandbox.map(jobs, timeout=self.timeout * max(most, 1) + _SLACK))
-        self._warn_of_network()
         rewards: list[float | None] = []
         for sample, test, program in zip(samples, tests, programs, strict=True):
             if program is None:
@@ -196,16 +203,6 @@ class CodeExecution:
             )  # after a run out of time there are fewer
             passed = sum(output is not None and self.compare(output, expected) for output, expected in pairs)
         return float(passed == tests.count) if self.all_or_nothing else passed / tests.count
-
-    def _warn_of_network(self) -> None:
-        walls = self.sandbox.walls
-        if walls is not None and not self.sandbox.limits.network and "network" not in walls and not self._warned:
-            self._warned = True
-            log.warning(
-                "reward %r: this machine does not let us cut off the network from the programs that it runs; give the "
-                "container none, or one that reaches nothing",
-                self.name,
-            )
 
 
 def _checked(outcome: Outcome, tests: ProgramTests) -> Outcome:

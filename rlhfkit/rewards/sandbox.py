@@ -5,6 +5,7 @@ replaced; the other calls never notice. (A pool of ``concurrent.futures`` cannot
 workers keep both for ever.) Answers come back as JSON, never pickled, so that reading them runs nobody's code.
 """
 
+import logging
 import queue
 import threading
 import weakref
@@ -14,6 +15,8 @@ from functools import partial
 from typing import Any
 
 from rlhfkit.rewards.sandbox_process import Limits, Outcome, SandboxProcess, Work
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT = 120.0
 """Seconds until a process must be ready, its imports done."""
@@ -66,6 +69,7 @@ class Sandbox:
         for process in self.processes:
             self._idle.put(process)
         self._closing = threading.Lock()
+        self._warned = False
         weakref.finalize(self, _end, self.processes)  # when nobody holds us any more, and when Python ends
 
     def run(self, job: Any, *, timeout: float | None = None) -> Outcome:
@@ -80,7 +84,9 @@ class Sandbox:
         """
         process = self._idle.get()  # each call is bounded, so this is
         try:
-            return process.ask(job, self.timeout if timeout is None else timeout)
+            outcome = process.ask(job, self.timeout if timeout is None else timeout)
+            self._check_network(process)
+            return outcome
         finally:
             if self.fresh:
                 process.end()
@@ -117,6 +123,16 @@ class Sandbox:
         options = ("workers", "timeout", "limits", "fresh")
         given = {name: getattr(self, name) for name in options} | {"start_timeout": self._start_timeout}
         return partial(Sandbox, self.work, **given), ()
+
+    def _check_network(self, process: SandboxProcess) -> None:
+        """Say once if the network is not cut off though it should be."""
+        if not (self._warned or self.limits.network or "network" in (process.walls or ())):
+            self._warned = True
+            log.warning(
+                "%s: this machine does not let us cut off the network; give the container none, or one that reaches "
+                "nothing of value",
+                self.work.name,
+            )
 
     def close(self) -> None:
         """End the processes when their calls have ended; the next call starts new ones."""

@@ -10,8 +10,10 @@ with JSON, which is safe to read whoever wrote it. Whatever it prints goes to a 
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import pickle
+import resource
 import select
 import shutil
 import signal
@@ -140,13 +142,31 @@ def _work(settings: dict[str, Any], confinement: ModuleType, separated: bool) ->
             _write(answers, {"status": "error", "message": _described(error)})
             return
         _write(answers, {"status": "ok", "value": walls})
+        signal.signal(signal.SIGXCPU, _computed_enough)  # the first process of a namespace has to ask for signals
         while request := _read(requests):
+            _allow_computing(settings["limits"]["cpu_seconds"])
             _write(answers, _answer(function, request))
         code = 0
     except BrokenPipeError:  # nobody listens any more
         code = 0
     finally:
         os._exit(code)
+
+
+def _allow_computing(seconds: int) -> None:
+    """So many seconds more than were used up to now; processes that are started count from 0."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    allowed = math.ceil(used.ru_utime + used.ru_stime) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
+
+
+class ComputedEnough(BaseException):
+    """Raised where a call is when it has used up its seconds of computing."""
+
+
+def _computed_enough(*_: object) -> None:
+    raise ComputedEnough("the call has used up its seconds of computing")
 
 
 def _to_nowhere() -> None:

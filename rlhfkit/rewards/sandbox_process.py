@@ -35,6 +35,9 @@ class Limits:
     memory_gib: float = 4.0
     """Address space of each process, and memory of all of them together (Linux). PyTorch's CPU build takes 0.7 GiB of
     the former, its CUDA builds several times that."""
+    cpu_seconds: int = 600
+    """Seconds of computing of each process in one call. The time limit comes first unless there are several threads;
+    this also ends what has escaped it."""
     processes: int = 64
     """Processes and threads."""
     open_files: int = 256
@@ -46,7 +49,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check."""
-        for name in ("memory_gib", "processes", "open_files", "file_mib"):
+        for name in ("memory_gib", "cpu_seconds", "processes", "open_files", "file_mib"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 

@@ -49,6 +49,7 @@ class SandboxedReward:
         batch_size: int = 1,
         on_failure: OnFailure = "mask",
         memory_gib: float = Limits.memory_gib,
+        cpu_seconds: int = Limits.cpu_seconds,
         processes: int = Limits.processes,
         open_files: int = Limits.open_files,
         file_mib: int = Limits.file_mib,
@@ -70,6 +71,7 @@ class SandboxedReward:
                 or returned anything but one finite number or ``None`` each: ``"mask"`` (not trained on), ``"stop"`` (an
                 error), or a number, their reward. A warning names their prompts.
             memory_gib: Address space of each process in GiB, and memory of all processes of a call together.
+            cpu_seconds: Seconds of computing of each process in one call.
             processes: Processes and threads of a worker.
             open_files: Open files of each process.
             file_mib: MiB that can be written.
@@ -99,7 +101,12 @@ class SandboxedReward:
             workers=min(4, os.cpu_count() or 1) if workers is None else workers,
             timeout=timeout,
             limits=Limits(
-                memory_gib=memory_gib, processes=processes, open_files=open_files, file_mib=file_mib, network=network
+                memory_gib=memory_gib,
+                cpu_seconds=cpu_seconds,
+                processes=processes,
+                open_files=open_files,
+                file_mib=file_mib,
+                network=network,
             ),
             start_timeout=start_timeout,
         )

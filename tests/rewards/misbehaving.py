@@ -22,6 +22,11 @@ def hang() -> None:
     time.sleep(600)
 
 
+def burn() -> None:
+    while True:
+        pass
+
+
 def eat_memory() -> None:
     eaten = []
     while True:
@@ -83,6 +88,7 @@ def forge() -> None:
 
 ACTS = {
     "hang": hang,
+    "burn": burn,
     "eat memory": eat_memory,
     "eat memory together": eat_memory_together,
     "fork bomb": fork_bomb,

@@ -155,6 +155,16 @@ def test_death_exit_and_exceptions_of_any_kind_come_back_as_text(one: Sandbox) -
     assert one.run(0).status == "ok"
 
 
+def test_computing_is_limited_in_each_call() -> None:
+    one = sandbox(limits=Limits(memory_gib=0.5, cpu_seconds=1))
+    burnt = one.run("burn")
+    assert burnt.status == "error"
+    assert "the call has used up its seconds of computing" in burnt.message
+    assert "in burn" in burnt.message
+    assert [one.run(0).status for _ in range(2)] == ["ok"] * 2
+    one.close()
+
+
 def test_what_is_printed_is_bounded_and_its_end_is_kept(one: Sandbox) -> None:
     flooded = one.run("flood")
     assert flooded.status == "error"
@@ -271,7 +281,7 @@ def test_root_in_a_container_becomes_a_user_whose_processes_are_counted() -> Non
     with alone("fork bomb", 1.0, *contained) as trainer:
         assert trainer.stdout is not None
         folder, *walls = trainer.stdout.readline().split()
-        assert walls == ["user"]
+        assert walls == ["user"]  # and neither the network nor the processes of others
         time.sleep(0.6)
         assert 20 <= len(processes_of(folder)) <= 25
         assert trainer.stdout.readline() == "timeout\n"

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,6 +93,7 @@ def test_a_module_that_breaks_when_imported_is_named(tmp_path: Path, monkeypatch
     broken = SandboxedReward("broken_rewards.any", workers=1)
     with pytest.raises(RuntimeError, match=r"(?s)no process could be started to run reward 'any'.*no licence"):
         broken(samples("1"))
+    assert "broken_rewards" not in sys.modules  # it never ran here
 
 
 class Local:
