@@ -1,9 +1,12 @@
 """Asynchronous rollouts: what is trained on, how old it may be, and what overlaps."""
 
+import copy
+import itertools
 import json
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -12,7 +15,7 @@ import torch
 from rl_runs import digits, setup_run, weights
 from strategies import ranks
 
-from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import DynamicSampling, Invariants, LocalEngine, RolloutCallback, Sample, SamplingSpec
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 
@@ -69,50 +72,179 @@ def test_no_staleness_is_bitwise_the_run_that_takes_turns(tmp_path: Path) -> Non
         assert torch.equal(tensor, weights(other)[name])
 
 
-class SlowEngine(LocalEngine):
-    """Takes its time, as a remote engine does: without using the processor."""
+WAIT = 60  # seconds, after which what should have come is taken not to come at all
 
-    def generate(self, prompts: Any, sampling: Any, *, iteration: int) -> list[Sample]:
-        time.sleep(0.4)
-        return super().generate(prompts, sampling, iteration=iteration)
+
+class Handshake:
+    """Generating and training that wait for each other: neither ends unless they overlap."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.begun = [threading.Event() for _ in range(last + 1)]
+        self.training = [threading.Event() for _ in range(last + 1)]
+
+    def generating(self, iteration: int) -> None:
+        self.begun[iteration].set()
+        if iteration > 0:
+            assert self.training[iteration - 1].wait(WAIT), "training has not begun"
+
+    def train(self, iteration: int) -> None:
+        self.training[iteration].set()
+        if iteration < self.last:
+            assert self.begun[iteration + 1].wait(WAIT), "generating has not begun"
+
+
+class Training(L.Callback):
+    """Tells the handshake that an iteration is being trained on, and keeps every policy that samples may come from."""
+
+    def __init__(self, handshake: Handshake) -> None:
+        self.handshake = handshake
+        self.policies: dict[int, torch.nn.Module] = {}
+        self.samples: list[Sample] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.policies[trainer.global_step] = copy.deepcopy(pl_module.policy).eval()
+            self.handshake.train(trainer.current_epoch)
+            self.samples += trainer.callbacks[0].samples
 
 
 def test_generating_overlaps_with_training_and_the_trace_shows_it(tmp_path: Path) -> None:
-    trained: list[tuple[float, float]] = []
+    handshake = Handshake(last=3)
 
-    class SlowTraining(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            start = time.perf_counter()
-            time.sleep(0.1)
-            trained.append((start, time.perf_counter()))
+    class Engine(LocalEngine):
+        def generate(self, prompts: Any, sampling: Any, *, iteration: int) -> list[Sample]:
+            handshake.generating(iteration)
+            return super().generate(prompts, sampling, iteration=iteration)
 
-    rollouts = RolloutCallback(digits, engine=SlowEngine(), sampling=SAMPLING, max_staleness=1)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[SlowTraining()], max_epochs=4)
+    rollouts = RolloutCallback(digits, engine=Engine(), sampling=SAMPLING, max_staleness=1)
+    trainer, module, data, _ = setup_run(
+        tmp_path, rollouts=rollouts, callbacks=[Training(handshake)], max_epochs=handshake.last + 1
+    )
     trainer.fit(module, data)
-    generated = [event for event in rollouts.phases.events if event.name == "generate"]
-    assert [event.iteration for event in generated] == [0, 1, 2, 3]
-    for event in generated[1:]:
-        overlaps = [start < event.start + event.seconds and event.start < end for start, end in trained]
-        assert any(overlaps), f"nothing was trained on while iteration {event.iteration} was sampled"
-    assert float(trainer.callback_metrics["time/generate"]) >= 0.4
+    assert [event.iteration for event in rollouts.phases.events if event.name == "generate"] == [0, 1, 2, 3]
+    assert float(trainer.callback_metrics["time/generate"]) > 0
     path = rollouts.phases.write_trace(tmp_path / "trace.json")
     assert {"generate", "score", "wait", "prepare", "publish"} <= {
         event["name"] for event in json.loads(path.read_text())["traceEvents"]
     }
 
 
-def test_validation_has_the_engine_to_itself_and_learning_works(tmp_path: Path) -> None:
+class HalfWay(LocalEngine):
+    """Generates four tokens of an iteration, and the rest when the weights of the one before have changed."""
+
+    def __init__(self, handshake: Handshake, updates: int) -> None:
+        super().__init__()
+        self.handshake = handshake
+        self.updates = updates  # per iteration
+        self.published = threading.Condition()
+
+    def load(self, weights: Any, version: int) -> None:
+        super().load(weights, version)
+        with self.published:
+            self.published.notify_all()
+
+    def decode(self, rows: Any, sampling: SamplingSpec, iteration: int) -> Any:
+        decoding = super().decode(rows, sampling, iteration)
+        weights, steps = decoding._weights, itertools.count()
+
+        def in_step() -> Any:
+            if next(steps) == 4 and iteration > 0:
+                self.handshake.generating(iteration)
+                with self.published:
+                    newer = self.published.wait_for(lambda: (self.version or 0) >= self.updates * iteration, WAIT)
+                assert newer, "publishing waits for what is being sampled"
+            return weights()
+
+        decoding._weights = in_step
+        return decoding
+
+
+def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) -> None:
+    """Four tokens of each sample are from one policy and four from the next, with the log-probs of just these."""
+    handshake = Handshake(last=3)
+    training = Training(handshake)
+    sampling = SamplingSpec(group_size=4, max_new_tokens=8, min_new_tokens=8)
+    rollouts = RolloutCallback(
+        digits, engine=HalfWay(handshake, updates=2), sampling=sampling, max_staleness=1, in_flight=True
+    )
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        rollouts=rollouts,
+        callbacks=[training, Invariants()],
+        max_epochs=handshake.last + 1,
+        module_arguments={"lr": 1e-2},
+    )
+    trainer.fit(module, data)
+    assert trainer.callback_metrics["rollout/staleness"] == 1.0  # half of the tokens are two updates old
+    assert trainer.callback_metrics["rollout/mixed_fraction"] == 1.0
+    expected = [[0] * 8, [0] * 4 + [2] * 4, [2] * 4 + [4] * 4, [4] * 4 + [6] * 4]
+    assert [sample.versions for sample in training.samples[::32]] == expected
+    worst, elsewhere = 0.0, 0.0
+    for sample in training.samples:
+        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        first = len(sample.prompt.token_ids) - 1
+        for version in set(sample.versions):
+            with torch.no_grad():
+                logits = training.policies[version](input_ids=ids).logits[0, :-1]
+            logits[:, 1] = -torch.inf  # no end of sequence before eight tokens
+            logprobs = logits.log_softmax(-1)
+            difference = logprobs.gather(-1, ids[0, 1:, None])[first:, 0] - torch.tensor(sample.logprobs)
+            own = torch.tensor(sample.versions) == version
+            worst = max(worst, float(difference[own].abs().max()))
+            elsewhere = max([elsewhere, *difference[~own].abs().tolist()])
+    assert worst <= 2e-5
+    assert elsewhere > 1e-2  # the policies differ: another version's log-probs would have been noticed
+
+
+def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
+    """Ahead, in flight, dynamic sampling and oversampling together; ``Invariants`` watches versions and groups."""
+    rollouts = RolloutCallback(
+        only_odd,
+        sampling=SAMPLING,
+        dynamic_sampling=DynamicSampling(),
+        oversampling=0.25,
+        max_staleness=2,
+        in_flight=True,
+    )
+    watch = Watch()
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[watch, Invariants()], max_epochs=5)
+    trainer.fit(module, data)
+    assert all(len(prompts) == 8 and all(index % 2 for index in prompts) for prompts in watch.prompts)
+    assert all(max(ages) <= 2 * min(number, 2) for number, ages in enumerate(watch.ages))
+    assert 0.0 < trainer.callback_metrics["rollout/dropped_fraction"] < 0.5
+
+
+def test_validation_has_the_engine_to_itself(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
-    trainer, _, _, watch = run(
+    trainer, _, _, _ = run(
         tmp_path,
         1,
-        max_epochs=14,
+        max_epochs=3,
         module_arguments={"lr": 5e-3, "correction": "tis"},
         data_arguments={"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"},
     )
     assert "val/reward" in trainer.callback_metrics
-    assert sum(watch.rewards[-3:]) / 3 > sum(watch.rewards[:3]) / 3 + 0.2
     assert 0.0 < trainer.callback_metrics["rollout_corr/eff_sample_size"] <= 1.0
+
+
+def test_reward_rises_with_weights_that_change_in_flight(tmp_path: Path) -> None:
+    watch = Watch()
+    rollouts = RolloutCallback(digits, sampling=SAMPLING, max_staleness=1, in_flight=True)
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        rollouts=rollouts,
+        module_arguments={"lr": 3e-3, "correction": "tis"},
+        data_arguments={"rollout_batch_size": 16, "micro_batch_size": 32},
+        callbacks=[watch],
+        accumulate_grad_batches=1,
+        max_epochs=30,
+    )
+    trainer.fit(module, data)
+    # 64 samples an iteration; a random policy has about 0.1 with a standard error of about 0.015.
+    assert watch.rewards[0] < 0.2
+    assert sum(watch.rewards[-3:]) / 3 > 0.6
+    assert trainer.callback_metrics["rollout/staleness"] > 0
 
 
 def test_an_error_while_sampling_ahead_ends_the_run_with_that_error(tmp_path: Path) -> None:
@@ -150,24 +282,32 @@ def test_what_does_not_fit_together_is_refused() -> None:
         RolloutCallback(digits, engine=Plain(), oversampling=0.5)
 
 
+SELECTED: dict[str, Any] = {"dynamic_sampling": DynamicSampling(), "in_flight": True}
+
+
+def only_odd(samples: Sequence[Sample]) -> list[float]:
+    """Groups of even prompts all get 0."""
+    return [sample.sample_index * (sample.prompt.index % 2) / 8 for sample in samples]
+
+
 def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:
-    """Entry point of a rank."""
+    """Entry point of a rank: a run ahead, and one that also selects groups and publishes in flight."""
     import os
 
-    watch = Watch()
-    rollouts = RolloutCallback(digits, sampling=SAMPLING, max_staleness=1)
-    trainer, module, data, _ = setup_run(
-        folder / f"rank{os.environ['LOCAL_RANK']}",
-        rollouts=rollouts,
-        callbacks=[watch],
-        data_arguments={"micro_batch_size": 4},
-        max_epochs=4,
-        strategy="ddp",
-        devices=2,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module, data)
-    return {"prompts": watch.prompts, "rewards": watch.rewards, "ages": [sorted(ages) for ages in watch.ages]}
+    folder = folder / f"rank{os.environ['LOCAL_RANK']}"
+    ranks = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    report: dict[str, Any] = {}
+    for name, arguments in {"plain": {}, "selected": SELECTED}.items():
+        os.environ["WORLD_SIZE"] = "2"  # Lightning deletes it when a fit ends
+        watch = Watch()
+        reward = digits if name == "plain" else only_odd
+        rollouts = RolloutCallback(reward, sampling=SAMPLING, max_staleness=1, **arguments)  # type: ignore[arg-type]
+        trainer, module, data, _ = setup_run(
+            folder, rollouts=rollouts, callbacks=[watch], data_arguments={"micro_batch_size": 4}, max_epochs=4, **ranks
+        )
+        trainer.fit(module, data)
+        report[name] = {"prompts": watch.prompts, "rewards": watch.rewards, "ages": watch.ages}
+    return report
 
 
 @pytest.mark.distributed
@@ -175,6 +315,20 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
     _, _, _, alone = run(tmp_path, 1)
     first, second = ranks.run("callbacks.test_rollout_ahead:train_ahead_on_ranks", 2, tmp_path / "ranks")
     assert first == second
-    assert first["prompts"] == alone.prompts
-    assert first["rewards"] == pytest.approx(alone.rewards)
-    assert first["ages"] == [sorted(ages) for ages in alone.ages]
+    plain, selected = first["plain"], first["selected"]
+    assert plain["prompts"] == alone.prompts
+    if plain["ages"] == alone.ages:  # a thread that begins late samples from newer weights
+        assert plain["rewards"] == pytest.approx(alone.rewards)
+    assert all(max(ages) <= 2 * min(number, 1) for number, ages in enumerate(plain["ages"]))
+    # The first three rounds of 8 prompts in the order of the data: 24 of them, of which the odd ones teach something.
+    order = [index for prompts in alone.prompts for index in prompts]
+    assert selected["prompts"][0] == [index for index in order if index % 2][:8]
+    assert all(index % 2 for prompts in selected["prompts"] for index in prompts)
+    assert all(max(ages) <= 2 * min(number, 1) for number, ages in enumerate(selected["ages"]))
+
+
+def test_oversampling_needs_one_place_that_sees_which_group_is_first() -> None:
+    rollouts = RolloutCallback(digits, oversampling=0.5)
+    with pytest.raises(ValueError, match="an engine in each of 2 ranks"):
+        rollouts.filler.check(SimpleNamespace(world_size=2))
+    rollouts.filler.check(SimpleNamespace(world_size=1))

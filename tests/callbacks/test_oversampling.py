@@ -1,0 +1,86 @@
+"""Oversampling in whole runs: the first groups are trained on, the prompts of the others come first next time."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, setup_run, weights
+
+from rlhfkit import LocalEngine, RolloutCallback, SamplingSpec
+
+
+class Watched(LocalEngine):
+    """Keeps which prompts each iteration has begun with, and which were finished."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[list[int]] = []
+        self.finished: list[list[int]] = []
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> Any:
+        stream = super().stream(sampling, iteration=iteration)
+        begun: list[int] = []
+        finished: list[int] = []
+        self.begun.append(begun)
+        self.finished.append(finished)
+        submit, collect = stream.submit, stream.collect
+
+        def watched_submit(prompts: Any) -> None:
+            begun.extend(prompt.index for prompt in prompts)
+            submit(prompts)
+
+        def watched_collect(most: int) -> Any:
+            groups = collect(most)
+            finished.extend(group[0].prompt.index for group in groups)
+            return groups
+
+        stream.submit, stream.collect = watched_submit, watched_collect  # type: ignore[method-assign]
+        return stream
+
+
+class SaveAt(L.Callback):
+    """Saves a checkpoint after that batch: the sixth is inside the second iteration of four."""
+
+    def __init__(self, path: Path, batch: int) -> None:
+        self.path, self.batch, self.count = path, batch, 0
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        self.count += 1
+        if self.count == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+def run(folder: Path, *callbacks: L.Callback, ckpt_path: str | None = None) -> tuple[Any, Any, Any, Watched]:
+    engine = Watched()
+    # A sixth of the tokens are stops, so that groups end at different times.
+    sampling = SamplingSpec(group_size=4, max_new_tokens=48, stop_token_ids=tuple(range(60, 80)))
+    rollouts = RolloutCallback(digits, engine=engine, sampling=sampling, oversampling=0.5)
+    trainer, module, data, _ = setup_run(folder, rollouts=rollouts, callbacks=callbacks, max_epochs=4)
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return trainer, module, data, engine
+
+
+def test_prompts_of_dropped_groups_come_first_and_a_resumed_run_is_the_straight_one(tmp_path: Path) -> None:
+    trainer, module, data, engine = run(tmp_path, SaveAt(tmp_path / "saved.ckpt", batch=6))
+    assert [len(begun) for begun in engine.begun] == [12] * 4
+    assert [len(finished) for finished in engine.finished] == [8] * 4
+    for begun, finished, following in zip(engine.begun, engine.finished, engine.begun[1:], strict=False):
+        assert following[:4] == [index for index in begun if index not in finished]
+    assert any(
+        begun[:8] != sorted(finished, key=begun.index)
+        for begun, finished in zip(engine.begun, engine.finished, strict=True)
+    )
+    used = Counter(index for finished in engine.finished for index in finished)
+    assert max(used.values()) == 1  # 32 of 40 prompts, none twice
+    state = data.state_dict()
+    assert len(state["postponed"]) == 4
+    assert len(used) + 4 == state["offset"]
+    assert trainer.callback_metrics["rollout/dropped_fraction"] == pytest.approx(1 / 3)
+
+    _, resumed, _, rest = run(tmp_path, ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert rest.begun == engine.begun[2:]
+    for name, tensor in weights(resumed).items():
+        assert torch.equal(tensor, weights(module)[name])
