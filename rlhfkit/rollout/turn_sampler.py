@@ -14,7 +14,7 @@ from rlhfkit.rollout.event_loop import in_thread
 GATHER_TIME = 0.05
 """Seconds that a call of an engine in this process waits for episodes that are not ready yet."""
 
-PARALLEL_CALLS = 64
+PARALLEL_CALLS = 128
 """Calls of a shared engine at the same time."""
 
 
@@ -54,7 +54,7 @@ class TurnSampler:
 
     Args:
         engine: What generates.
-        parallel_calls: Calls at the same time; ``None``: 1 for an engine in this process, 64 for a shared one, whose
+        parallel_calls: Calls at the same time; ``None``: 1 for an engine in this process, 128 for a shared one, whose
             ``generate`` must then stand being called from several threads.
         gather_time: Seconds; ``None``: 0.05 when there is one call at a time, else 0.
     """
@@ -68,6 +68,7 @@ class TurnSampler:
         self._participants = 0
         self._calls = 0
         self._waiting: list[_Request] = []
+        self._soon = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -83,7 +84,7 @@ class TurnSampler:
             yield
         finally:
             self._participants -= 1
-            self._pump()
+            self._pump_soon()
 
     async def sample(self, token_ids: list[int], sampling: SamplingSpec, *, iteration: int, index: int) -> Sample:
         """Sample one turn.
@@ -99,12 +100,18 @@ class TurnSampler:
         """
         answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(Prompt(index, token_ids), sampling, iteration, answer))
-        self._pump()
+        self._pump_soon()
         return await answer
+
+    def _pump_soon(self) -> None:
+        """Start calls once everybody who is ready now has asked."""
+        if not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self, patient: bool = True) -> None:
         """Start the calls that can be started."""
-        self._waiting = [request for request in self._waiting if not request.answer.done()]  # given up meanwhile
+        self._soon = False
         if not self._waiting or self._calls >= self.parallel_calls:
             return
         if patient and self.gather_time and len(self._waiting) < self._participants:
@@ -114,6 +121,7 @@ class TurnSampler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._waiting = [request for request in self._waiting if not request.answer.done()]  # others were given up
         while self._waiting and self._calls < self.parallel_calls:
             self._start(math.ceil(len(self._waiting) / (self.parallel_calls - self._calls)))
 
@@ -151,4 +159,4 @@ class TurnSampler:
                     request.answer.set_result(sample)
         finally:
             self._calls -= 1
-            self._pump()
+            self._pump_soon()

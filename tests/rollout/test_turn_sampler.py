@@ -88,9 +88,7 @@ def test_calls_are_limited_and_share_what_is_waiting() -> None:
 
     asyncio.run(run())
     assert engine.most == 2
-    assert engine.calls[0] == 1  # the first leaves at once; the others gather while two calls run
-    assert sum(engine.calls) == 9
-    assert len(engine.calls) <= 5
+    assert sorted(engine.calls) == [4, 5]
 
 
 def test_only_what_is_sampled_alike_goes_in_one_call() -> None:
