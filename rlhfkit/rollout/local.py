@@ -17,6 +17,7 @@ from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.decoding import Completed, Decoding
 from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_context
 from rlhfkit.rollout.step_gate import StepGate
+from rlhfkit.rollout.streams import sample_all
 
 
 class LocalEngine:
@@ -122,14 +123,7 @@ class LocalEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample; see :meth:`RolloutEngine.generate`."""
-        stream = self.stream(sampling, iteration=iteration)
-        stream.submit(prompts)
-        groups: list[list[Sample]] = []
-        while len(groups) < len(prompts):
-            groups += stream.collect(len(prompts))
-        order = {id(prompt): place for place, prompt in enumerate(prompts)}
-        groups.sort(key=lambda group: order[id(group[0].prompt)])
-        return [sample for group in groups for sample in group]
+        return sample_all(self.stream(sampling, iteration=iteration), prompts)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
         """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`."""

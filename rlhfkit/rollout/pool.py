@@ -20,18 +20,18 @@ import torch
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rollout.agreement import everyones, rank, together
-from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_context
+from rlhfkit.rollout.engine import SamplingSpec, WeightSource
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.fleet import Fleet
 from rlhfkit.rollout.health import HealthPolicy, State
 from rlhfkit.rollout.ipc_sender import IPCSender
 from rlhfkit.rollout.nccl_sender import NcclSender
 from rlhfkit.rollout.placement import Apart, Place, Seat, beside_ranks, my_seat
+from rlhfkit.rollout.pool_stream import PoolStream
 from rlhfkit.rollout.ray_session import join_or_start_ray, require_ray
-from rlhfkit.rollout.routing import Jobs, sample_request, split_into_jobs
 from rlhfkit.rollout.senders import GlooSender, WeightSender
+from rlhfkit.rollout.streams import sample_all
 from rlhfkit.rollout.transfer import DEFAULT_BUCKET_BYTES
-from rlhfkit.rollout.vllm_actor import Completion
 from rlhfkit.rollout.vllm_arguments import engine_arguments, engine_environment
 from rlhfkit.rollout.weight_sync import WeightSync, attempt_to_send
 
@@ -82,6 +82,7 @@ class VLLMPool:
     """
 
     shared = True
+    updates_in_flight = True
 
     def __init__(
         self,
@@ -348,6 +349,14 @@ class VLLMPool:
             EngineError: If no engine is left, or nothing was finished for ``generate_timeout`` seconds. What an engine
                 that dies has not finished is made by the others.
         """
+        return sample_all(self.stream(sampling, iteration=iteration), prompts)
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> PoolStream:
+        """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`. Rank 0, any thread.
+
+        Raises:
+            ValueError: If vLLM cannot sample at this temperature.
+        """
         fleet = self._serving()
         low, high = _TEMPERATURES
         if sampling.temperature > high or 0 < sampling.temperature < low:
@@ -355,28 +364,7 @@ class VLLMPool:
                 f"vLLM samples at temperature 0 (greedy) or {low} to {high}, got SamplingSpec.temperature="
                 f"{sampling.temperature}"
             )
-        check_context(prompts, sampling.max_new_tokens, fleet.max_model_len)
-        jobs = split_into_jobs(len(prompts), sampling.group_size, self.num_engines)
-        requests = [
-            [sample_request(prompts[row], index, sampling, iteration, self._stops) for index in indices]
-            for row, indices in jobs
-        ]
-        completions = Jobs(fleet, requests, self.generate_timeout).run()
-        samples: dict[tuple[int, int], Sample] = {}
-        for (row, indices), made in zip(jobs, completions, strict=True):
-            for index, completion in zip(indices, made, strict=True):
-                samples[row, index] = self._sample(prompts[row], index, completion)
-        return [samples[row, index] for row in range(len(prompts)) for index in range(sampling.group_size)]
-
-    def _sample(self, prompt: Prompt, index: int, completion: Completion) -> Sample:
-        """A completion as a record."""
-        token_ids, logprobs, finish, spans = completion
-        if finish not in ("stop", "length"):
-            raise EngineError(f"vLLM ended sample {index} of prompt {prompt.index} with {finish!r}")
-        versions = [self.version or 0] * len(token_ids)
-        for label, start, end in spans:
-            versions[start:end] = [int(label)] * (end - start)
-        return Sample(prompt, index, token_ids, logprobs, versions, "stop" if finish == "stop" else "length")
+        return PoolStream(fleet, sampling, iteration, self._stops, self.generate_timeout)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens; see :meth:`RolloutEngine.score`. Rank 0 only.

@@ -5,7 +5,6 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from rlhfkit.data.experience import Prompt
@@ -70,48 +69,72 @@ def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: in
 
 
 class Jobs:
-    """One caller's requests on their way through a fleet: given out, taken back from engines that die, put in order.
+    """One caller's requests on their way through a fleet: given out, taken back from engines that die, and finished.
 
     Args:
         fleet: The engines; other callers may use them at the same time.
-        jobs: Requests that stay together.
-        timeout: Seconds without any job being finished.
+        timeout: Seconds without any job being finished, while somebody waits for one.
     """
 
-    def __init__(self, fleet: Fleet, jobs: Sequence[list[Request]], timeout: float) -> None:
+    def __init__(self, fleet: Fleet, timeout: float) -> None:
         self._fleet = fleet
-        self._jobs = jobs
+        self._jobs: list[list[Request]] = []
         self._name = f"{threading.current_thread().name}-{uuid.uuid4().hex[:8]}"
-        self._results: dict[int, list[Completion]] = {}
-        self._failures = [0] * len(jobs)
-        self._todo = deque(range(len(jobs)))
+        self._results: dict[int, list[Completion]] = {}  # not asked for yet
+        self._finished = 0
+        self._failures: list[int] = []
+        self._todo: deque[int] = deque()
+        self._queued = contextlib.ExitStack()
+        self._queued.enter_context(fleet.queue(self._describe))
         self._given: dict[Any, tuple[int, Member, str]] = {}  # result -> job, engine, key
         self._unserved: float | None = None  # since when no engine serves
         self._watchdog = StallWatchdog(fleet.report, report_after=fleet.policy.report_after, timeout=timeout)
 
-    def run(self) -> list[list[Completion]]:
-        """Completions of each job, in the order of the jobs.
+    def add(self, requests: list[Request]) -> int:
+        """Queue requests that stay together.
+
+        Args:
+            requests: At least one.
+
+        Returns:
+            The number of the job.
+        """
+        self._jobs.append(requests)
+        self._failures.append(0)
+        self._todo.append(len(self._jobs) - 1)
+        self._give_out()
+        return len(self._jobs) - 1
+
+    def collect(self) -> dict[int, list[Completion]]:
+        """Wait until a job is finished.
+
+        Returns:
+            The completions of every job that is, by number; each once; nothing when no job is left.
 
         Raises:
             RequestError: If vLLM refuses a request.
             StallError: If nothing was finished in time.
             EngineError: If no engine is left, or several failed while they worked on one job.
         """
-        with self._fleet.queue(self._describe):
-            try:
-                while len(self._results) < len(self._jobs):
-                    self._give_out()
-                    self._take_back()
-                    self._check()
-                    self._collect()
-            finally:
-                self._drop()
-        return [self._results[job] for job in range(len(self._jobs))]
+        self._watchdog.progress()  # nobody has waited since the last call
+        while not self._results and (self._todo or self._given):
+            self._give_out()
+            self._take_back()
+            self._check()
+            self._collect()
+        results, self._results = self._results, {}
+        return results
+
+    def close(self) -> None:
+        """Have engines forget what is not finished; a second call does nothing."""
+        self._todo.clear()
+        self._drop()
+        self._queued.close()
 
     def _describe(self) -> str:
         return (
             f"queue of {self._name}: {len(self._todo)} jobs wait for an engine, {len(self._given)} are with one, "
-            f"{len(self._results)} of {len(self._jobs)} are finished, the last {self._watchdog.idle:.0f} s ago"
+            f"{self._finished} of {len(self._jobs)} are finished, the last {self._watchdog.idle:.0f} s ago"
         )
 
     def _give_out(self) -> None:
@@ -148,7 +171,7 @@ class Jobs:
         fleet = self._fleet
         if fleet.closed:
             raise EngineError("the pool was closed while requests were under way")
-        self._watchdog.check(f"{len(self._jobs) - len(self._results)} of {len(self._jobs)} jobs of {self._name}")
+        self._watchdog.check(f"{len(self._jobs) - self._finished} of {len(self._jobs)} jobs of {self._name}")
         if fleet.expects_service:
             self._unserved = None
             return
@@ -184,6 +207,7 @@ class Jobs:
                 self._fleet.release(member, len(self._jobs[job]))
                 raise
             self._fleet.release(member, len(self._jobs[job]))
+            self._finished += 1
             self._watchdog.progress()
 
     def _drop(self) -> None:

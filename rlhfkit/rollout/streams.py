@@ -83,6 +83,34 @@ class Rounds:
         self._prompts, self._groups = [], []
 
 
+def sample_all(stream: GroupStream, prompts: Sequence[Prompt]) -> list[Sample]:
+    """All groups of a stream, closed afterwards.
+
+    Args:
+        stream: A new one.
+        prompts: To sample.
+
+    Returns:
+        Samples group by group, in the order of the prompts.
+
+    Raises:
+        RuntimeError: If groups never came.
+    """
+    groups: list[list[Sample]] = []
+    try:
+        stream.submit(prompts)
+        while len(groups) < len(prompts):
+            given = stream.collect(len(prompts))
+            if not given:
+                raise RuntimeError(f"the engine ended with {len(groups)} of {len(prompts)} groups")
+            groups += given
+    finally:
+        stream.close()
+    order = {id(prompt): place for place, prompt in enumerate(prompts)}
+    groups.sort(key=lambda group: order[id(group[0].prompt)])
+    return [sample for group in groups for sample in group]
+
+
 def can_stream(engine: object) -> bool:
     """Whether an engine gives groups as they end itself; what it passes on of an engine inside does not count.
 

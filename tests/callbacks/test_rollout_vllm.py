@@ -1,13 +1,15 @@
 """The loop with real vLLM engines: weights arrive after each policy step, and training is the trainer's own."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from rl_runs import digits, prompts_file
 
-from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
 
 
 @pytest.mark.vllm
@@ -62,3 +64,47 @@ def test_vllm_samples_ahead_in_a_thread_of_the_trainer(vllm_pool: Any, vllm_mode
     assert rollouts.publisher.difference <= 1e-5
     # The weights of an older policy differ, and the correction sees it.
     assert trainer.callback_metrics["rollout/logprob_difference"] > 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
+    """Publishing does not wait; each token's log-prob is the trainer's under the weights of that token's version."""
+    policies: dict[int, torch.nn.Module] = {}
+    samples: list[Sample] = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            policies[trainer.global_step] = copy.deepcopy(pl_module.policy).eval()
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            samples.extend(rollouts.samples)
+
+    sampling = SamplingSpec(group_size=4, max_new_tokens=300, min_new_tokens=300)
+    rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, max_staleness=1, in_flight=True)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=4, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Keep()],
+    )  # fmt: skip
+    data = PromptDataModule(prompts_file(tmp_path), answer="answer", rollout_batch_size=8, micro_batch_size=32)
+    trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, correction="tis"), data)
+
+    mixed = [sample for sample in samples if len(set(sample.versions)) > 1]
+    assert mixed
+    assert all(sample.versions == sorted(sample.versions) for sample in samples)
+    assert {version for sample in mixed for version in sample.versions} <= set(policies)
+    worst, elsewhere = 0.0, 0.0
+    for sample in mixed:
+        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        first = len(sample.prompt.token_ids) - 1
+        for version in set(sample.versions):
+            with torch.no_grad():
+                logits = policies[version](input_ids=ids).logits[0, :-1]
+            logits[:, 1] = -torch.inf  # no end of sequence before 300 tokens
+            logprobs = logits.log_softmax(-1)
+            difference = logprobs.gather(-1, ids[0, 1:, None])[first:, 0] - torch.tensor(sample.logprobs)
+            own = torch.tensor(sample.versions) == version
+            worst = max(worst, float(difference[own].abs().max()))
+            elsewhere = max(elsewhere, float(difference[~own].abs().max()))
+    assert worst <= 2e-5
+    assert elsewhere > 1e-2  # the policies differ: another version's log-probs would have been noticed
