@@ -82,8 +82,8 @@ def engine_environment(*, device: str, cpus_per_engine: int, in_process: bool, b
     if device == "cpu":
         variables |= {
             "OMP_NUM_THREADS": str(cpus_per_engine),
-            # Each weight update frees the whole model layer by layer and packs the next into new memory. Memory that the
-            # operating system hands out anew is two to three times as slow, so the C library (glibc) shall keep it.
+            # Each weight update frees the model layer by layer and packs the next. Memory that the operating system has
+            # to hand out anew is two to three times as slow as what the C library (glibc) has kept.
             "MALLOC_ARENA_MAX": "1",
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(2**32),
