@@ -26,8 +26,8 @@ class RewardedModule(PolicyModule):
             unsharded, for validation and dynamic sampling as well.
         stop_properly_coef: At most 1. In [0, 1]: positive rewards of answers that the length limit cut off are
             multiplied by it, so that with 0 only what ends is rewarded; below 0: it is their reward (ProRL v2). 1: off.
-        mask_truncated: Learn nothing from the tokens of answers that the length limit cut off (overlong filtering: DAPO,
-            Yu et al., 2025, arXiv:2503.14476, section 3.4). Their rewards are part of baselines all the same, and the
+        mask_truncated: Learn nothing from answers that the length limit cut off (overlong filtering, DAPO: Yu et al.,
+            2025, arXiv:2503.14476, section 3.4). Their rewards are part of baselines all the same, and the
             means of losses are over the tokens that are left.
         missing_eos_penalty: Subtracted from the reward of answers that the length limit cut off (TRL's PPO). 0: off.
         normalize_rewards: Shift and scale by the mean and deviation of all rewards so far, this iteration's among them;
