@@ -108,7 +108,12 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Something that samples from the current policy."""
+    """Something that samples from the current policy.
+
+    An engine may do more, and says so: ``updates_in_flight = True``: :meth:`load` may be called while another thread is
+    in :meth:`generate`, whose samples go on with the new weights and know the version of each token; ``stream``: it
+    gives groups as they end, and can drop the rest (:class:`~rlhfkit.rollout.streams.StreamingEngine`).
+    """
 
     shared: bool
     """True: one engine serves all ranks and only rank 0 calls ``generate`` and ``score``. False: each rank has one."""
