@@ -88,13 +88,18 @@ def readable(message: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if message.get(name):
             plain[name] = message[name]
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_readable_call(one) for one in message["tool_calls"]]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ChatError("tool_calls must be a list")
+    if calls:
+        plain["tool_calls"] = [_readable_call(one) for one in calls]
     return plain
 
 
-def _readable_call(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    function = wanted.get("function") or {}
+def _readable_call(wanted: Any) -> dict[str, Any]:
+    function = wanted.get("function") if isinstance(wanted, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ChatError("a tool call needs a function")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:

@@ -140,7 +140,7 @@ class ChatSession:
             new = self.observations.behind(
                 messages[known:], trajectory.last, conversation=messages[: known - 1], **arguments
             )
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # some templates fail in other words than their own
             raise ChatError(str(error), code="template_error") from error
         trajectory.observe(new, trajectory.versions[-1])
         return parent, trajectory
