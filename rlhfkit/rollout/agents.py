@@ -87,6 +87,9 @@ class AgentEngine(PlayingEngine):
         host: Where the endpoint listens; others than the loopback address need a token.
         port: 0: any that is free.
         token: API key of the endpoint; ``None``: a random one.
+        public_url: How agents on other machines find it; ``None``: they run here.
+        certificate: File of a TLS certificate (PEM).
+        key: File of its private key.
         parse: Finds tool calls in answers.
         chat_template_arguments: Passed to the chat template.
 
@@ -110,6 +113,9 @@ class AgentEngine(PlayingEngine):
         host: str = "127.0.0.1",
         port: int = 0,
         token: "AccessToken | None" = None,
+        public_url: str | None = None,
+        certificate: str | None = None,
+        key: str | None = None,
         parse: ToolCallParser = parse_tool_calls,
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
@@ -134,6 +140,9 @@ class AgentEngine(PlayingEngine):
             "host": host,
             "port": port,
             "token": token,
+            "public_url": public_url,
+            "certificate": certificate,
+            "key": key,
             "parse": parse,
             "request_timeout": request_timeout,
             "parallel_calls": parallel_calls,

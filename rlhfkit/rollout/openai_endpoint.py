@@ -58,6 +58,9 @@ class OpenAIEndpoint:
         host: Address to listen on.
         port: 0: any that is free.
         token: What clients must send as API key; ``None``: a random one, on the loopback address only.
+        public_url: How clients elsewhere find it, ``https://trainer:8000``; ``None``: they are on this machine.
+        certificate: File of a TLS certificate (PEM); without one tokens and texts travel in the clear.
+        key: File of its private key.
         model_name: What the policy is called.
         parse: Finds tool calls in answers to requests with ``tools``.
         request_timeout: Seconds an answer may take.
@@ -81,6 +84,9 @@ class OpenAIEndpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         token: AccessToken | None = None,
+        public_url: str | None = None,
+        certificate: str | None = None,
+        key: str | None = None,
         model_name: str = "policy",
         parse: ToolCallParser = parse_tool_calls,
         request_timeout: float = 600.0,
@@ -99,6 +105,7 @@ class OpenAIEndpoint:
         self.request_timeout = request_timeout
         self.parallel_calls = parallel_calls
         self.observations = ObservationTokenizer(tokenizer, chat_template_arguments)
+        self._public_url = None if public_url is None else public_url.rstrip("/")
         self._token = token or (AccessToken(secrets.token_urlsafe(32)) if is_loopback(host) else None)
         self._sessions: dict[str, ChatSession] = {}
         self._numbers = itertools.count()
@@ -109,6 +116,8 @@ class OpenAIEndpoint:
             host=host,
             port=port,
             token=self._token,
+            certificate=certificate,
+            key=key,
             max_body_bytes=max_body_bytes,
             max_concurrent=max_concurrent,
             open_paths=(),
@@ -126,7 +135,9 @@ class OpenAIEndpoint:
         Args:
             session: Name of one; ``None``: outside of sessions.
         """
-        return f"{self._server.url}/v1" if session is None else f"{self._server.url}/sessions/{session}/v1"
+        here = self._server.url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
+        path = "/v1" if session is None else f"/sessions/{session}/v1"
+        return f"{self._public_url or here}{path}"
 
     def open(
         self, prompt: Prompt, sample_index: int, sampling: SamplingSpec, *, iteration: int, max_turns: int

@@ -320,6 +320,18 @@ def test_it_can_be_sent_to_another_process_and_started_again(engine: Recorded) -
     assert not copy.shared
 
 
+def test_a_configuration_file_names_environments_and_tools() -> None:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser()
+    parser.add_class_arguments(EpisodeEngine, "engine")
+    inner = {"class_path": "rlhfkit.LocalEngine"}
+    for rest in ({"environment": f"{Counting.__module__}.Counting"}, {"tools": ["json.dumps"]}):
+        parsed = parser.parse_object({"engine": {"engine": inner, "max_turns": 3, **rest}})
+        made = parser.instantiate(parsed).engine
+        assert isinstance(made.environment(), Environment)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

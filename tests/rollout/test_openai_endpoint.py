@@ -212,7 +212,18 @@ def test_nobody_gets_in_without_the_token(endpoint: OpenAIEndpoint) -> None:
 def test_other_hosts_need_a_token(engine: Recorded) -> None:
     with pytest.raises(ValueError, match=r"refusing to listen on '0\.0\.0\.0' without a token"):
         OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, host="0.0.0.0")
-    OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, host="0.0.0.0", token=AccessToken("x" * 32))
+    elsewhere = OpenAIEndpoint(
+        engine,
+        chat_tokenizer(),
+        most_tokens=128,
+        host="0.0.0.0",
+        token=AccessToken("x" * 32),
+        public_url="https://a:1/",
+    )
+    assert elsewhere.base_url() == "https://a:1/v1"
+    assert elsewhere.base_url("b") == "https://a:1/sessions/b/v1"
+    here = OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, host="0.0.0.0", token=AccessToken("x" * 32))
+    assert here.base_url() == "http://127.0.0.1:0/v1"
     with pytest.raises(ValueError, match="request_timeout"):
         OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, request_timeout=0)
 
