@@ -99,14 +99,14 @@ class IterationFiller:
             after: Where the draws begin; ``None``: at the DataModule's cursor.
             group: The ranks' process group; ``None``: the default one.
         """
-        selection = self.dynamic_sampling
+        selection, spare = self.dynamic_sampling, math.ceil(self.oversampling * wanted)
         filled = fill_iteration(
             wanted,
             trainer.datamodule.draws(after),
             self._stream(trainer, sampling, iteration, group),
             keep=None if selection is None else selection.keep,
-            most=None if selection is None else selection.max_rounds * wanted,
-            spare=math.ceil(self.oversampling * wanted),
+            most=None if selection is None else selection.max_rounds * wanted + spare,
+            spare=spare,
         )
         if filled.accepted < wanted:
             log.warning(

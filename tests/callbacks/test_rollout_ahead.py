@@ -282,7 +282,17 @@ def test_what_does_not_fit_together_is_refused() -> None:
         RolloutCallback(digits, engine=Plain(), oversampling=0.5)
 
 
-SELECTED: dict[str, Any] = {"dynamic_sampling": DynamicSampling(), "in_flight": True}
+class Shared(LocalEngine):
+    """Only rank 0 generates, for all, as with a pool."""
+
+    shared = True
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "selected": {"dynamic_sampling": DynamicSampling(), "in_flight": True},
+    "shared": {"dynamic_sampling": DynamicSampling(), "in_flight": True, "oversampling": 0.25, "engine": Shared()},
+}
 
 
 def only_odd(samples: Sequence[Sample]) -> list[float]:
@@ -291,17 +301,17 @@ def only_odd(samples: Sequence[Sample]) -> list[float]:
 
 
 def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:
-    """Entry point of a rank: a run ahead, and one that also selects groups and publishes in flight."""
+    """Entry point of a rank: a run ahead, and two that also select groups and publish in flight."""
     import os
 
     folder = folder / f"rank{os.environ['LOCAL_RANK']}"
     ranks = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
     report: dict[str, Any] = {}
-    for name, arguments in {"plain": {}, "selected": SELECTED}.items():
+    for name, arguments in RUNS.items():
         os.environ["WORLD_SIZE"] = "2"  # Lightning deletes it when a fit ends
         watch = Watch()
         reward = digits if name == "plain" else only_odd
-        rollouts = RolloutCallback(reward, sampling=SAMPLING, max_staleness=1, **arguments)  # type: ignore[arg-type]
+        rollouts = RolloutCallback(reward, sampling=SAMPLING, max_staleness=1, **arguments)
         trainer, module, data, _ = setup_run(
             folder, rollouts=rollouts, callbacks=[watch], data_arguments={"micro_batch_size": 4}, max_epochs=4, **ranks
         )
@@ -319,12 +329,13 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
     assert plain["prompts"] == alone.prompts
     if plain["ages"] == alone.ages:  # a thread that begins late samples from newer weights
         assert plain["rewards"] == pytest.approx(alone.rewards)
-    assert all(max(ages) <= 2 * min(number, 1) for number, ages in enumerate(plain["ages"]))
+    for name, found in first.items():
+        assert all(max(ages) <= 2 * min(number, 1) for number, ages in enumerate(found["ages"])), name
+        if name != "plain":
+            assert all(len(prompts) == 8 and all(index % 2 for index in prompts) for prompts in found["prompts"]), name
     # The first three rounds of 8 prompts in the order of the data: 24 of them, of which the odd ones teach something.
     order = [index for prompts in alone.prompts for index in prompts]
     assert selected["prompts"][0] == [index for index in order if index % 2][:8]
-    assert all(index % 2 for prompts in selected["prompts"] for index in prompts)
-    assert all(max(ages) <= 2 * min(number, 1) for number, ages in enumerate(selected["ages"]))
 
 
 def test_oversampling_needs_one_place_that_sees_which_group_is_first() -> None:
