@@ -121,7 +121,7 @@ def test_agents_that_fail_lose_their_own_episode_only(engine: AgentEngine) -> No
         return None if prompt.text == "no judgement" else 1.0
 
     kinds = ["good", "silent", "raises", "hangs", "no judgement", "talks on"]
-    samples = run(engine, agent, prompts_of(kinds), episode_timeout=3.0, max_turns=3)
+    samples = run(engine, agent, prompts_of(kinds), episode_timeout=5.0, max_turns=3)
     score_samples(EpisodeReward(), samples)
     found = {s.prompt.text: (s.info["ended"], s.finish_reason, s.reward, s.info["turns"]) for s in samples}
     assert found == {

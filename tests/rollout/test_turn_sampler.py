@@ -52,8 +52,8 @@ def test_a_wave_waits_for_who_is_nearly_ready_and_not_for_who_is_not() -> None:
             await asked(sampler, 1)
 
     async def run() -> None:
-        sampler = TurnSampler(engine, gather_time=0.2)  # type: ignore[arg-type]
-        await asyncio.gather(*(episode(sampler, delay) for delay in (0.0, 0.05, 0.1, 0.6)))
+        sampler = TurnSampler(engine, gather_time=0.5)  # type: ignore[arg-type]
+        await asyncio.gather(*(episode(sampler, delay) for delay in (0.0, 0.05, 0.1, 1.0)))
 
     asyncio.run(run())
     assert engine.calls == [3, 1]
