@@ -1,6 +1,7 @@
 """``RewardedModule``: from the reward of a sample to the one that is learned from: reward model, penalties, scale."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,6 +79,8 @@ class RewardedModule(PolicyModule):
         super().configure_model()
         if self.hparams["reward_model"] is not None and not hasattr(self, "reward_model"):
             self.reward_model = self.build_reward_model()
+            # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
+            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
     def build_reward_model(self) -> nn.Module:
         """Load the reward model, frozen; override to wrap or change it.

@@ -1,5 +1,6 @@
 """Knobs of modules that learn from their own samples, against the loss functions called by hand."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from rl_runs import digits, setup_run
 from torch import Tensor
 
-from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.data import Experience
 from rlhfkit.losses import (
     LossOutput,
@@ -30,6 +31,8 @@ from rlhfkit.losses import (
 from rlhfkit.losses import cispo_loss as lifted_cispo_loss
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules import presets
+from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.on_policy import OnPolicyModule
 
 
 def my_estimator(rewards: Tensor, group: Tensor) -> Tensor:
@@ -203,6 +206,40 @@ def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_f
     local = GRPOModule("anywhere", estimator=lambda rewards, group: rewards)
     with pytest.raises(ValueError, match=r"estimator was the function .* pass it again"):
         GRPOModule(**local.hparams)
+
+
+def shorter_is_better(batch: Experience) -> Tensor:
+    return -batch.action_mask.sum(-1).float()
+
+
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule, OnPolicyModule])
+def test_an_estimator_that_sees_the_whole_iteration_is_a_function_and_survives_checkpoints(
+    tmp_path: Path, kind: Any
+) -> None:
+    trainer, module, data, rollouts = setup_run(
+        tmp_path, module=kind, module_arguments={"advantages": shorter_is_better}, max_epochs=1
+    )
+    trainer.fit(module, data)
+    batch = rollouts.experience
+    assert batch is not None
+    assert batch.advantages is not None
+    lengths = [len(sample.token_ids) for sample in rollouts.samples]
+    assert batch.advantages[:, 0].tolist() == [-float(length) for length in lengths]
+    if kind is PPOModule:
+        assert batch.returns is not None  # the critic's targets stay its own
+        assert batch.returns.abs().sum() > 0
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    loaded = kind.load_from_checkpoint(tmp_path / "run.ckpt")
+    assert loaded.hparams["advantages"] == f"{__name__}.shorter_is_better"
+
+
+def test_every_knob_shows_in_the_hyperparameters() -> None:
+    """Also those that only a base class names, so that a run's log says all of what was done."""
+    for kind in (GRPOModule, PPOModule):
+        module = kind("anywhere", **(presets.DAPO if kind is GRPOModule else {}))
+        for base in kind.__mro__[: kind.__mro__.index(PolicyModule) + 1]:
+            names = inspect.signature(base.__init__).parameters.keys() - {"self", "kwargs"}  # type: ignore[misc]
+            assert names <= module.hparams.keys(), base
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,22 @@ def test_a_reward_model_among_the_children_teaches_what_one_in_the_callback_does
     assert {name.split(".")[0] for name in state} == {"policy", "critic"}  # loaded by name, not from checkpoints
 
 
+def test_a_reward_model_is_reward_enough(tmp_path: Path) -> None:
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": reward_model(tmp_path), "lr": 5e-3},
+        rollouts=RolloutCallback(sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        max_epochs=1,
+    )
+    trainer.fit(module, data)
+    scores = ModelReward(str(tmp_path / "reward"))(rollouts.samples)
+    assert rollouts.experience is not None
+    assert rollouts.experience.rewards.tolist() == pytest.approx(scores, abs=1e-5)
+    assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(statistics.fmean(scores), abs=1e-5)
+    assert rollouts.experience.advantages is not None
+    assert rollouts.experience.advantages.abs().sum() > 0
+
+
 def test_a_reward_model_with_other_tokens_or_without_a_head_is_refused(tmp_path: Path) -> None:
     folder = reward_model(tmp_path)
     with pytest.raises(ValueError, match=r"needed is a \.\.\.ForSequenceClassification"):
