@@ -1,5 +1,6 @@
 """``AgentEngine``: an engine whose samples are what agents written against OpenAI's API have the policy say."""
 
+import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,11 @@ class AgentConnection:
 
         Args:
             **options: Of the client.
+
+        Raises:
+            ImportError: If it is not installed.
         """
+        _require("openai")
         from openai import AsyncOpenAI
 
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
@@ -94,6 +99,7 @@ class AgentEngine(PlayingEngine):
         chat_template_arguments: Passed to the chat template.
 
     Raises:
+        ImportError: If FastAPI or uvicorn is not installed.
         TypeError: If ``engine`` is none or ``agent`` cannot be called.
         ValueError: If a limit is out of range, or the host needs a token.
     """
@@ -121,6 +127,7 @@ class AgentEngine(PlayingEngine):
     ) -> None:
         from rlhfkit.serving.access import check_host, is_loopback
 
+        _require("fastapi", "uvicorn")
         super().__init__(
             engine,
             max_turns=max_turns,
@@ -243,3 +250,10 @@ class _AgentEpisode:
         if self.error is not None:
             info["error"] = f"{type(self.error).__name__}: {self.error}"
         return session.sample(FINISH[ended], info["reward"], info)
+
+
+def _require(*names: str) -> None:
+    """Raise unless these packages are installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"agents need {' and '.join(missing)}, not installed here: pip install 'rlhfkit[agents]'")

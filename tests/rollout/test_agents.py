@@ -1,6 +1,7 @@
 """Agents written against OpenAI's API make samples: exact, independent of each other, also when some of them fail."""
 
 import asyncio
+import importlib.util
 import pickle
 import time
 from collections.abc import Iterator
@@ -172,6 +173,14 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(RuntimeError, match=r"before AgentEngine\.start"):
         AgentEngine(LocalEngine(), talker).generate(prompts_of(["1"]), SAMPLING, iteration=0)
     assert pickle.loads(pickle.dumps(AgentEngine(LocalEngine(), talker))).agent is talker
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"need fastapi and uvicorn.*rlhfkit\[agents\]"):
+        AgentEngine(LocalEngine(), talker)
+    with pytest.raises(ImportError, match="need openai"):
+        AgentConnection("http://127.0.0.1:1/v1", "key").client()
 
 
 @pytest.mark.vllm
