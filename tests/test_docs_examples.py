@@ -1,0 +1,199 @@
+"""What the pages show must exist: names, arguments, commands, links, files. Read with ``ast``; nothing is run."""
+
+import ast
+import builtins
+import importlib
+import inspect
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlhfkit
+from rlhfkit.cli import COMMANDS, FUNCTION_COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = (
+    "callbacks",
+    "data",
+    "datamodules",
+    "losses",
+    "models",
+    "modules",
+    "rewards",
+    "rollout",
+    "strategies",
+)
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+DOTTED = re.compile(r"(?<![\w/.])rlhfkit(?:\.[A-Za-z_]\w*)+")
+FILE = re.compile(r"\b(?:tutorials|tests|benchmarks|docs|requirements)/[\w./-]+\.\w+")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page in these languages, in order."""
+    return [text for language, text in FENCE.findall(page.read_text(encoding="utf-8")) if language in languages]
+
+
+def resolve(dotted: str) -> Any:
+    """The object of a dotted name; ``AttributeError`` or ``ImportError`` without one."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(dotted)
+
+
+def public_names() -> set[str]:
+    """What rlhfkit and its packages export."""
+    return set(rlhfkit.__all__).union(*(importlib.import_module(f"rlhfkit.{name}").__all__ for name in PACKAGES))
+
+
+def signature(called: Callable[..., Any]) -> inspect.Signature:
+    """Of a function or class; a constructor's ``*args`` and ``**kwargs`` are replaced by those of the next base class."""
+    owners = [vars(owner)["__init__"] for owner in getattr(called, "__mro__", ()) if "__init__" in vars(owner)]
+    merged: dict[str, inspect.Parameter] = {}
+    for function in owners or [called]:
+        own = list(inspect.signature(function).parameters.values())[bool(owners) :]
+        positions = not merged or any(value.kind is value.VAR_POSITIONAL for value in merged.values())
+        merged = {name: value for name, value in merged.items() if value.kind not in VARIABLE}
+        for value in own:
+            if value.name not in merged:
+                passed = positions or value.kind in VARIABLE
+                merged[value.name] = value if passed else value.replace(kind=value.KEYWORD_ONLY)
+        if not any(value.kind is value.VAR_KEYWORD for value in own):
+            break
+    return inspect.Signature(sorted(merged.values(), key=lambda value: (value.kind, value.default is not value.empty)))
+
+
+def complaint(call: ast.Call, called: Callable[..., Any]) -> str | None:
+    """Why a call does not fit a signature; ``None`` if it does. ``...`` and ``**more`` stand for further arguments."""
+    given = [value for value in call.args if not (isinstance(value, ast.Constant) and value.value is ...)]
+    words = {word.arg: None for word in call.keywords if word.arg is not None}
+    partial = len(given) < len(call.args) or len(words) < len(call.keywords)
+    bind = signature(called).bind_partial if partial else signature(called).bind
+    try:
+        bind(*given, **words)
+    except TypeError as error:
+        return f"{ast.unparse(call)}: {error}"
+    return None
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """The dotted name and the local name of everything that a block imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names)
+
+
+def trees(page: Path) -> list[ast.Module]:
+    """The Python of a page, block by block; names of earlier blocks are known in later ones."""
+    return [ast.parse(block, filename=page.name) for block in blocks(page, "python")]
+
+
+@every_page
+def test_python_compiles_and_what_it_imports_exists(page: Path) -> None:
+    for tree in trees(page):
+        for dotted, _ in imports(tree):
+            if dotted.startswith("rlhfkit."):
+                resolve(dotted)
+
+
+@every_page
+def test_names_of_ours_are_imported_before_they_are_used(page: Path) -> None:
+    ours, known, missing = public_names(), set(dir(builtins)), []
+    for tree in trees(page):
+        known.update(name for _, name in imports(tree))
+        known.update(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef))
+        known.update(
+            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        )
+        known.update(node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        missing += sorted((used & ours) - known)
+    assert missing == []
+
+
+@every_page
+def test_calls_fit_the_signatures(page: Path) -> None:
+    known: dict[str, Any] = {}
+    complaints = []
+    for tree in trees(page):
+        known.update({name: resolve(dotted) for dotted, name in imports(tree) if dotted.startswith("rlhfkit.")})
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and callable(known.get(node.func.id)):
+                complaints.append(complaint(node, known[node.func.id]))
+    assert [text for text in complaints if text] == []
+
+
+@every_page
+def test_commands_and_their_options_exist(page: Path) -> None:
+    lines = [line for block in blocks(page, "bash", "") for line in block.splitlines() if line.startswith("rlhfkit ")]
+    lines += re.findall(r"`(rlhfkit [^`]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        assert words[1] in COMMANDS, line
+        if words[1] in FUNCTION_COMMANDS:
+            known = inspect.signature(resolve(FUNCTION_COMMANDS[words[1]][1].replace(":", "."))).parameters
+            options = [word[2:].split(".")[0].split("=")[0] for word in words if word.startswith("--")]
+            assert [option for option in options if option not in known] == [], line
+
+
+@every_page
+def test_dotted_names_and_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for dotted in DOTTED.findall(text):
+        resolve(dotted)
+    assert [file for file in FILE.findall(text) if not (ROOT / file).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as GitHub names them in links."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_index_links_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = set(LINK.findall(index.read_text(encoding="utf-8")))
+    assert {page.name for page in index.parent.glob("*.md")} - linked == {"index.md"}
+
+
+def test_a_call_that_does_not_fit_is_found() -> None:
+    """The checks themselves: arguments of base classes, of nobody, and missing ones."""
+
+    def check(code: str) -> str | None:
+        call = ast.parse(code, mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert isinstance(call.func, ast.Name)
+        return complaint(call, getattr(rlhfkit, call.func.id))
+
+    assert check("GRPOModule('model', lr=1e-6, clip_low=0.2, weight_decay=0.1, trust_remote_code=True)") is None
+    assert "learning_rate" in str(check("GRPOModule('model', learning_rate=1e-6)"))
+    assert "missing" in str(check("DistillationModule('model')"))
+    assert check("DistillationModule('model', ...)") is None
+    assert "too many" in str(check("LoRA(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)"))
