@@ -1,18 +1,14 @@
-"""Two ranks of a ZeRO-3 training that publish their policy; each rank is a process that runs this file."""
+"""Two ranks of a ZeRO-3 training that publish their policy; each rank is a process (``strategies/ranks.py``)."""
 
-import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from strategies import ranks
 
 from rlhfkit.rollout.transfer import ModuleWeights
 
@@ -29,42 +25,19 @@ def run_ranks(scenario: str, model: Path, folder: Path, timeout: float = 150) ->
         folder: For reports.
         timeout: Seconds until the ranks are killed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parent.parent),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(RANKS),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
-    }
-    script = [sys.executable, __file__, scenario, str(model), str(folder)]
-    processes = []
-    for rank in range(RANKS):
-        with open(folder / f"{rank}.log", "w") as log:
-            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(script, env=own, stdout=log, stderr=subprocess.STDOUT))
-    watchdog = threading.Timer(timeout, lambda: [process.kill() for process in processes])
-    watchdog.start()
-    codes = [process.wait() for process in processes]
-    watchdog.cancel()
-    logs = "\n".join((folder / f"{rank}.log").read_text()[-4000:] for rank in range(RANKS))
-    assert codes == [0] * RANKS, f"{scenario} failed or took longer than {timeout} s\n{logs}"
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return ranks.run(f"rollout.zero3_ranks:{scenario}", RANKS, folder, timeout, model=str(model))
 
 
-def zero3_engine(folder: str) -> Any:
-    """The model in folder as a ZeRO-3 engine."""
+def zero3_engine(model_folder: str) -> Any:
+    """The model in a folder as a ZeRO-3 engine."""
     import deepspeed
     from transformers import AutoModelForCausalLM
 
     # deepspeed 0.19.8 would compile a shared-memory all-reduce for a minute; gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ["RANK"] = os.environ["LOCAL_RANK"]
     deepspeed.init_distributed(dist_backend="gloo")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
@@ -90,12 +63,12 @@ def diverge_on_the_last_rank(engine: Any) -> None:
         parameter.ds_tensor.data[-1] = float("nan")
 
 
-def publish(folder: str) -> dict[str, Any]:
+def publish(folder: Path, model: str) -> dict[str, Any]:
     """What the source yields, twice, and after one shard diverged."""
-    engine = zero3_engine(folder)
+    engine = zero3_engine(model)
     from transformers import AutoModelForCausalLM
 
-    expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    expected = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
     report: dict[str, Any] = {}
     for turn in ("first", "second"):
         weights = ModuleWeights(engine, bucket_bytes=BUCKET_BYTES)
@@ -110,12 +83,12 @@ def publish(folder: str) -> dict[str, Any]:
     return report
 
 
-def serve(folder: str) -> dict[str, Any]:
+def serve(folder: Path, model: str) -> dict[str, Any]:
     """Train and publish to a real vLLM engine, then break things: every rank must notice alike."""
     from rlhfkit.rollout.health import HealthPolicy
     from rlhfkit.rollout.pool import VLLMPool
 
-    policy = zero3_engine(folder)
+    policy = zero3_engine(model)
     if dist.get_rank() == 0:
         import ray
 
@@ -124,10 +97,10 @@ def serve(folder: str) -> dict[str, Any]:
         )
     ids = torch.tensor([[7 + 3 * position % 80 for position in range(48)]])
     report: dict[str, Any] = {"differences": [], "versions": []}
-    report["too_small"] = message_of(lambda: VLLMPool(num_engines=9, device="cpu").start(folder, dtype=torch.float32))
+    report["too_small"] = message_of(lambda: VLLMPool(num_engines=9, device="cpu").start(model, dtype=torch.float32))
     patient = HealthPolicy(probe_timeout=20, max_restarts=1)
     pool = VLLMPool(device="cpu", kv_cache_gib=1 / 16, sync_timeout=20, bucket_bytes=BUCKET_BYTES, health=patient)
-    pool.start(folder, dtype=torch.float32)
+    pool.start(model, dtype=torch.float32)
     report["only_rank_0"] = message_of(lambda: pool.score(ids.tolist()))
 
     def difference() -> float:
@@ -168,15 +141,6 @@ def serve(folder: str) -> dict[str, Any]:
     report["dead_engine"] = message_of(lambda: pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 6))
     report["versions"].append(pool.version)
     pool.close()
+    if dist.get_rank() == 0:
+        ray.shutdown()
     return report
-
-
-def main() -> None:
-    """One rank: write its report as JSON."""
-    scenario, model, folder = sys.argv[1:]
-    report = {"publish": publish, "serve": serve}[scenario](model)
-    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
