@@ -56,6 +56,9 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     if device == "cpu":
         arguments["enforce_eager"] = True  # compiling costs minutes there and gains little
+        # When a part of a prompt fits into a step, vLLM 0.32 takes back the random number that it has drawn for it, by
+        # an offset that generators on a CPU do not have ("CPU Generator does not use offset"), and the engine dies.
+        arguments["enable_chunked_prefill"] = False
     elif sleeps:
         arguments["enable_sleep_mode"] = True
     if tensor_parallel_size > 1:

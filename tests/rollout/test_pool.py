@@ -296,6 +296,12 @@ class TestSamples:
             assert token.finish_reason == text.finish_reason
         assert any(len(token.token_ids) < len(sample.token_ids) for sample, token in zip(plain, by_token, strict=True))
 
+    def test_more_prompt_tokens_than_fit_into_a_step(self, pool: SharedPool, vllm_model: Path) -> None:
+        """An engine on a CPU dies of it when it may divide a prompt (see engine_arguments)."""
+        many = [Prompt(index=index, token_ids=[10 + index % 80] * 200 + [20 + index]) for index in range(60)]
+        samples = pool.generate(many, SamplingSpec(group_size=1, max_new_tokens=4), iteration=0)
+        assert worst_difference(load_trainer_model(vllm_model), samples[-10:]) <= EXACT
+
     def test_no_end_before_min_new_tokens(self, pool: SharedPool, prompts: list[Prompt]) -> None:
         free = pool.generate(prompts, SamplingSpec(group_size=8, max_new_tokens=40), iteration=0)
         assert min(len(sample.token_ids) for sample in free) < 20

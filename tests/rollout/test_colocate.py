@@ -1,0 +1,111 @@
+"""``VLLMPool(colocate=True)`` as far as it goes without GPUs: on a CPU vLLM's sleep frees no memory, but it pauses."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, prompts_file
+from shared_pool import SharedPool
+
+from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit.data.experience import Prompt
+from rlhfkit.rollout.health import State
+from rlhfkit.rollout.transfer import ModuleWeights
+from rollout.test_pool import load_trainer_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+PROMPTS = [Prompt(index=index, token_ids=[10 + index] * 70) for index in range(4)]
+SPEC = SamplingSpec(group_size=2, max_new_tokens=16)
+
+
+@pytest.fixture
+def colocated(vllm_pool: SharedPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedPool]:
+    """The shared engines, told to make room; on a CPU nothing else sets colocated ones apart."""
+    monkeypatch.setattr(vllm_pool, "colocate", True)
+    yield vllm_pool
+    vllm_pool.wake()
+
+
+def doing(pool: SharedPool) -> tuple[set[State], set[bool]]:
+    """What the engines do: in the fleet's books, and whether they say themselves that they are paused."""
+    import ray
+
+    assert pool._fleet is not None
+    members = pool._fleet.members
+    answers = ray.get([member.actor.health.remote() for member in members])
+    return {member.state for member in members}, {answer["paused"] for answer in answers}
+
+
+def test_weights_that_were_kept_serve_again_after_waking(
+    colocated: SharedPool, vllm_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colocated, "sleep_level", 1)
+    colocated.load(ModuleWeights(load_trainer_model(vllm_model)), 0)
+    before = colocated.generate(PROMPTS, SPEC, iteration=0)
+    colocated.sleep()
+    colocated.sleep()  # a second call does nothing
+    assert doing(colocated) == ({State.ASLEEP}, {True})
+    with pytest.raises(RuntimeError, match=r"asleep: call wake\(\)"):
+        colocated.generate(PROMPTS, SPEC, iteration=0)
+    colocated.wake()
+    assert doing(colocated) == ({State.SERVING}, {False})
+    assert colocated.version == 0
+    after = colocated.generate(PROMPTS, SPEC, iteration=0)
+    assert [sample.token_ids for sample in after] == [sample.token_ids for sample in before]
+
+
+def test_weights_that_were_dropped_are_not_served_before_the_next_load(colocated: SharedPool, vllm_model: Path) -> None:
+    weights = ModuleWeights(load_trainer_model(vllm_model))
+    colocated.load(weights, 0)
+    colocated.sleep()
+    assert colocated.version is None
+    colocated.wake()
+    assert doing(colocated) == ({State.STALE}, {False})
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        colocated.generate(PROMPTS, SPEC, iteration=0)
+    colocated.sleep()
+    colocated.load(weights, 1)
+    assert doing(colocated) == ({State.SERVING}, {False})
+
+
+def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
+    vllm_pool: SharedPool, vllm_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "validation"
+    other.mkdir()
+    seen: list[tuple[set[State], set[bool]]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(doing(vllm_pool))
+
+    def run() -> torch.Tensor:
+        seen.clear()
+        torch.manual_seed(0)
+        rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Look()],
+        )  # fmt: skip
+        data = PromptDataModule(
+            prompts_file(tmp_path),
+            answer="answer",
+            rollout_batch_size=8,
+            micro_batch_size=16,
+            validation_data=prompts_file(other, rows=4),
+        )
+        module = GRPOModule(str(vllm_model), lr=5e-3)
+        trainer.fit(module, data)
+        return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
+
+    apart = run()
+    assert seen == [({State.SERVING}, {False})] * 4
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_pool, "colocate", True)
+        beside = run()
+    assert seen == [({State.ASLEEP}, {True})] * 4
+    assert torch.equal(beside, apart)
