@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StreamingSFTDataModule,
         UnpairedPreferenceDataModule,
     )
+    from rlhfkit.episodes import AgentEngine, Environment, EpisodeEngine, Step
     from rlhfkit.losses import LossOutput
     from rlhfkit.models import LoRA, PolicyOutput, ScalarModel
     from rlhfkit.modules import (
@@ -51,30 +52,26 @@ if TYPE_CHECKING:
         SimPOModule,
     )
     from rlhfkit.rollout import (
-        AgentEngine,
         DynamicSampling,
-        Environment,
-        EpisodeEngine,
         HealthPolicy,
         LocalEngine,
         ReplayEngine,
         RolloutEngine,
         SamplingSpec,
-        Step,
         VLLMPool,
     )
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 _HOMES = {
-    "AgentEngine": "rollout",
+    "AgentEngine": "episodes",
     "CPOModule": "modules",
     "DFTModule": "modules",
     "DPOModule": "modules",
     "DistillationModule": "modules",
     "DynamicSampling": "rollout",
     "EMA": "callbacks",
-    "Environment": "rollout",
-    "EpisodeEngine": "rollout",
+    "Environment": "episodes",
+    "EpisodeEngine": "episodes",
     "Experience": "data",
     "GRPOModule": "modules",
     "HFExport": "callbacks",
@@ -111,7 +108,7 @@ _HOMES = {
     "SamplingSpec": "rollout",
     "ScalarModel": "models",
     "SimPOModule": "modules",
-    "Step": "rollout",
+    "Step": "episodes",
     "StepwiseDataModule": "datamodules",
     "StreamingSFTDataModule": "datamodules",
     "TrainingCurves": "callbacks",

@@ -16,6 +16,7 @@ FLOORS = {
     "serving": 1,
     "models": 2,
     "rollout": 2,
+    "episodes": 2,
     "datamodules": 2,
     "modules": 3,
     "rewards": 3,

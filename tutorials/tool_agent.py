@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit.episodes import Action, EpisodeEngine, Step, ToolEnvironment
+from rlhfkit.episodes.tools import ToolCall
 from rlhfkit.rewards import EpisodeReward
-from rlhfkit.rollout import Action, EpisodeEngine, Step, ToolEnvironment
-from rlhfkit.rollout.tools import ToolCall
 
 TEMPLATE = (  # "A", the turn of the model up to <eos>, "=7", the next turn of the model
     "{% for message in messages %}{% if message['role'] == 'tool' %}={% endif %}{{ message['content'] }}"

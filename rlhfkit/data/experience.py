@@ -67,8 +67,8 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The parts the reward is made of, by name, before weighting."""
     token_rewards: list[float] | None = None
-    """How much of ``reward`` was earned at which token (turns of an episode, steps of a solution); what they leave of it
-    belongs to the last action. ``None``: all of it does."""
+    """How much of ``reward`` was earned at which token (turns of an episode, steps of a solution); what they leave of
+    it belongs to the last action. ``None``: all of it does."""
     info: dict[str, Any] = field(default_factory=dict)
     """What else is known of how it came about (turns of an episode, why it ended); numbers are logged as means."""
 
@@ -105,8 +105,8 @@ class Experience(PaddedBatch):
     """(B,) int64, the optimizer update of this iteration that trains on the row; 0 is on-policy."""
 
     token_rewards: Tensor | None = step_field(None)
-    """(B, T-1) float32, the part of ``rewards`` that each token earned; ``None``: no sample says so. Not masked: what an
-    environment's token earned counts too."""
+    """(B, T-1) float32, the part of ``rewards`` that each token earned; ``None``: no sample says so. Not masked: what
+    an environment's token earned counts too."""
     old_logprobs: Tensor | None = step_field(None)
     """(B, T-1) float32, the trainer's before the iteration; ``None`` in the first update: equal to the current ones."""
     ref_logprobs: Tensor | None = step_field(None)

@@ -4,52 +4,33 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource, sample_seed
-from rlhfkit.rollout.environment import Action, Environment, Step
 from rlhfkit.rollout.health import HealthPolicy
 
 if TYPE_CHECKING:
-    from rlhfkit.rollout.agents import AgentEngine as AgentEngine
-    from rlhfkit.rollout.episodes import EpisodeEngine as EpisodeEngine
     from rlhfkit.rollout.local import LocalEngine as LocalEngine
-    from rlhfkit.rollout.openai_endpoint import OpenAIEndpoint as OpenAIEndpoint
     from rlhfkit.rollout.pool import VLLMPool as VLLMPool
     from rlhfkit.rollout.replay import ReplayEngine as ReplayEngine
-    from rlhfkit.rollout.tools import ToolEnvironment as ToolEnvironment
-    from rlhfkit.rollout.tools import tool_schemas as tool_schemas
     from rlhfkit.rollout.transfer import ModuleWeights as ModuleWeights
 
 _LAZY = {
-    "AgentEngine": "rlhfkit.rollout.agents",
-    "EpisodeEngine": "rlhfkit.rollout.episodes",
     "LocalEngine": "rlhfkit.rollout.local",
     "ModuleWeights": "rlhfkit.rollout.transfer",
-    "OpenAIEndpoint": "rlhfkit.rollout.openai_endpoint",
     "ReplayEngine": "rlhfkit.rollout.replay",
-    "ToolEnvironment": "rlhfkit.rollout.tools",
     "VLLMPool": "rlhfkit.rollout.pool",
-    "tool_schemas": "rlhfkit.rollout.tools",
 }
 
 __all__ = [
-    "Action",
-    "AgentEngine",
     "DynamicSampling",
-    "Environment",
-    "EpisodeEngine",
     "HealthPolicy",
     "LocalEngine",
     "ModuleWeights",
-    "OpenAIEndpoint",
     "ReplayEngine",
     "RolloutEngine",
     "SamplingSpec",
-    "Step",
-    "ToolEnvironment",
     "VLLMPool",
     "WeightInfo",
     "WeightSource",
     "sample_seed",
-    "tool_schemas",
 ]
 
 

@@ -23,8 +23,8 @@ from rlhfkit import (
     Step,
 )  # fmt: skip
 from rlhfkit.data.experience import Experience
+from rlhfkit.episodes import Action
 from rlhfkit.rewards import EpisodeReward
-from rlhfkit.rollout import Action
 
 
 class Digits(Environment):

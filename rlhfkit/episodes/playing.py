@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.episodes.event_loop import LoopThread
+from rlhfkit.episodes.turn_sampler import EngineFailedError
+from rlhfkit.episodes.wrapping import EngineWrapper
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, check_context
-from rlhfkit.rollout.event_loop import LoopThread
-from rlhfkit.rollout.turn_sampler import EngineFailedError
-from rlhfkit.rollout.wrapping import EngineWrapper
 
 log = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from rlhfkit.data.experience import Prompt
-from rlhfkit.rollout.chat_protocol import (
+from rlhfkit.episodes.chat_protocol import (
     ChatError,
     ChatRequest,
     completion_body,
     completion_events,
 )
-from rlhfkit.rollout.chat_session import ChatSession, ChatTurn
+from rlhfkit.episodes.chat_session import ChatSession, ChatTurn
+from rlhfkit.episodes.observations import ObservationTokenizer
+from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
+from rlhfkit.episodes.turn_sampler import EngineFailedError, TurnSampler
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.observations import ObservationTokenizer
-from rlhfkit.rollout.tools import ToolCallParser, parse_tool_calls
-from rlhfkit.rollout.turn_sampler import EngineFailedError, TurnSampler
 from rlhfkit.serving.access import AccessToken, is_loopback
 from rlhfkit.serving.server import Server
 
@@ -67,7 +67,7 @@ class OpenAIEndpoint:
         max_body_bytes: Of a request.
         max_concurrent: Requests at a time; further ones are refused with 503, which clients repeat.
         parallel_calls: Calls of the engine at the same time; ``None``: see
-            :class:`~rlhfkit.rollout.turn_sampler.TurnSampler`.
+            :class:`~rlhfkit.episodes.turn_sampler.TurnSampler`.
         chat_template_arguments: Passed to the chat template.
 
     Raises:

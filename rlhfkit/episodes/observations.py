@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from rlhfkit.data.experience import Sample
-from rlhfkit.rollout.environment import Message, Observation
+from rlhfkit.episodes.environment import Message, Observation
 
 _SENTINEL = "\ue000"
 """A private-use character: no template writes it."""

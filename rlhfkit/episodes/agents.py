@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.episodes.episode import FINISH, End
+from rlhfkit.episodes.event_loop import call
+from rlhfkit.episodes.playing import NewEpisode, PlayingEngine
+from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.episode import FINISH, End
-from rlhfkit.rollout.event_loop import call
-from rlhfkit.rollout.playing import NewEpisode, PlayingEngine
-from rlhfkit.rollout.tools import ToolCallParser, parse_tool_calls
 
 if TYPE_CHECKING:
-    from rlhfkit.rollout.openai_endpoint import OpenAIEndpoint
+    from rlhfkit.episodes.openai_endpoint import OpenAIEndpoint
     from rlhfkit.serving.access import AccessToken
 
 
@@ -87,7 +87,7 @@ class AgentEngine(PlayingEngine):
         request_timeout: Seconds of each request.
         concurrency: Episodes at the same time.
         parallel_calls: Calls of the engine at the same time; ``None``: see
-            :class:`~rlhfkit.rollout.turn_sampler.TurnSampler`.
+            :class:`~rlhfkit.episodes.turn_sampler.TurnSampler`.
         on_error: ``"raise"``: stop at the first agent that fails.
         host: Where the endpoint listens; others than the loopback address need a token.
         port: 0: any that is free.
@@ -164,8 +164,8 @@ class AgentEngine(PlayingEngine):
         """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
         super().start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
         if self._endpoint is None:
+            from rlhfkit.episodes.openai_endpoint import OpenAIEndpoint
             from rlhfkit.models.load import load_tokenizer
-            from rlhfkit.rollout.openai_endpoint import OpenAIEndpoint
 
             tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
             self._endpoint = OpenAIEndpoint(self.engine, tokenizer, most_tokens=self.most_tokens, **self._options)

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, Literal
 
 from rlhfkit.data.experience import FinishReason, Prompt, Sample
+from rlhfkit.episodes.environment import Action, Environment, Observation, Step
+from rlhfkit.episodes.event_loop import call
+from rlhfkit.episodes.observations import ObservationTokenizer, is_conversation
+from rlhfkit.episodes.trajectory import Trajectory
+from rlhfkit.episodes.turn_sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.environment import Action, Environment, Observation, Step
-from rlhfkit.rollout.event_loop import call
-from rlhfkit.rollout.observations import ObservationTokenizer, is_conversation
-from rlhfkit.rollout.trajectory import Trajectory
-from rlhfkit.rollout.turn_sampler import EngineFailedError, TurnSampler, turn_index
 
 End = Literal["done", "turns", "tokens", "time", "error"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfkit.rollout.environment import Action, Environment, Message, Step
-from rlhfkit.rollout.event_loop import call
+from rlhfkit.episodes.environment import Action, Environment, Message, Step
+from rlhfkit.episodes.event_loop import call
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.episodes.turn_sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.turn_sampler import EngineFailedError, TurnSampler, turn_index
 
 
 class Timed:

@@ -13,12 +13,13 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
+from episodes.episode_cases import CHAT_TEMPLATE, Recorded, prompts_of
 from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.episodes import AgentEngine
+from rlhfkit.episodes.agents import AgentConnection
+from rlhfkit.episodes.playing import EpisodeError
 from rlhfkit.rewards import EpisodeReward, score_samples
-from rlhfkit.rollout import AgentEngine, LocalEngine, RolloutEngine, SamplingSpec
-from rlhfkit.rollout.agents import AgentConnection
-from rlhfkit.rollout.playing import EpisodeError
-from rollout.episode_cases import CHAT_TEMPLATE, Recorded, prompts_of
+from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
 
 SAMPLING = SamplingSpec(group_size=2, max_new_tokens=5)
 
@@ -186,9 +187,10 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.vllm
 @pytest.mark.ray
 def test_an_agent_and_episodes_on_real_vllm_engines(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
+    from episodes.episode_cases import Counting
+    from rlhfkit.episodes import EpisodeEngine
     from rlhfkit.models.load import load_causal_lm
-    from rlhfkit.rollout import EpisodeEngine, ModuleWeights
-    from rollout.episode_cases import Counting
+    from rlhfkit.rollout import ModuleWeights
 
     model = load_causal_lm(str(vllm_model), dtype=torch.float32)
     recorded = Recorded(vllm_pool)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit.rollout import Action, EpisodeEngine, LocalEngine, SamplingSpec, ToolEnvironment, tool_schemas
-from rlhfkit.rollout.tools import ToolCall, parse_tool_calls
-from rollout.episode_cases import CHAT_TEMPLATE, prompts_of
+from episodes.episode_cases import CHAT_TEMPLATE, prompts_of
+from rlhfkit.episodes import Action, EpisodeEngine, ToolEnvironment, tool_schemas
+from rlhfkit.episodes.tools import ToolCall, parse_tool_calls
+from rlhfkit.rollout import LocalEngine, SamplingSpec
 
 
 def multiply(a: int, b: int = 2) -> int:

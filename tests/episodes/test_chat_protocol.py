@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.rollout.chat_protocol import ChatError, completion_events, readable, reply_message, same_message
-from rlhfkit.rollout.tools import ToolCall
+from rlhfkit.episodes.chat_protocol import ChatError, completion_events, readable, reply_message, same_message
+from rlhfkit.episodes.tools import ToolCall
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.episodes.environment import Action, Environment, Step
+from rlhfkit.episodes.wrapping import EngineWrapper
 from rlhfkit.rollout import LocalEngine, SamplingSpec
-from rlhfkit.rollout.environment import Action, Environment, Step
-from rlhfkit.rollout.wrapping import EngineWrapper
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'][0] + ']' + message['content'] + eos_token + '\n' }}"

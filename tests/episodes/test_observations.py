@@ -7,7 +7,7 @@ import pytest
 from datamodules.test_turns import CHAT, EXPECTED, tokenizer_for
 
 from rlhfkit.data.experience import Prompt, Sample
-from rlhfkit.rollout.observations import ObservationTokenizer
+from rlhfkit.episodes.observations import ObservationTokenizer
 
 
 def turn_of(token_ids: list[int], finish: Any = "stop") -> Sample:

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhfkit.data.experience import FinishReason, Prompt, Sample
-from rlhfkit.rollout.chat_protocol import ChatError, ChatRequest, readable, reply_message, same_message
+from rlhfkit.episodes.chat_protocol import ChatError, ChatRequest, readable, reply_message, same_message
+from rlhfkit.episodes.environment import Action
+from rlhfkit.episodes.observations import ObservationTokenizer
+from rlhfkit.episodes.tools import ToolCallParser
+from rlhfkit.episodes.trajectory import Trajectory
+from rlhfkit.episodes.turn_sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.environment import Action
-from rlhfkit.rollout.observations import ObservationTokenizer
-from rlhfkit.rollout.tools import ToolCallParser
-from rlhfkit.rollout.trajectory import Trajectory
-from rlhfkit.rollout.turn_sampler import EngineFailedError, TurnSampler, turn_index
 
 log = logging.getLogger(__name__)
 

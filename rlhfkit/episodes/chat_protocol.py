@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlhfkit.rollout.environment import Message
-from rlhfkit.rollout.tools import ToolCall
+from rlhfkit.episodes.environment import Message
+from rlhfkit.episodes.tools import ToolCall
 
 
 class ChatError(Exception):

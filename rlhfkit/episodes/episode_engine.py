@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import torch
 
+from rlhfkit.episodes.environment import Environment
+from rlhfkit.episodes.episode import Episode, EpisodeLimits
+from rlhfkit.episodes.observations import ObservationTokenizer
+from rlhfkit.episodes.playing import NewEpisode, PlayingEngine
+from rlhfkit.episodes.turn_sampler import TurnSampler
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.environment import Environment
-from rlhfkit.rollout.episode import Episode, EpisodeLimits
-from rlhfkit.rollout.observations import ObservationTokenizer
-from rlhfkit.rollout.playing import NewEpisode, PlayingEngine
-from rlhfkit.rollout.turn_sampler import TurnSampler
 
 
 class EpisodeEngine(PlayingEngine):
@@ -50,14 +50,14 @@ class EpisodeEngine(PlayingEngine):
         engine: What samples the turns.
         environment: Makes an environment: its class, or a function without arguments. Called once per episode.
         tools: Python functions that the policy may call, in place of an environment: see
-            :class:`~rlhfkit.rollout.tools.ToolEnvironment`.
+            :class:`~rlhfkit.episodes.tools.ToolEnvironment`.
         max_turns: Of the policy.
         max_episode_tokens: Prompt, actions and observations together; ``None``: the model's context.
         episode_timeout: Seconds of an episode, generating included.
         environment_timeout: Seconds of each call of the environment.
         concurrency: Episodes at the same time; ``None``: all of a call of :meth:`generate`.
         parallel_calls: Calls of the engine at the same time; ``None``: see
-            :class:`~rlhfkit.rollout.turn_sampler.TurnSampler`.
+            :class:`~rlhfkit.episodes.turn_sampler.TurnSampler`.
         on_error: ``"raise"``: stop at the first environment that fails.
         chat_template_arguments: Passed to the chat template when observations are chat messages; the same as given to
             ``PromptDataModule``.
@@ -142,7 +142,7 @@ def _environment(environment: Any, tools: Sequence[Callable[..., Any]]) -> Calla
     if (environment is None) != bool(tools):
         raise ValueError("EpisodeEngine takes an environment or tools, one of the two")
     if environment is None:
-        from rlhfkit.rollout.tools import ToolEnvironment, ToolEnvironmentFactory
+        from rlhfkit.episodes.tools import ToolEnvironment, ToolEnvironmentFactory
 
         ToolEnvironment(tools)  # its errors are raised here and now
         return ToolEnvironmentFactory(tools)

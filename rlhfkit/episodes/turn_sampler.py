@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.episodes.event_loop import in_thread
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.event_loop import in_thread
 
 GATHER_TIME = 0.05
 """Seconds that a call of an engine in this process waits for episodes that are not ready yet."""

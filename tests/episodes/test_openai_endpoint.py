@@ -11,12 +11,13 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
+from episodes.episode_cases import CHAT_TEMPLATE, Recorded
 from rlhfkit.data.experience import Prompt
-from rlhfkit.rollout import LocalEngine, OpenAIEndpoint, SamplingSpec
-from rlhfkit.rollout.chat_session import ChatSession
-from rlhfkit.rollout.tools import ToolCall
+from rlhfkit.episodes import OpenAIEndpoint
+from rlhfkit.episodes.chat_session import ChatSession
+from rlhfkit.episodes.tools import ToolCall
+from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.serving.access import AccessToken
-from rollout.episode_cases import CHAT_TEMPLATE, Recorded
 
 USER = {"role": "user", "content": "1+1="}
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
+from episodes.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, prompts_of
 from rlhfkit.data.experience import Experience, Prompt, Sample
+from rlhfkit.episodes import Action, Environment, EpisodeEngine, Step
+from rlhfkit.episodes.playing import EpisodeError
 from rlhfkit.rewards import EpisodeReward, OnLastTurn, WeightedSum, score_samples
-from rlhfkit.rollout import Action, Environment, EpisodeEngine, LocalEngine, RolloutEngine, SamplingSpec, Step
-from rlhfkit.rollout.playing import EpisodeError
-from rollout.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, prompts_of
+from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
 
 PROMPTS = ["1+1=", "abc", "x", "what is this"]
 SAMPLING = SamplingSpec(group_size=3, max_new_tokens=5, seed=1)

@@ -1,0 +1,40 @@
+"""Episodes of several turns, on any engine: environments, tools, and agents that speak OpenAI's API."""
+
+from typing import TYPE_CHECKING, Any
+
+from rlhfkit.episodes.environment import Action, Environment, Step
+
+if TYPE_CHECKING:
+    from rlhfkit.episodes.agents import AgentEngine as AgentEngine
+    from rlhfkit.episodes.episode_engine import EpisodeEngine as EpisodeEngine
+    from rlhfkit.episodes.openai_endpoint import OpenAIEndpoint as OpenAIEndpoint
+    from rlhfkit.episodes.tools import ToolEnvironment as ToolEnvironment
+    from rlhfkit.episodes.tools import tool_schemas as tool_schemas
+
+_LAZY = {
+    "AgentEngine": "rlhfkit.episodes.agents",
+    "EpisodeEngine": "rlhfkit.episodes.episode_engine",
+    "OpenAIEndpoint": "rlhfkit.episodes.openai_endpoint",
+    "ToolEnvironment": "rlhfkit.episodes.tools",
+    "tool_schemas": "rlhfkit.episodes.tools",
+}
+
+__all__ = [
+    "Action",
+    "AgentEngine",
+    "Environment",
+    "EpisodeEngine",
+    "OpenAIEndpoint",
+    "Step",
+    "ToolEnvironment",
+    "tool_schemas",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a lazy name when it is first used (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)
