@@ -149,6 +149,8 @@ def _work(settings: dict[str, Any], confinement: ModuleType, separated: bool) ->
         code = 0
     except BrokenPipeError:  # nobody listens any more
         code = 0
+    except BaseException:
+        traceback.print_exc()  # our side shows what was printed last
     finally:
         os._exit(code)
 

@@ -196,7 +196,7 @@ class SandboxProcess:
                 pass_fds=(request, answer),
                 start_new_session=True,
             )
-        except OSError:
+        except BaseException:
             os.close(self._requests)
             os.close(self._answers)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -218,6 +218,13 @@ class SandboxProcess:
 
     def _exchange(self, request: bytes, timeout: float) -> Outcome:
         """Send a message and wait for the answer; a process that does not give one is killed."""
+        try:
+            return self._answer_to(request, timeout)
+        except BaseException:  # an interrupt, say; the answer would be taken for that to the next message
+            self.end()
+            raise
+
+    def _answer_to(self, request: bytes, timeout: float) -> Outcome:
         started = time.monotonic()
         sending = memoryview(struct.pack(">Q", len(request)) + request)
         answer = bytearray()
@@ -232,26 +239,25 @@ class SandboxProcess:
             selector.register(output, selectors.EVENT_READ)
             selector.register(report, selectors.EVENT_READ)  # the guard speaks once, when it ends
             while (left := started + timeout - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    if key.fd == self._requests:
-                        sending = self._send(sending)
-                        if not sending:
-                            selector.unregister(self._requests)
-                        continue
-                    data = os.read(key.fd, 1 << 16) if key.fd != report else b""
-                    if key.fd == output:
-                        self._keep(data)
-                        if not data:
-                            selector.unregister(output)
-                    elif data:
-                        answer += data
-                    else:
-                        return self._failed("died", started, f"the process {self.end(patience=1.0)}")
+                ready = {key.fd for key, _ in selector.select(left)}
+                if self._requests in ready:
+                    sending = self._send(sending)
+                    if not sending:
+                        selector.unregister(self._requests)
+                if output in ready:
+                    printed = os.read(output, 1 << 16)
+                    self._keep(printed)
+                    if not printed:
+                        selector.unregister(output)
+                data = os.read(self._answers, 1 << 16) if self._answers in ready else b""
+                answer += data
                 size = struct.unpack(">Q", answer[:8])[0] if len(answer) >= 8 else 0
                 if size > _LARGEST_ANSWER:
                     break
                 if size and len(answer) >= 8 + size:
                     return self._outcome(bytes(answer[8:]), started)
+                if not data and ready & {self._answers, report}:  # it has ended, and all it had answered is read
+                    return self._failed("died", started, f"the process {self.end(patience=1.0)}")
             else:
                 self.end()
                 return self._failed("timeout", started, f"did not answer within {timeout:g} s and was killed")

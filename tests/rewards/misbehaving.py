@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,11 @@ def forge() -> None:
     hang()
 
 
+def die_soon() -> None:
+    """After the answer."""
+    threading.Timer(0.02, lambda: os._exit(7)).start()
+
+
 ACTS = {
     "hang": hang,
     "burn": burn,
@@ -98,6 +104,7 @@ ACTS = {
     "hide": hide_from_killers,
     "flood": flood,
     "forge": forge,
+    "die soon": die_soon,
     "die": lambda: os._exit(7),
     "leave": lambda: sys.exit(0),
     "raise": lambda: (_ for _ in ()).throw(CannotBePickled("no answer in this text", time)),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
+from rlhfkit.rewards.sandbox_process import SandboxProcess
 
 CASES = Path(__file__).with_name("misbehaving.py")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems have resource limits only")
@@ -163,6 +164,40 @@ def test_computing_is_limited_in_each_call() -> None:
     assert "in burn" in burnt.message
     assert [one.run(0).status for _ in range(2)] == ["ok"] * 2
     one.close()
+
+
+def test_an_interrupted_call_leaves_no_answer_to_the_next(one: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = one.run(0).value["folder"]
+
+    def interrupt(self: SandboxProcess, sending: memoryview) -> memoryview:
+        os.write(self._requests, sending)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SandboxProcess, "_send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one.run("raise")
+    assert one.processes[0].pid is None
+    after = one.run(0)
+    assert after.status == "ok"
+    assert after.value["folder"] != before
+
+
+def test_an_answer_is_read_before_its_process_is_known_to_have_ended(
+    one: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert one.run(0).status == "ok"
+    send = SandboxProcess._send
+
+    def send_and_sleep(self: SandboxProcess, sending: memoryview) -> memoryview:
+        left = send(self, sending)
+        time.sleep(0.3)  # until both have arrived
+        return left
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SandboxProcess, "_send", send_and_sleep)
+        assert one.run("die soon").status == "ok"
+    assert one.run(0).status == "ok"
 
 
 def test_what_is_printed_is_bounded_and_its_end_is_kept(one: Sandbox) -> None:
