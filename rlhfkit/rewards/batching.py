@@ -27,8 +27,8 @@ class Batcher:
 
     A batch is closed when it has ``max_batch`` samples or its first request is ``max_wait`` old; what arrives while
     another batch is being scored waits for the next. A request is never divided. If a batch fails, its requests are
-    scored one by one, so that only those fail that have a reason to. Scoring happens in one thread, which a model
-    needs not be shared with.
+    scored one by one, so that only those fail that have a reason to; if its time was up, so is that of all of them.
+    Scoring happens in one thread, which a model needs not be shared with.
     """
 
     def __init__(
@@ -121,9 +121,11 @@ class Batcher:
     def _score(self, batch: list[_Request]) -> None:
         try:
             scores = self.score([sample for request in batch for sample in request.samples])
-        except Exception as error:
-            if len(batch) == 1:
-                batch[0].scores.set_exception(error)
+        except BaseException as error:  # SystemExit too: it would end this thread, and nobody would ever be answered
+            if len(batch) == 1 or isinstance(error, TimeoutError):
+                fault = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+                for request in batch:
+                    request.scores.set_exception(fault)
                 return
             log.warning("a batch of %d requests failed (%s: %s): one by one", len(batch), type(error).__name__, error)
             for request in batch:

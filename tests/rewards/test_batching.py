@@ -1,5 +1,6 @@
 """Batcher: what arrives together is scored together, once, and fails alone."""
 
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,36 @@ def test_only_the_request_at_fault_fails() -> None:
         with pytest.raises(ValueError, match="unlucky"):
             bad.result(5)
     assert batches == [[1, 13, 2], [1], [13], [2]]
+
+
+def test_a_batch_whose_time_is_up_is_not_scored_again() -> None:
+    calls = []
+
+    def too_long(samples: Sequence[Sample]) -> list[float | None]:
+        calls.append(len(samples))
+        raise TimeoutError("too long")
+
+    batcher = Batcher(too_long, max_batch=3, max_wait=5.0)
+    batcher.start()
+    for future in [batcher.submit(request(number)) for number in range(3)]:
+        with pytest.raises(TimeoutError, match="too long"):
+            future.result(5)
+    assert calls == [3]
+    batcher.close()
+
+
+def test_a_reward_that_leaves_the_program_fails_its_request_only() -> None:
+    def leave(samples: Sequence[Sample]) -> list[float | None]:
+        if samples[0].sample_index == 13:
+            sys.exit("enough")
+        return [0.0] * len(samples)
+
+    batcher = Batcher(leave, max_wait=0.0)
+    batcher.start()
+    with pytest.raises(RuntimeError, match="SystemExit: enough"):  # as SystemExit it would end a server's event loop
+        batcher.submit(request(13)).result(5)
+    assert batcher.submit(request(1)).result(5) == [0.0]
+    batcher.close()
 
 
 @settings(max_examples=30, deadline=None)
