@@ -1,7 +1,9 @@
 """``RemoteReward``: samples are scored by servers over HTTP, such as ``rlhfkit serve-reward`` starts."""
 
 import asyncio
+import itertools
 import logging
+import random
 import ssl
 import time
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from tenacity import AsyncRetrying
 
 log = logging.getLogger(__name__)
+
+_LONGEST_BACKOFF = 30.0  # seconds
 
 
 class RemoteReward:
@@ -264,15 +268,9 @@ class _Call:
 
     def _attempts(self, asked: set[Endpoint]) -> "AsyncRetrying":
         """Attempts for one batch: other servers at once, then all over again, later and later."""
-        from tenacity import (
-            AsyncRetrying,
-            RetryCallState,
-            retry_if_exception_type,
-            stop_after_attempt,
-            wait_exponential_jitter,
-        )
+        from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
-        later = wait_exponential_jitter(initial=self.reward.backoff, max=30.0, jitter=self.reward.backoff)
+        rounds = itertools.count()  # in which every server was asked; tenacity's own waits count attempts
 
         def wait(state: RetryCallState) -> float:
             if len(asked) < len(self.endpoints):
@@ -280,7 +278,9 @@ class _Call:
             asked.clear()
             error = state.outcome.exception() if state.outcome is not None else None
             self.last_error = f"; before, {error}"
-            return max(later(state), error.retry_after if isinstance(error, Unavailable) else 0.0)
+            later = min(self.reward.backoff * 2 ** min(next(rounds), 60), _LONGEST_BACKOFF)
+            later += random.uniform(0.0, self.reward.backoff)
+            return max(later, error.retry_after if isinstance(error, Unavailable) else 0.0)
 
         return AsyncRetrying(
             retry=retry_if_exception_type(Unavailable),

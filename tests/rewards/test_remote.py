@@ -264,6 +264,20 @@ def test_another_server_takes_over_at_once(reward: Any, app: Misbehaviour, nobod
     assert metrics["remote_reward/failed_fraction"] == 0
 
 
+def test_waits_are_doubled_each_time_that_all_servers_have_failed(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    reward = RemoteReward([nobody, f"{nobody}/2"], retries=19, backoff=0.5, on_failure="mask")
+    assert scored(reward, samples()) == [None] * 7
+    assert waits[::2] == [0.0] * 10  # the other server is asked at once
+    for wait, least in zip(waits[1::2], [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0], strict=True):
+        assert least <= wait <= least + 0.5
+
+
 def test_all_waiting_ends_at_the_time_limit(nobody: str) -> None:
     reward = RemoteReward(nobody, retries=100, backoff=10.0, time_limit=0.3)
     started = time.monotonic()
