@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rlhfkit.data.experience import Sample
-from rlhfkit.rewards.base import Reward, evaluate, reward_name
+from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name
 
 
 class EpisodeReward:
@@ -65,6 +65,9 @@ class OnLastTurn:
         RolloutCallback(engine=EpisodeEngine(VLLMPool(2), tools=[calculate]), reward=OnLastTurn(math_match))
     """
 
+    bounded: ClassVar[bool] = True
+    """The reward inside is watched, under its own name."""
+
     def __init__(self, reward: Reward) -> None:
         """Wrap.
 
@@ -78,6 +81,10 @@ class OnLastTurn:
             raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
         self.reward = reward
         self.name = reward_name(reward)
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the reward, see :func:`~rlhfkit.rewards.base.reward_metrics`."""
+        return reward_metrics(self.reward)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Any]:
         """What the reward gives, ``None`` for episodes that failed; its parts are kept."""

@@ -7,6 +7,7 @@ import pytest
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rewards import EpisodeReward, OnLastTurn, WeightedSum, exact_match, score_samples
+from rlhfkit.rewards.base import reward_metrics
 
 
 def episode(reward: float | None, last: str = "4", finish: Any = "stop", failed: bool = False) -> Sample:
@@ -44,6 +45,17 @@ def test_parts_of_a_reward_inside_are_kept() -> None:
     score_samples(WeightedSum(episode=EpisodeReward(), rest=OnLastTurn(WeightedSum(length=(length, 2.0)))), samples)
     assert samples[0].reward == 0.5 + 2.0 * 2
     assert samples[0].reward_parts == {"length": 2.0, "episode": 0.5, "rest": 4.0}
+
+
+def test_numbers_of_a_reward_inside_are_logged() -> None:
+    class Judge:
+        def __call__(self, samples: Sequence[Sample]) -> list[float]:
+            return [0.0] * len(samples)
+
+        def metrics(self) -> dict[str, float]:
+            return {"judge/failed_fraction": 0.5}
+
+    assert reward_metrics(WeightedSum(judge=OnLastTurn(Judge()))) == {"judge/failed_fraction": 0.5}
 
 
 def test_what_is_wrong_is_named() -> None:
