@@ -135,7 +135,8 @@ def _of_one_source(samples: Sequence[Sample], success: float, rewarded: bool) ->
         groups.setdefault(sample.prompt.index, []).append(sample)
     size = min(map(len, groups.values()), default=0)
     right = [
-        (len(group), sum((sample.reward or -math.inf) >= success for sample in group)) for group in groups.values()
+        (len(group), sum(sample.reward is not None and sample.reward >= success for sample in group))
+        for group in groups.values()
     ]
     k = 1
     while size > 1 and k <= size:

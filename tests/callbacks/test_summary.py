@@ -28,6 +28,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
     assert metrics["reward"] == (pytest.approx(4.0 / 11), 11)
 
 
+def test_a_reward_of_zero_is_a_success_where_that_is_enough() -> None:
+    metrics = validation_metrics(samples(0, [0.0, -1.0, None, 0.0]), success=0.0)
+    assert metrics["pass@1"] == (0.5, 1)
+
+
 def test_sources_are_told_apart_when_there_are_several() -> None:
     easy, hard = samples(0, [1.0, 1.0], source="easy"), samples(1, [0.0, None], source="hard")
     assert "reward/easy" not in validation_metrics(easy)
