@@ -197,7 +197,7 @@ def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | 
             continue
         try:
             number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(

@@ -1,6 +1,7 @@
 """How calls went: what fraction failed, and how long they took."""
 
 import threading
+from typing import Any
 
 import torch
 
@@ -18,6 +19,10 @@ class CallMetrics:
         self.name = name
         self._lock = threading.Lock()
         self._outcomes: list[tuple[str, float]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Counts stay where they are when the reward is sent elsewhere."""
+        return CallMetrics, (self.name,)
 
     def add(self, outcome: Outcome) -> None:
         """Count one.

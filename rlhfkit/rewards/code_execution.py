@@ -165,14 +165,6 @@ class CodeExecution:
         """End the processes."""
         self.sandbox.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Counts stay where they are when the reward is sent elsewhere."""
-        return self.__dict__ | {"_metrics": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """As freshly made."""
-        self.__dict__ |= state | {"_metrics": CallMetrics(state["name"])}
-
     def _tests(self, prompt: Prompt) -> ProgramTests:
         """The tests of a row."""
         if self.tests not in prompt.metadata:

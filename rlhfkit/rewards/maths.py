@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlhfkit.data.experience import Sample
 from rlhfkit.rewards.call_metrics import CallMetrics
@@ -93,14 +93,6 @@ class MathMatch:
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
         self.sandbox.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Processes and counts stay where they are when the reward is sent elsewhere."""
-        return self.__dict__ | {"_metrics": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """As freshly made."""
-        self.__dict__ |= state | {"_metrics": CallMetrics("math_match")}
 
 
 @cache

@@ -47,7 +47,7 @@ def judge_within(timeout: int) -> Callable[[dict[str, str]], float | None]:
         faulthandler.dump_traceback_later(3 * timeout + 1, exit=True, file=sys.stderr)
         try:
             return judge(job["answer"], job["text"], timeout)
-        except (Exception, MemoryError):  # math-verify catches its own; whatever is left is no match
+        except Exception:  # math-verify catches its own; whatever is left is no match
             return 0.0
         finally:
             faulthandler.cancel_dump_traceback_later()

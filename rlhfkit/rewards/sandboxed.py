@@ -146,14 +146,6 @@ class SandboxedReward:
         """End the processes; the next call starts new ones."""
         self.sandbox.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Processes and counts stay where they are when the reward is sent elsewhere."""
-        return self.__dict__ | {"_metrics": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """As freshly made."""
-        self.__dict__ |= state | {"_metrics": CallMetrics(state["name"])}
-
     def _described(self, failures: Sequence[tuple[Sequence[Sample], Outcome]]) -> str:
         """Which samples failed and how, in words."""
         prompts = ", ".join(str(sample.prompt.index) for batch, _ in failures for sample in batch)

@@ -92,7 +92,20 @@ def test_wrong_count_names_both_numbers(count: int) -> None:
         score_samples(by_count, samples())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", [1.0], 1j, object(), torch.tensor(math.nan)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        "1.0",
+        [1.0],
+        pytest.param(10**400, id="huge"),
+        1j,
+        object(),
+        torch.tensor(math.nan),
+    ],
+)
 def test_what_is_no_finite_number_names_reward_sample_and_prompt(value: object) -> None:
     def odd(_: list[Sample]) -> list[object]:
         return [1.0, value, 1.0]
