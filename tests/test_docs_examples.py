@@ -63,7 +63,7 @@ def public_names() -> set[str]:
 
 
 def signature(called: Callable[..., Any]) -> inspect.Signature:
-    """Of a function or class; a constructor's ``*args`` and ``**kwargs`` are replaced by those of the next base class."""
+    """Of a function or class; ``**kwargs`` of constructors become the arguments of the base class."""
     owners = [vars(owner)["__init__"] for owner in getattr(called, "__mro__", ()) if "__init__" in vars(owner)]
     merged: dict[str, inspect.Parameter] = {}
     for function in owners or [called]:
