@@ -1,6 +1,11 @@
 """Where engines go, and what travels together to those beside a rank."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -60,3 +65,22 @@ def test_what_travels_by_handle_is_every_tensor_once_in_order_and_fits(sizes: li
         assert len(part) == 1 or sum(infos[index].num_bytes for index in part) <= capacity
     for part, following in itertools.pairwise(parts):  # none was closed with room for the next tensor
         assert sum(infos[index].num_bytes for index in [*part, following[0]]) > capacity
+
+
+@pytest.mark.ray
+def test_engines_apart_spread_over_the_machines_of_an_existing_cluster() -> None:
+    script = Path(__file__).with_name("two_machines.py")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    assert report["machines"] == 2
+    assert not report["loopback"]  # engines of another machine must reach the trainer
+    for name, message in (
+        ("too_many", "3 engine(s) need 3 CPU(s), but Ray's cluster has 2"),
+        ("no_gpu", "1 engine(s) need 1 GPU(s), but Ray's cluster has 0"),
+        ("taken", "could not place 2 engine(s) of {'CPU': 1.0} within 1 s; free are {'CPU': 0"),
+    ):
+        text, seconds = report[name]
+        assert message in text
+        assert seconds < 10
