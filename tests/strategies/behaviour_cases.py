@@ -12,24 +12,46 @@ import rlhfkit.strategies  # noqa: F401  (registers the names)
 
 
 def everything(folder: Path, model: str, stages: list[int]) -> dict[str, Any]:
-    """All behaviours in one launch."""
+    """All behaviours in one launch; what they are compared with runs once for all stages."""
+    exact = fit("rlhf_zero2", model=model, reference=True)
+    validated, optimized = evaluation(model, "auto", 0, 1), manual(model, "auto", 0, 1)
     return {
         "precision": {
-            f"{stage}, {kind}": precision(model, stage, kind) for stage in stages for kind in BF16[: 1 + (stage == 3)]
+            f"{stage}, {kind}": precision(exact, model, stage, kind)
+            for stage in stages
+            for kind in BF16[: 1 + (stage == 3)]
         },
-        "evaluation": {str(stage): evaluation(model, stage) for stage in stages},
+        "evaluation": {
+            str(stage): {
+                "expected": validated,
+                "found": evaluation(model, f"rlhf_zero{stage}", RANK, RANKS),
+                "predictions": predictions(model, f"rlhf_zero{stage}"),
+            }
+            for stage in stages
+        },
         "discard": {f"{s}, {kind}": discard(model, s, kind) for s in stages for kind in ("32-true", "bf16-true")},
-        "manual": {str(stage): manual(model, stage) for stage in stages},
+        "manual": {str(stage): apart(manual(model, f"rlhf_zero{stage}", RANK, RANKS), optimized) for stage in stages},
         "inputs": batch_dtypes(model),
+    }
+
+
+Run = tuple[list[float], dict[str, torch.Tensor]]
+"""Losses and final weights."""
+
+
+def apart(run: Run, expected: Run) -> dict[str, float]:
+    """Largest differences between two runs."""
+    return {
+        "loss": difference(run[0], expected[0]),
+        "weight": weight_difference(run[1], expected[1]) if RANK == 0 else 0.0,
     }
 
 
 BF16 = ("bf16-true", "bf16-mixed")
 
 
-def precision(model: str, stage: int, kind: str) -> dict[str, Any]:
+def precision(exact: dict[str, Any], model: str, stage: int, kind: str) -> dict[str, Any]:
     """bf16 against fp32."""
-    exact = fit("rlhf_zero2", model=model, reference=True)
     rounded = fit(f"rlhf_zero{stage}", model=model, reference=True, trainer={"precision": kind})
     dtypes = {str(weight.dtype) for weight in rounded["weights"].values()}
     return {"loss": difference(exact["losses"], rounded["losses"]), "dtypes": sorted(dtypes)}
@@ -56,35 +78,24 @@ def batch_dtypes(model: str) -> dict[str, str]:
     return module.seen | {"rotary": module.buffers_seen}
 
 
-def evaluation(model: str, stage: int) -> dict[str, Any]:
-    """Validation before, between and after fits with one module, against plain Lightning."""
-    batches = toys.global_batches(3)
-    shares = toys.ShareLoader(batches, RANK, RANKS)
-    module, name = toys.Toy(model, reference=True), f"rlhf_zero{stage}"
+def evaluation(model: str, strategy: str, rank: int, ranks: int) -> list[float]:
+    """Validation before, between and after two fits with one module."""
+    module, shares = toys.Toy(model, reference=True), toys.ShareLoader(toys.global_batches(3), rank, ranks)
 
-    def validate(module: Any, strategy: Any, ranks: int, data: Any) -> float:
-        return toys.trainer(strategy, ranks).validate(module, data, verbose=False)[0]["validation_loss"]
+    def validate() -> float:
+        return toys.trainer(strategy, ranks).validate(module, shares, verbose=False)[0]["validation_loss"]
 
-    plain = toys.Toy(model, reference=True)
-    whole = toys.ShareLoader(batches, 0, 1)
-    expected = [validate(plain, "auto", 1, whole)]
-    toys.trainer("auto", 1).fit(plain, whole)
-    expected.append(validate(plain, "auto", 1, whole))
-    toys.trainer("auto", 1).fit(plain, whole)
-    expected.append(validate(plain, "auto", 1, whole))
+    losses = [validate()]
+    for _ in range(2):
+        toys.trainer(strategy, ranks).fit(module, shares)
+        losses.append(validate())
+    return losses
 
-    found = [validate(module, name, RANKS, shares)]
-    toys.trainer(name, RANKS).fit(module, shares)
-    found.append(validate(module, name, RANKS, shares))
-    toys.trainer(name, RANKS).fit(module, shares)
-    found.append(validate(module, name, RANKS, shares))
-    predictions = toys.trainer(name, RANKS).predict(Predicting(model), shares)
-    return {
-        "expected": expected,
-        "found": found,
-        "predictions": len(predictions or []),
-        "moved": expected[0] - expected[-1],
-    }
+
+def predictions(model: str, strategy: str) -> int:
+    """How many batches are predicted."""
+    shares = toys.ShareLoader(toys.global_batches(3), RANK, RANKS)
+    return len(toys.trainer(strategy, RANKS).predict(Predicting(model), shares) or [])
 
 
 class Predicting(toys.Toy):
@@ -114,7 +125,7 @@ class Dropping(toys.Toy):
         optimizer.step()
 
 
-def discard(model: str, stage: int, kind: str) -> dict[str, Any]:
+def discard(model: str, stage: int, kind: str) -> dict[str, float]:
     """A run with a dropped gradient against one that never computed it."""
     results = []
     for waste in (True, False):
@@ -123,11 +134,7 @@ def discard(model: str, stage: int, kind: str) -> dict[str, Any]:
         trainer = toys.trainer(f"rlhf_zero{stage}", RANKS, callbacks=[spy], precision=kind)
         trainer.fit(module, toys.ShareLoader(toys.global_batches(4), RANK, RANKS))
         results.append((module.losses, spy.weights))
-    (losses, weights), (expected_losses, expected) = results
-    return {
-        "loss": difference(losses, expected_losses),
-        "weight": weight_difference(weights, expected) if RANK == 0 else 0.0,
-    }
+    return apart(*results)
 
 
 class TwoOptimizers(toys.Toy):
@@ -154,17 +161,9 @@ class TwoOptimizers(toys.Toy):
         critic.zero_grad()
 
 
-def manual(model: str, stage: int) -> dict[str, Any]:
-    """Two optimizers against plain Lightning."""
-    results = []
-    for strategy, rank, world in ((f"rlhf_zero{stage}", RANK, RANKS), ("auto", 0, 1)):
-        module, spy = TwoOptimizers(model), Spy()
-        toys.trainer(strategy, world, callbacks=[spy]).fit(
-            module, toys.ShareLoader(toys.global_batches(6), rank, world)
-        )
-        results.append((module.losses, spy.weights))
-    (losses, weights), (expected_losses, expected) = results
-    return {
-        "loss": difference(losses, expected_losses),
-        "weight": weight_difference(weights, expected) if RANK == 0 else 0.0,
-    }
+def manual(model: str, strategy: str, rank: int, ranks: int) -> Run:
+    """A run with two optimizers."""
+    module, spy = TwoOptimizers(model), Spy()
+    shares = toys.ShareLoader(toys.global_batches(6), rank, ranks)
+    toys.trainer(strategy, ranks, callbacks=[spy]).fit(module, shares)
+    return module.losses, spy.weights

@@ -38,7 +38,7 @@ def test_batches_and_buffers_keep_their_dtypes_under_bf16(report: dict[str, Any]
 @pytest.mark.parametrize("stage", STAGES)
 def test_validation_before_between_and_after_fits_of_one_module(report: dict[str, Any], stage: int) -> None:
     values = report["evaluation"][str(stage)]
-    assert values["moved"] > 0.1
+    assert values["expected"][0] - values["expected"][-1] > 0.1, "it must have learnt, else equality shows nothing"
     assert values["found"] == pytest.approx(values["expected"], abs=1e-6)
     assert values["predictions"] == 3
 
