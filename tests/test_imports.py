@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,22 @@ FLOORS = {
     "commands": 5,
     "cli": 5,
 }
+LIGHT = ("losses", "data", "rewards", "rollout.pool", "rollout.vllm_actor")
+HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Top-level packages in memory after a statement in a fresh interpreter."""
-    code = f"{statement}; import sys; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """Top-level packages in memory after each import, one after the other: loading torch once takes long enough."""
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+    code += "    print(name, *sorted({module.split('.')[0] for module in sys.modules}))"
+    command = [sys.executable, "-c", code, "rlhfkit", *(f"rlhfkit.{name}" for name in LIGHT)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {name: set(packages) for name, *packages in map(str.split, lines)}
 
 
+@cache
 def rooms_imported(path: Path) -> set[str]:
     """Our own packages that a file imports when it runs (not for type checkers only)."""
     tree = ast.parse(path.read_text())
@@ -71,19 +79,14 @@ def test_rooms_on_one_floor_do_not_import_each_other_in_a_circle() -> None:
         done |= free
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    assert not loaded_by("import rlhfkit") & {"torch", "lightning", "transformers", "deepspeed", "ray", "vllm", "numpy"}
+def test_importing_the_package_loads_nothing_heavy(loaded: dict[str, set[str]]) -> None:
+    assert not loaded["rlhfkit"] & ({"torch", "numpy"} | HEAVY)
 
 
-@pytest.mark.parametrize("room", ["losses", "data", "rewards"])
-def test_lower_floors_load_torch_only(room: str) -> None:
-    loaded = loaded_by(f"import rlhfkit.{room}")
-    assert not loaded & {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}
-
-
-@pytest.mark.parametrize("statement", ["import rlhfkit.rollout.pool", "import rlhfkit.rollout.vllm_actor"])
-def test_the_trainers_side_of_vllm_loads_neither_vllm_nor_ray(statement: str) -> None:
-    assert not loaded_by(statement) & {"vllm", "ray", "lightning"}
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_needs_no_models_loads_torch_only(loaded: dict[str, set[str]], name: str) -> None:
+    assert "torch" in loaded[f"rlhfkit.{name}"]
+    assert not loaded[f"rlhfkit.{name}"] & HEAVY
 
 
 def test_every_public_name_is_there() -> None:
