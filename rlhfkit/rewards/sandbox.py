@@ -6,6 +6,7 @@ workers keep both for ever.) Answers come back as JSON, never pickled, so that r
 """
 
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -70,7 +71,8 @@ class Sandbox:
             self._idle.put(process)
         self._closing = threading.Lock()
         self._warned = False
-        weakref.finalize(self, _end, self.processes)  # when nobody holds us any more, and when Python ends
+        # When nobody holds us any more, and when Python ends; not in a fork, whose copy of us has no processes.
+        weakref.finalize(self, _end_own, self.processes, os.getpid())
 
     def run(self, job: Any, *, timeout: float | None = None) -> Outcome:
         """One call, in the next process that is free.
@@ -141,6 +143,11 @@ class Sandbox:
             _end(taken)
             for process in taken:
                 self._idle.put(process)
+
+
+def _end_own(processes: Sequence[SandboxProcess], owner: int) -> None:
+    if os.getpid() == owner:
+        _end(processes)
 
 
 def _end(processes: Sequence[SandboxProcess]) -> None:

@@ -238,6 +238,22 @@ def test_a_process_that_was_killed_between_calls_is_replaced(one: Sandbox) -> No
     assert one.run(0).status == "ok"
 
 
+def test_a_fork_of_the_trainer_that_ends_ends_nothing_else() -> None:
+    one = sandbox()
+    assert one.run(0).status == "ok"
+    guard = one.processes[0].pid
+    fork = os.fork()
+    if fork == 0:
+        try:
+            del one  # as when Python ends
+        finally:
+            os._exit(0)
+    assert os.waitpid(fork, 0)[1] == 0
+    assert one.run(0).status == "ok"
+    assert one.processes[0].pid == guard
+    one.close()
+
+
 def test_fresh_processes_share_nothing() -> None:
     fresh = sandbox(fresh=True)
     folders = [outcome.value["folder"] for outcome in fresh.map([0, 0])]
