@@ -1,13 +1,16 @@
 """The recipe tutorials at reduced size, on one mediocre model: each ends well above it, or does what is asked for."""
 
 import importlib
+import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
 RECIPES = ("rejection_sampling", "iterative_dpo", "conditional_sft", "decision_transformer")
@@ -68,3 +71,47 @@ def test_the_return_in_the_prompt_steers_the_model(
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_short(name: str) -> None:
     assert len((TUTORIALS / f"{name}.py").read_text().splitlines()) < 80
+
+
+def printed(cell: nbformat.NotebookNode) -> str:
+    """What a cell of a notebook has printed."""
+    return "".join(output["text"] for output in cell.get("outputs", []) if output["output_type"] == "stream")
+
+
+NUMBERS = re.compile(r"(random|SFT|PPO) +right: +([\d.]+)% +as preferred: +([\d.]+)%")
+
+
+def stages(notebook: nbformat.NotebookNode) -> dict[str, tuple[float, float]]:
+    """Percentages of held-out answers that are right and as preferred, of each stage."""
+    text = "".join(map(printed, notebook.cells))
+    return {name: (float(right), float(preferred)) for name, right, preferred in NUMBERS.findall(text)}
+
+
+@pytest.mark.slow
+def test_the_notebook_goes_from_demonstrations_to_ppo_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook itself, with another cell of parameters: every stage improves its held-out metric."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TUTORIALS.parent), os.environ.get("PYTHONPATH", "")]))
+    notebook = nbformat.read(TUTORIALS / "sft_reward_ppo.ipynb", as_version=4)
+    [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    parameters.source = "sft_epochs, reward_epochs, ppo_iterations = 12, 2, 20"
+    NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(TUTORIALS)}}).execute()
+    found = stages(notebook)
+    assert found["SFT"][0] > found["random"][0] + 5
+    assert found["PPO"][1] > found["SFT"][1] + 3
+    [told_apart] = re.findall(r"told apart: ([\d.]+)% before, ([\d.]+)% after", "".join(map(printed, notebook.cells)))
+    assert float(told_apart[1]) > float(told_apart[0]) + 10
+
+
+def test_the_notebook_is_kept_with_the_outputs_of_a_whole_run() -> None:
+    path = TUTORIALS / "sft_reward_ppo.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    found = stages(notebook)
+    assert found["SFT"][0] > found["random"][0] + 50
+    assert found["PPO"][1] > found["SFT"][1] + 30
+    images = [out for cell in notebook.cells for out in cell.get("outputs", []) if "image/png" in out.get("data", {})]
+    assert len(images) == 4
+    assert path.stat().st_size < 400_000
+    outputs = "".join(str(cell.get("outputs", [])) for cell in notebook.cells)
+    assert not re.search(r"/(tmp|home|root|work|Users)/", outputs)  # nobody's folders
+    assert "stderr" not in outputs

@@ -23,8 +23,8 @@ class Invariants(Callback):
     the future, or older than ``max_staleness`` allows; log-probs of the engine are at most 0.
 
     Args:
-        compares_groups: Check that equal rewards give advantage 0; not so with a critic, with REINFORCE++, or with
-            the KL penalty in the reward.
+        compares_groups: Check that equal rewards give advantage 0; not so with a critic, with REINFORCE++, with the
+            KL penalty in the reward, or with a teacher.
 
     Raises:
         InvariantError: When one does not hold.
@@ -55,7 +55,15 @@ class Invariants(Callback):
         mask, problems = experience.action_mask, []
         if bool((mask & ~experience.attention_mask[:, 1:]).any()):
             problems.append("padding is marked as chosen by the policy")
-        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
+        for name in (
+            "rollout_logprobs",
+            "old_logprobs",
+            "ref_logprobs",
+            "teacher_logprobs",
+            "values",
+            "advantages",
+            "returns",
+        ):
             values = getattr(experience, name)
             if values is not None and not bool(values[mask].isfinite().all()):
                 problems.append(f"{name} are not all finite")
