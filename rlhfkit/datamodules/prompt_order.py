@@ -7,6 +7,7 @@ on what was drawn decides when the cursor moves.
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, Self
 
 from rlhfkit.data.experience import Prompt, Sample
@@ -133,13 +134,13 @@ class PromptOrder:
             return self._permutation(number)
         known = {} if cursor.history is None else cursor.history
         rows = list(self.curriculum(PromptPass(number, self._permutation(number), known, self.column)))
-        wrong = [row for row in rows if not (isinstance(row, int) and 0 <= row < self.total)]
+        wrong = [row for row in rows if not (isinstance(row, Integral) and 0 <= int(row) < self.total)]
         if wrong:
             raise ValueError(
                 f"order={self.curriculum!r} has returned {wrong[0]!r} for pass {number}: it must return rows of the "
                 f"pass, integers from 0 to {self.total - 1}"
             )
-        return rows
+        return list(map(int, rows))  # NumPy's are no plain values for a checkpoint
 
     def _and_the_rest(self, number: int, rows: Sequence[int]) -> Sequence[int]:
         """A pass that had nothing new for a batch: what it leaves out follows, or the batch would never be full."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -104,6 +105,13 @@ def test_too_few_prompts_for_an_iteration_are_filled_up_with_a_warning(caplog: p
     assert rows[0][:2] == [4, 2]
     assert len(set(rows[0])) == 5
     assert "has 2 rows, too few for an iteration" in caplog.text
+
+
+def test_rows_may_be_numpys_and_are_plain_in_a_checkpoint() -> None:
+    order = PromptOrder(TOTAL, curriculum=lambda one: np.argsort([-row for row in range(TOTAL)]))
+    rows, cursor = order.take(3, PromptCursor())
+    assert rows == [8, 7, 6]
+    assert PromptCursor.from_state_dict(json.loads(json.dumps(cursor.state_dict()))) == cursor
 
 
 def test_rows_that_are_none_are_refused() -> None:
