@@ -143,18 +143,9 @@ class CodeExecution:
                 rewards.append(0.0)
                 continue
             outcome = _checked(next(outcomes), test)
-            if outcome.status == "ok":
-                late = bool(outcome.value["timeout"])
-                self._metrics.add(replace(outcome, status="timeout") if late else outcome)
-                rewards.append(self._score(test, outcome.value))
-                continue
-            self._metrics.add(outcome)
-            message = (
-                f"reward {self.name!r}: the program of prompt {sample.prompt.index}, sample {sample.sample_index} "
-            )
-            message += f"could not be run to its end: {outcome.status}: {outcome.message}"
-            rewards.append(reward_after_failure(self.on_failure, message))
-            log.warning("%s; its reward is %s", message, rewards[-1])
+            ran = outcome.status == "ok"
+            self._metrics.add(replace(outcome, status="timeout") if ran and outcome.value["timeout"] else outcome)
+            rewards.append(self._score(test, outcome.value) if ran else self._after_failure(sample, outcome))
         return rewards
 
     def metrics(self) -> dict[str, float]:
@@ -164,6 +155,15 @@ class CodeExecution:
     def close(self) -> None:
         """End the processes."""
         self.sandbox.close()
+
+    def _after_failure(self, sample: Sample, outcome: Outcome) -> float | None:
+        """The reward of a sample whose program was not run to its end."""
+        which = f"prompt {sample.prompt.index}, sample {sample.sample_index}"
+        how = f"could not be run to its end: {outcome.status}: {outcome.message}"
+        message = f"reward {self.name!r}: the program of {which} {how}"
+        reward = reward_after_failure(self.on_failure, message)
+        log.warning("%s; its reward is %s", message, reward)
+        return reward
 
     def _tests(self, prompt: Prompt) -> ProgramTests:
         """The tests of a row."""
@@ -190,9 +190,7 @@ class CodeExecution:
         if tests.assertions:
             passed = len(set(result.get("passed", [])))
         else:
-            pairs = zip(
-                result.get("outputs", []), tests.outputs, strict=False
-            )  # after a run out of time there are fewer
+            pairs = zip(result.get("outputs", []), tests.outputs, strict=False)  # fewer after a run out of time
             passed = sum(output is not None and self.compare(output, expected) for output, expected in pairs)
         return float(passed == tests.count) if self.all_or_nothing else passed / tests.count
 

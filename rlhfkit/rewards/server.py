@@ -101,7 +101,9 @@ def reward_app(reward: Reward, *, max_batch: int = 256, max_wait: float = 0.005,
     too long with 504.
 
     Args:
-        reward: What scores. It is called in one thread, with samples of one or several requests.
+        reward: What scores. It is called in one thread, with samples of one or several requests, and so must look at
+            each sample by itself: what compares the samples of a prompt (``WeightedSum(normalize=...)``) belongs to
+            the trainer's side, which has all of them.
         max_batch: Samples at which a batch of requests is closed.
         max_wait: Seconds that a request waits for others.
         timeout: Seconds that a request may take, the wait for its batch included.
