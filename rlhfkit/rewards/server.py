@@ -98,7 +98,7 @@ def reward_app(reward: Reward, *, max_batch: int = 256, max_wait: float = 0.005,
     - ``GET /health``: 200, or 503 when a batch takes longer than ``timeout``.
 
     What cannot be scored is answered with 422 and the reason, a reward that fails otherwise with 500, one that takes
-    too long with 504.
+    too long with 504. What waits for its batch when its client leaves is not scored.
 
     Args:
         reward: What scores. It is called in one thread, with samples of one or several requests, and so must look at
@@ -121,10 +121,12 @@ def reward_app(reward: Reward, *, max_batch: int = 256, max_wait: float = 0.005,
         yield
         await asyncio.to_thread(batcher.close)
 
-    async def rewards(samples: list[Sample]) -> dict[str, Scores]:
+    async def rewards(samples: list[Sample], request: Request) -> dict[str, Scores]:
         try:
             async with asyncio.timeout(timeout):
-                return {"rewards": await asyncio.wrap_future(batcher.submit(samples))}
+                return {"rewards": await _while_wanted(asyncio.wrap_future(batcher.submit(samples)), request)}
+        except HTTPException:
+            raise
         except TimeoutError:
             raise HTTPException(504, f"reward {name!r} gave no answer within {timeout:g} s") from None
         except (ValueError, TypeError) as error:
@@ -142,18 +144,38 @@ def reward_app(reward: Reward, *, max_batch: int = 256, max_wait: float = 0.005,
         return JSONResponse({"status": "stuck" if stuck else "ok"}, 503 if stuck else 200)
 
     @app.post("/score")
-    async def score_samples(body: ScoreBody) -> dict[str, Scores]:
-        return await rewards(_read(body.samples))
+    async def score_samples(body: ScoreBody, request: Request) -> dict[str, Scores]:
+        return await rewards(_read(body.samples), request)
 
     @app.post("/get_reward")
-    async def score_queries(body: QueryBody) -> dict[str, Scores]:
+    async def score_queries(body: QueryBody, request: Request) -> dict[str, Scores]:
         try:
             samples = body.samples()
         except ValueError as error:
             raise HTTPException(422, f"query, prompts and labels must be equally many: {error}") from error
-        return await rewards(samples)
+        return await rewards(samples, request)
 
     return app
+
+
+async def _while_wanted(scores: asyncio.Future[Scores], request: Request) -> Scores:
+    """The scores, given up when the client has gone: it asks again, and two for one would soon be too many."""
+    departure = asyncio.create_task(_departure(request))
+    departure.add_done_callback(lambda _: scores.cancel())
+    try:
+        return await scores
+    except asyncio.CancelledError:
+        if departure.done():
+            raise HTTPException(499, "the client has gone") from None
+        raise
+    finally:
+        departure.cancel()
+
+
+async def _departure(request: Request) -> None:
+    """Return when the client has closed its connection; behind the body nothing else is received."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _read(bodies: Sequence[SampleBody]) -> list[Sample]:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -224,6 +225,33 @@ def test_limits_of_size_and_time_hold_and_crashes_are_told(post: Any, function: 
     time.sleep(0.3)
     assert httpx.get(f"{function}/health").status_code == 200
     assert asked("abc").json() == {"rewards": [1.0]}
+
+
+def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
+    begun, go = threading.Event(), threading.Event()
+    sizes: list[int] = []
+
+    def held(given: Sequence[Sample]) -> list[float]:
+        sizes.append(len(given))
+        begun.set()
+        assert go.wait(20)
+        return [1.0] * len(given)
+
+    with Server(reward_app(held, max_wait=0.0)) as server, ThreadPoolExecutor() as threads:
+
+        def asked(timeout: float) -> httpx.Response:
+            return httpx.post(f"{server.url}/score", json={"samples": [{"prompt": {}}]}, timeout=timeout)
+
+        first = threads.submit(asked, 20)
+        assert begun.wait(20)
+        with pytest.raises(httpx.TimeoutException):
+            asked(0.2)
+        deadline = time.monotonic() + 20
+        while server.gate.active > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        go.set()
+        assert [first.result().json(), asked(20).json()] == [{"rewards": [1.0]}] * 2
+    assert sizes == [1, 1]
 
 
 def test_names_stand_for_models_functions_classes_and_objects(folder: Path) -> None:
