@@ -24,7 +24,10 @@ from rlhfkit.modules.teacher import load_teacher
 
 
 class ComparedOutput(PolicyOutput):
-    """What the policy says about a batch, and how far that is from what a teacher says."""
+    """What the policy says about a batch, and how far that is from what a teacher says.
+
+    A named tuple takes no further fields, so the divergence is an attribute: ``_replace`` does not keep it.
+    """
 
     divergence: Tensor
     """(B, T-1) float32 in nats, with gradient; 0 where the mask is false."""
@@ -109,6 +112,10 @@ class OnPolicyDistillationModule(GRPOModule):
             raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
         if divergence is None and top_k is not None:
             raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
+        if self._advantages is not None:
+            raise ValueError("advantages=... would take the place of the teacher's; for the reward's use estimator=...")
+        if self.needs_reference and self.hparams["kl_in_reward"] and not reward_coef:
+            raise ValueError("kl_in_reward needs a reward_coef, or the penalty is lost: use kl_in_reward=False")
         named = divergence is None or (isinstance(divergence, str) and "." not in divergence)
         self.divergence: Any = divergence if named else resolve_function(divergence, "divergence")  # type: ignore[arg-type]
         self.hparams["divergence"] = function_name(divergence) if callable(divergence) else divergence

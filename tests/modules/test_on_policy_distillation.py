@@ -219,6 +219,8 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"distillation_gamma": 1.5}, "distillation_gamma"),
         ({"reward_coef": -1.0}, "reward_coef must be 0"),
         ({"chunk_size": 0}, "chunk_size"),
+        ({"advantages": "rlhfkit.losses.group_advantages"}, "take the place of the teacher"),
+        ({"kl_coef": 0.1, "kl_in_reward": True}, "kl_in_reward needs a reward_coef"),
     ],
 )
 def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
