@@ -15,7 +15,11 @@ RETRIED = frozenset({408, 429})
 """Statuses below 500 that say: later, perhaps."""
 
 REST = 1.0
-"""Seconds that a server is avoided after a failure; twice as long after each further one, a minute at most."""
+"""Seconds that a server is avoided after a failure; twice as long after each further one, a minute at most. Longer if it
+asks for that (``Retry-After``)."""
+
+
+_LONGEST_REST = 60.0  # seconds
 
 
 class Unavailable(Exception):
@@ -53,8 +57,9 @@ class Endpoint:
         self.outstanding += 1
         try:
             yield
-        except Unavailable:
-            self.rests_until = time.monotonic() + min(REST * 2**self.failures, 60.0)
+        except Unavailable as error:
+            rest = min(REST * 2 ** min(self.failures, 10), _LONGEST_REST)  # 2**1024 is no float any more
+            self.rests_until = time.monotonic() + max(rest, error.retry_after)
             self.failures += 1
             raise
         else:

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import RemoteReward, WeightedSum, score_samples
-from rlhfkit.rewards.endpoints import retry_after_seconds
+from rlhfkit.rewards.endpoints import Endpoint, Unavailable, least_outstanding, retry_after_seconds
 from rlhfkit.rewards.failures import OnFailure, RewardFailure
 from rlhfkit.rewards.wire import OpenRLHFFormat, SampleFormat
 from rlhfkit.serving.access import AccessToken
@@ -276,6 +276,24 @@ def test_waits_are_doubled_each_time_that_all_servers_have_failed(nobody: str, m
     assert waits[::2] == [0.0] * 10  # the other server is asked at once
     for wait, least in zip(waits[1::2], [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0], strict=True):
         assert least <= wait <= least + 0.5
+
+
+def test_a_server_that_has_failed_a_thousand_times_has_failed_no_worse() -> None:
+    dead = Endpoint("http://127.0.0.1:1")
+    for _ in range(1100):
+        with pytest.raises(Unavailable), dead.in_use():
+            raise Unavailable("down")
+    assert (dead.outstanding, dead.failures) == (0, 1100)
+    assert 59 < dead.rests_until - time.monotonic() <= 60
+
+
+def test_a_server_that_asked_for_rest_is_not_the_next_to_be_asked() -> None:
+    busy, idle = Endpoint("http://127.0.0.1:1"), Endpoint("http://127.0.0.1:2")
+    with pytest.raises(Unavailable), busy.in_use():
+        raise Unavailable("busy", retry_after=30.0)
+    with idle.in_use(), idle.in_use():
+        assert least_outstanding([busy, idle], set()) is idle
+    assert 29 < busy.rests_until - time.monotonic() <= 30
 
 
 def test_all_waiting_ends_at_the_time_limit(nobody: str) -> None:
