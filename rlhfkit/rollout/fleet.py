@@ -67,6 +67,7 @@ class Fleet:
         self._members: list[Member] = []
         self._queues: dict[int, Callable[[], str]] = {}
         self._closed = threading.Event()
+        self._sleep_level: int | None = None  # while engines sleep
         weakref.finalize(self, _end, self._members, self._closed)  # also at the end of the interpreter
 
     # ---------------------------------------------------------------- start and end
@@ -134,6 +135,11 @@ class Fleet:
             if self._serves_at_once:
                 member.version = 0
                 member.become(State.SERVING)
+            if self._sleep_level is not None:  # started again in a time that is the training's: nobody waits for it
+                member.become(State.ASLEEP)
+                member.asleep = True
+                member.version = member.version if self._sleep_level == 1 else None
+                member.actor.sleep.remote(self._sleep_level)
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- who is there
@@ -243,7 +249,7 @@ class Fleet:
                 if self.closed or not starting or time.monotonic() >= deadline:
                     raise EngineError(f"no engine is there to be sent weights:\n{self.report()}\n{CURE}")
                 self._changed.wait(1.0)
-            self._serves_at_once = False
+            self._serves_at_once, self._sleep_level = False, None
             for member in up:
                 member.version = None
                 member.become(State.SYNCING)
@@ -274,6 +280,7 @@ class Fleet:
             keep: Whether the weights come back when they wake.
         """
         with self._changed:
+            self._sleep_level = level
             for member in self._members:
                 if member.state in (State.SERVING, State.STALE):
                     member.become(State.ASLEEP)
@@ -284,6 +291,8 @@ class Fleet:
 
     def wake_up(self) -> None:
         """Have every engine that is asleep take its memory again; those that kept their weights serve."""
+        with self._changed:
+            self._sleep_level = None
         self.ask(State.ASLEEP, "wake", doing="waking up", timeout=self._sync_timeout)
         with self._changed:
             for member in self._members:

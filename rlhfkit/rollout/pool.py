@@ -185,7 +185,7 @@ class VLLMPool:
             except BaseException:
                 self.close()
                 raise
-        elif self.colocate and torch.cuda.is_available():
+        elif self.colocate and self.device != "cpu" and torch.cuda.is_available():
             self._sender = IPCSender(bucket_bytes=self.bucket_bytes)
 
     def _start(

@@ -10,6 +10,7 @@ vLLM is imported when a backend starts. Written for vLLM 0.32.
 import asyncio
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -94,8 +95,11 @@ class InProcessBackend:
             outputs = self._engine.step()
         except BaseException as error:  # the engine's state is undefined now: nothing may be served any more
             self._failure, self._paused = error, True
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            # A type of its own: a ValueError of the model's is no fault of the requests.
+            broken = RuntimeError(f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
             for future, loop in self._running.values():
-                loop.call_soon_threadsafe(_fail, future, error)
+                loop.call_soon_threadsafe(_fail, future, broken)
             self._running.clear()
             return
         for output in outputs:
