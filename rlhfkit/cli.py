@@ -5,6 +5,7 @@ or as ``--model.init_args.lr 1e-6``. ``rlhfkit fit --print_config`` writes a com
 """
 
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -68,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[0] in FUNCTION_COMMANDS:
         _call(FUNCTION_COMMANDS[words[0]][1], words)
         return
+    if not words[0].startswith("-") and words[0] not in COMMANDS:  # Lightning's error knows its own commands only
+        print(f"rlhfkit: there is no command {words[0]!r}, but {', '.join(COMMANDS)}", file=sys.stderr)
+        raise SystemExit(2)
     run(words)
 
 
@@ -85,7 +89,19 @@ def _call(target: str, words: Sequence[str]) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **(kwargs | {"prog": f"rlhfkit {words[0]}"}))
 
-    return auto_cli(getattr(import_module(module), function), args=list(words[1:]), parser_class=CommandParser)
+    try:
+        return auto_cli(getattr(import_module(module), function), args=list(words[1:]), parser_class=CommandParser)
+    except (OSError, ValueError) as error:
+        if not _refused_by_us(error):
+            raise
+        print(f"rlhfkit {words[0]}: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def _refused_by_us(error: BaseException) -> bool:
+    """Whether code of ours has raised it, so that the message says all; other errors need their traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("rlhfkit.")
 
 
 def run(arguments: Sequence[str]) -> Any:

@@ -21,6 +21,7 @@ PACKAGES = (
     "callbacks",
     "data",
     "datamodules",
+    "episodes",
     "losses",
     "models",
     "modules",

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def score(
     data: Source,
     output: str | os.PathLike[str],
     *,
-    reward: Reward | None = None,
+    reward: Reward | Callable[[Sequence[Sample]], Any] | None = None,  # the second: functions without annotations
     reward_model: str | None = None,
     prompt: str = "prompt",
     completion: str = "completion",
