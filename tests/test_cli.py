@@ -29,6 +29,31 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == __version__
 
 
+def test_an_unknown_command_is_told_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["frobnicate"])
+    complaint = capsys.readouterr().err
+    assert "'frobnicate'" in complaint
+    assert all(command in complaint for command in COMMANDS)
+
+
+def test_what_a_command_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "no.ckpt"), str(tmp_path / "out")])
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("rlhfkit export: error: there is no checkpoint")
+    assert complaint.count("\n") == 1
+
+
+def test_an_error_of_somebody_else_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_reward.py").write_text("def grade(samples):\n    raise ValueError('a bug of the user')\n")
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [str(tmp_path / "lines.jsonl"), str(tmp_path / "scored.jsonl"), "--reward", "broken_reward.grade"]
+    with pytest.raises(ValueError, match="a bug of the user"):
+        main(["score", *words])
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """A run of one iteration."""
@@ -74,7 +99,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_configuration_file_trains(config: Path) -> None:
+def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecorder) -> None:
     cli = run(["fit", "--config", str(config), "--model.init_args.clip_high", "0.3"])
     assert cli.trainer.global_step == 2
     assert cli.model.hparams["clip_high"] == 0.3
@@ -82,6 +107,7 @@ def test_a_configuration_file_trains(config: Path) -> None:
     assert "rollout/reward_format" in cli.trainer.callback_metrics
     metrics = next(config.parent.glob("lightning_logs/*/metrics.csv"))
     assert "rollout/reward" in metrics.read_text().splitlines()[0]
+    assert [str(warning.message) for warning in recwarn if "Unable to serialize" in str(warning.message)] == []
 
 
 def test_an_unknown_option_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

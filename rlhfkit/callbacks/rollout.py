@@ -6,7 +6,7 @@ progress, logging, checkpoints.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,7 +60,8 @@ class RolloutCallback(Callback):
         in_flight: With ``max_staleness``: new weights do not wait for what is being sampled. It goes on with them from
             the next token on, and each token knows its version.
         rollout_timeout: Seconds that the samples of one iteration may take when they are made ahead.
-        alarms: Bounds on metrics, each with what to do; a warning when a run first crosses one.
+        alarms: Bounds on metrics, each with what to do; a warning when a run first crosses one. ``None``:
+            ``ROLLOUT_ALARMS``; an empty list: none.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
             weights were published; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
 
@@ -71,7 +72,7 @@ class RolloutCallback(Callback):
 
     def __init__(
         self,
-        reward: Reward | None = None,
+        reward: Reward | Callable[[Sequence[Sample]], Any] | None = None,
         *,
         engine: RolloutEngine | None = None,
         sampling: SamplingSpec | None = None,
@@ -82,7 +83,7 @@ class RolloutCallback(Callback):
         max_staleness: int = 0,
         in_flight: bool = False,
         rollout_timeout: float = 7200.0,
-        alarms: Sequence[Alarm] = ROLLOUT_ALARMS,
+        alarms: Sequence[Alarm] | None = None,
         probe_tolerance: float | None = None,
     ) -> None:
         if reward is not None and not callable(reward):
@@ -105,7 +106,7 @@ class RolloutCallback(Callback):
             raise ValueError(f"max_staleness must be 0 (take turns) or more iterations, got {max_staleness}")
         if in_flight and not max_staleness:
             raise ValueError("in_flight=True publishes while sampling ahead: give max_staleness=1 or more")
-        self.alarms = Alarms(alarms)
+        self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)
         self.phases = Phases()
         """How long each part of each iteration took on this rank; ``phases.write_trace(path)`` draws it."""
         self.generation = Generation(engine, reward, self.phases)
