@@ -15,8 +15,8 @@ RETRIED = frozenset({408, 429})
 """Statuses below 500 that say: later, perhaps."""
 
 REST = 1.0
-"""Seconds that a server is avoided after a failure; twice as long after each further one, a minute at most. Longer if it
-asks for that (``Retry-After``)."""
+"""Seconds that a server is avoided after a failure; twice as long after each further one, a minute at most, and as long
+as it asks for (``Retry-After``)."""
 
 
 _LONGEST_REST = 60.0  # seconds
