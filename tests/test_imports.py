@@ -31,14 +31,24 @@ HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "m
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 
 
+PROGRAM = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    print(name, *sorted({module.split(".")[0] for module in sys.modules}))
+from rlhfkit import GRPOModule
+from lightning.pytorch.strategies import StrategyRegistry
+print("strategies", *StrategyRegistry.available_strategies())
+"""
+
+
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
-    """Top-level packages in memory after each import, one after the other: loading torch once takes long enough."""
-    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
-    code += "    print(name, *sorted({module.split('.')[0] for module in sys.modules}))"
-    command = [sys.executable, "-c", code, "rlhfkit", *(f"rlhfkit.{name}" for name in LIGHT)]
+    """Top-level packages in memory after each import, one after the other as loading torch takes long; and then the
+    names of strategies."""
+    command = [sys.executable, "-c", PROGRAM, "rlhfkit", *(f"rlhfkit.{name}" for name in LIGHT)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return {name: set(packages) for name, *packages in map(str.split, lines)}
+    return {name: set(found) for name, *found in map(str.split, lines)}
 
 
 @cache
@@ -97,10 +107,5 @@ def test_every_public_name_is_there() -> None:
         _ = rlhfkit.GRPOTrainer
 
 
-def test_strategies_are_known_by_name_once_a_module_is_imported() -> None:
-    code = (
-        "from rlhfkit import GRPOModule; from lightning.pytorch.strategies import StrategyRegistry as registry; "
-        "print(*registry.available_strategies())"
-    )
-    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"rlhf_zero0", "rlhf_zero1", "rlhf_zero2", "rlhf_zero3"} <= set(names)
+def test_strategies_are_known_by_name_once_a_module_is_imported(loaded: dict[str, set[str]]) -> None:
+    assert {"rlhf_zero0", "rlhf_zero1", "rlhf_zero2", "rlhf_zero3"} <= loaded["strategies"]
