@@ -44,8 +44,7 @@ print("strategies", *StrategyRegistry.available_strategies())
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
-    """Top-level packages in memory after each import, one after the other as loading torch takes long; and then the
-    names of strategies."""
+    """Top-level packages in memory after each import, one after the other as torch takes long; names of strategies."""
     command = [sys.executable, "-c", PROGRAM, "rlhfkit", *(f"rlhfkit.{name}" for name in LIGHT)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return {name: set(found) for name, *found in map(str.split, lines)}
