@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from tiny_models import tiny_model
 
-from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import GRPOModule, LocalEngine, PromptDataModule, RolloutCallback, Sample, SamplingSpec
 
 
 def digits(samples: Sequence[Sample]) -> list[float]:
@@ -95,15 +95,29 @@ def weights(module: GRPOModule) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.policy.state_dict().items()}
 
 
+class SharedEngine(LocalEngine):
+    """One engine that serves all ranks, as a pool does: only rank 0 has anything to generate or to score."""
+
+    shared = True
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[Sample]:
+        assert torch.distributed.get_rank() == 0
+        return super().generate(*args, **kwargs)
+
+
 def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str, Any]:
-    """Entry point of a rank: the same run under each strategy; its metrics, samples and weights."""
+    """Entry point of a rank: the same run under each strategy (``"ddp shared"``: with one engine for all ranks)."""
     results: dict[str, Any] = {}
-    for strategy in strategies:
+    for name in strategies:
+        strategy, *shared = name.split()
+        engine = SharedEngine() if shared else None
+        sampling = SamplingSpec(group_size=4, max_new_tokens=8)
         trainer, module, data, rollouts = setup_run(
             folder / f"rank{os.environ['LOCAL_RANK']}",  # ranks must not write the same model
             module=PlainSGD,
             module_arguments={"lr": 0.05, "kl_coef": 0.01},
             data_arguments={"micro_batch_size": 8 // world},
+            rollouts=RolloutCallback(digits, engine=engine, sampling=sampling),
             strategy=strategy,
             devices=world,
             use_distributed_sampler=False,
@@ -122,7 +136,7 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
 
         trainer.callbacks.append(Keep())
         trainer.fit(module, data)
-        results[strategy] = {
+        results[name] = {
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "tokens": tokens,
             "weights": total,

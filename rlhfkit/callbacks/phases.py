@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,3 +95,13 @@ class Phases:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         return path
+
+
+def slowest(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by phase on the rank that took the longest. Ranks differ in what they do: rank 0 asks a shared engine.
+
+    Args:
+        times: :meth:`Phases.metrics` of each rank.
+    """
+    names = sorted({name for each in times for name in each})
+    return {name: max(each.get(name, 0.0) for each in times) for name in names}

@@ -19,7 +19,7 @@ from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.dealing import deal, micro_batch, shape_of
 from rlhfkit.callbacks.filling import IterationFiller
 from rlhfkit.callbacks.generation import Generation
-from rlhfkit.callbacks.phases import Phases
+from rlhfkit.callbacks.phases import Phases, slowest
 from rlhfkit.callbacks.publishing import WeightPublisher
 from rlhfkit.callbacks.ranks import everywhere, same_everywhere
 from rlhfkit.callbacks.summary import iteration_metrics, staleness_metrics, validation_metrics
@@ -263,7 +263,9 @@ class RolloutCallback(Callback):
         """Log the iteration and publish the new policy."""
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
         pl_module.log_dict(self._metrics, sync_dist=True)
-        pl_module.log_dict(self.phases.metrics(self.iteration - 1), sync_dist=True)
+        pl_module.log_dict(
+            slowest(everywhere(trainer, lambda: self.phases.metrics(self.iteration - 1))), sync_dist=True
+        )
         metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
         if trainer.is_global_zero:
             self.alarms.check(metrics, self.iteration - 1)

@@ -138,12 +138,12 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.distributed
 def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tmp_path: Path) -> None:
     alone = ranks.run("rl_runs:train_on_ranks", 1, tmp_path / "one", strategies=["auto"], world=1)[0]["auto"]
-    both = ranks.run(
-        "rl_runs:train_on_ranks", 2, tmp_path / "two", strategies=["ddp", "rlhf_zero2", "rlhf_zero3"], world=2
-    )[0]
+    strategies = ["ddp", "ddp shared", "rlhf_zero2", "rlhf_zero3"]
+    both = ranks.run("rl_runs:train_on_ranks", 2, tmp_path / "two", strategies=strategies, world=2)[0]
     for name, run in both.items():
         assert run["steps"] == alone["steps"] == 4
         assert run["tokens"] == alone["tokens"], name
+        assert run["metrics"]["time/generate"] > 0
         for one, other in zip(alone["weights"], run["weights"], strict=True):
             assert one == pytest.approx(other, rel=1e-5), name
         for metric in ("loss", "rollout/reward", "policy/entropy"):  # exact over the step; others are batch means
