@@ -215,6 +215,10 @@ class SFTDataModule(L.LightningDataModule):
             return no_loader()
         return self._loader(self.validation_examples, accumulate=1, shuffle=False, whole_epoch=True)
 
+    def predict_dataloader(self) -> StepLoader[Any]:
+        """Micro-batches of ``data``; on one rank and without a token budget, its rows in their order."""
+        return self._loader(self.examples, accumulate=1, shuffle=False)
+
     def _loader(self, examples: CountedRows | None, **arguments: Any) -> StepLoader[Any]:
         trainer = self._attached()
         if examples is None:

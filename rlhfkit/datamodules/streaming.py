@@ -85,6 +85,14 @@ class StreamingSFTDataModule(SFTDataModule):
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
         self._streams = [_SourceStream(self, source, tokenizer) for source in self._sources()]
 
+    def predict_dataloader(self) -> Any:
+        """Not possible.
+
+        Raises:
+            RuntimeError: A stream need not end, and its rows are shuffled.
+        """
+        raise RuntimeError("a stream has no end and no order to predict in: use SFTDataModule")
+
     def open_stream(self, place: Any = None) -> Stream:
         """Examples without end.
 

@@ -341,6 +341,15 @@ def test_the_margin_goes_to_the_log_odds_of_the_preferences(folder: Path, tmp_pa
     assert float(predicted["rewards/chosen"] - predicted["rewards/rejected"]) == pytest.approx(math.log(3), abs=0.02)
 
 
+def test_predictions_are_in_the_order_of_the_rows(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "x or y? ", "chosen": "x" * (1 + 5 * n % 7), "rejected": "y" * n} for n in range(1, 6)]
+    module, run = DPOModule(str(folder / "model"), reference_free=True), dpo_cases.trainer(tmp_path)
+    parts = [run.predict(module, PreferenceDataModule(order, micro_batch_size=2)) for order in (rows, rows[::-1])]
+    there, back = (torch.cat([part["logps/chosen"] for part in predicted]) for predicted in parts)
+    assert there.shape == (5,)
+    torch.testing.assert_close(back.flip(0), there)
+
+
 def test_unseen_pairs_are_ranked_right_after_training(folder: Path, tmp_path: Path) -> None:
     """Letters are preferred to digits; the words of the validation pairs were never seen."""
     letters = "abcdefghij"
