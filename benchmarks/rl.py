@@ -2,6 +2,7 @@
 
     python benchmarks/rl.py                                  # some minutes on two cores
     python benchmarks/rl.py --prompt-tokens 512 --completion-tokens 128
+    python benchmarks/rl.py --part ahead                     # only sampling ahead, with an engine elsewhere
 
 A random Qwen3 of the asked size, the same prompts (token for token), completions of exactly the same length, the same
 number of sequences per update, fp32, generation in the training process in all variants. Each runs in a process of its
@@ -9,8 +10,13 @@ own, one after the other, ``--rounds`` times; the first iteration of each proces
 
 ``seconds`` is the median time of an iteration (generate, score, one optimizer update), ``ratio`` that of TRL over ours,
 ``phases`` where ours goes. ``async`` overlaps generating and training on the same cores, so that on a machine without
-idle ones it can gain little; ``slow_engine`` has an engine that sleeps for as long as an iteration's training takes, as
-a remote one would keep us waiting. Prints one line of JSON.
+idle ones it can gain little.
+
+``elsewhere`` has an engine that takes its time without these cores, as a remote one does: it sleeps ``--slowness``
+times as long as an iteration's training takes, and returns tokens without computing any. Taking turns costs the sum of
+both, sampling ahead should cost the larger of them: ``async_over_max`` and ``in_flight_over_max`` near 1,
+``sync_over_max`` near 2 (with ``--slowness 1``).
+Prints one line of JSON.
 """
 
 import argparse
@@ -18,6 +24,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import math
 import os
 import statistics
 import subprocess
@@ -68,16 +75,37 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
     return [" ".join(draw.choices(WORDS, k=options.prompt_tokens)) for _ in range(count)]
 
 
-def run_ours(folder: Path, options: argparse.Namespace, *, staleness: int = 0, wait: float = 0.0) -> dict[str, Any]:
-    """Seconds per iteration and per phase of it."""
+def run_ours(
+    folder: Path,
+    options: argparse.Namespace,
+    *,
+    staleness: int = 0,
+    in_flight: bool = False,
+    wait: float | None = None,
+) -> dict[str, Any]:
+    """Seconds per iteration and per phase of it; ``wait``: of an engine elsewhere."""
+    import random
+
     import lightning as L
 
-    from rlhfkit import GRPOModule, LocalEngine, PromptDataModule, RolloutCallback, SamplingSpec
+    from rlhfkit import GRPOModule, LocalEngine, PromptDataModule, RolloutCallback, Sample, SamplingSpec
 
-    class Engine(LocalEngine):
-        def generate(self, *arguments: Any, **named: Any) -> Any:
-            time.sleep(wait)
-            return super().generate(*arguments, **named)
+    class Elsewhere(LocalEngine):
+        def generate(self, prompts: Any, sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+            time.sleep(wait or 0.0)
+            draw, length, versions = random.Random(iteration), sampling.max_new_tokens, [self.version or 0]
+            return [
+                Sample(
+                    prompt,
+                    index,
+                    draw.choices(range(2, VOCABULARY), k=length),
+                    [-math.log(VOCABULARY)] * length,
+                    versions * length,
+                    "length",
+                )
+                for prompt in prompts
+                for index in range(sampling.group_size)
+            ]
 
     class Clock(L.Callback):
         def __init__(self) -> None:
@@ -86,19 +114,21 @@ def run_ours(folder: Path, options: argparse.Namespace, *, staleness: int = 0, w
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             self.ends.append(time.perf_counter())
 
+    warm_up = 1 if wait is None else 2  # what is sampled beside the first iteration, a slow one, gains too much
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts_of(options)))
     length, clock = options.completion_tokens, Clock()
     rollouts = RolloutCallback(
         lambda samples: [sum(sample.token_ids) % 97 / 97 for sample in samples],
-        engine=Engine(max_sequences=options.prompts * options.group),
+        engine=(LocalEngine if wait is None else Elsewhere)(max_sequences=options.prompts * options.group),
         sampling=SamplingSpec(group_size=options.group, max_new_tokens=length, min_new_tokens=length),
         max_staleness=staleness,
+        in_flight=in_flight,
     )
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=options.iterations + 1,
+        max_epochs=options.iterations + warm_up,
         accumulate_grad_batches=options.accumulate,
         callbacks=[clock, rollouts],
         logger=False,
@@ -116,8 +146,8 @@ def run_ours(folder: Path, options: argparse.Namespace, *, staleness: int = 0, w
             shuffle=False,
         ),
     )
-    steps = [end - start for start, end in zip(clock.ends[1:], clock.ends[2:], strict=False)]
-    phases = [rollouts.phases.metrics(iteration) for iteration in range(1, options.iterations + 1)]
+    steps = [end - start for start, end in zip(clock.ends[warm_up:], clock.ends[warm_up + 1 :], strict=False)]
+    phases = [rollouts.phases.metrics(warm_up + number) for number in range(options.iterations)]
     by_phase = {name: statistics.median(each.get(name, 0.0) for each in phases) for name in phases[0]}
     return {"seconds": statistics.median(steps), "phases": by_phase}
 
@@ -176,28 +206,41 @@ def in_process(variant: str, folder: Path, arguments: list[str], **extra: float)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def elsewhere(folder: Path, options: argparse.Namespace, arguments: list[str]) -> dict[str, float]:
+    """An engine that uses none of these cores: taking turns, ahead, and ahead with weights in flight."""
+    training = in_process("elsewhere", folder, arguments, wait=0.0)["seconds"]
+    wait = options.slowness * training
+    seen: dict[str, list[float]] = {"sync": [], "async": [], "in_flight": []}
+    for _ in range(options.rounds):
+        for name in seen:
+            seen[name].append(in_process(f"elsewhere_{name}", folder, arguments, wait=wait)["seconds"])
+    seconds = {name: statistics.median(runs) for name, runs in seen.items()}
+    longer = max(wait, training)
+    ratios = {f"{name}_over_max": value / longer for name, value in seconds.items()}
+    return {"generate": wait, "train": training, **seconds, **ratios}
+
+
 def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """All variants in turn, round by round."""
     with_trl = importlib.util.find_spec("trl") is not None
-    variants = ["rlhfkit", "async", *(["trl"] if with_trl else [])]
-    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in [*variants, "slow", "slow_async"]}
+    variants = ["rlhfkit", "async", *(["trl"] if with_trl else [])] if options.part == "all" else []
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    sizes = {key: value for key, value in vars(options).items() if key not in ("variant", "folder", "wait", "part")}
+    result: dict[str, Any] = {"benchmark": "rl", "sizes": sizes}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", options.hidden, options.layers)
         for _ in range(options.rounds):
             for variant in variants:
                 seen[variant].append(in_process(variant, folder, arguments))
-            wait = seen["rlhfkit"][-1]["seconds"]
-            for variant in ("slow", "slow_async"):
-                seen[variant].append(in_process(variant, folder, arguments, wait=wait))
-    seconds = {name: statistics.median(run["seconds"] for run in runs) for name, runs in seen.items() if runs}
-    result: dict[str, Any] = {
-        "benchmark": "rl",
-        "sizes": {key: value for key, value in vars(options).items() if key not in ("variant", "folder", "wait")},
+        result["elsewhere"] = elsewhere(folder, options, arguments)
+    if not variants:
+        return result
+    seconds = {name: statistics.median(run["seconds"] for run in runs) for name, runs in seen.items()}
+    result |= {
         "seconds": seconds,
         "phases": seen["rlhfkit"][-1]["phases"],
         "async_over_sync": seconds["async"] / seconds["rlhfkit"],
-        "slow_engine": {"async_over_sync": seconds["slow_async"] / seconds["slow"]},
         "trl": "not installed",
     }
     if with_trl:
@@ -228,7 +271,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--variant", help="run this one only and print its figures (used by the script itself)")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--wait", type=float, default=0.0)
+    parser.add_argument(
+        "--wait", type=float, help="seconds that the engine elsewhere takes (used by the script itself)"
+    )
+    parser.add_argument("--slowness", type=float, default=1.0, help="of the engine elsewhere, in times of training")
+    parser.add_argument("--part", choices=("all", "ahead"), default="all")
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
@@ -238,8 +285,9 @@ def main() -> None:
     if options.variant == "trl":
         figures = run_trl(options.folder, options)
     else:
-        staleness = int("async" in options.variant)
-        figures = run_ours(options.folder, options, staleness=staleness, wait=options.wait)
+        in_flight = "in_flight" in options.variant
+        ahead = int(in_flight or "async" in options.variant)
+        figures = run_ours(options.folder, options, staleness=ahead, in_flight=in_flight, wait=options.wait)
     print(json.dumps(figures))
 
 
