@@ -26,7 +26,7 @@ class Watch(L.Callback):
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
         self.rewards: list[float] = []
-        self.ages: list[set[int]] = []
+        self.ages: list[list[int]] = []
         self._version = 0
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -36,7 +36,7 @@ class Watch(L.Callback):
         samples = next(each for each in trainer.callbacks if isinstance(each, RolloutCallback)).samples
         self.prompts.append(list(dict.fromkeys(sample.prompt.index for sample in samples)))
         self.rewards.append(sum(sample.reward or 0.0 for sample in samples) / len(samples))
-        self.ages.append({self._version - version for sample in samples for version in sample.versions})
+        self.ages.append(sorted({self._version - version for sample in samples for version in sample.versions}))
 
 
 def run(folder: Path, staleness: int, **arguments: Any) -> tuple[Any, Any, RolloutCallback, Watch]:
