@@ -18,7 +18,6 @@ from rlhfkit.losses import (
     kl_estimate,
     kl_loss,
     masked_mean,
-    mismatch_metrics,
     ppo_loss,
     sum_losses,
     token_rewards,
@@ -26,6 +25,7 @@ from rlhfkit.losses import (
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.mismatch import rollout_mismatch
 from rlhfkit.modules.pretraining import check_pretraining_data, pretraining_loss
 from rlhfkit.modules.rewarded import RewardedModule
 from rlhfkit.modules.trust import KLStop, pass_by
@@ -374,14 +374,7 @@ class OnPolicyModule(RewardedModule):
             out: What the current policy says about them.
         """
         old, mask = self.old_logprobs(batch, out), batch.action_mask
-        mismatch = mismatch_metrics(old, batch.rollout_logprobs, mask)
-        unbounded = importance_weights(old, batch.rollout_logprobs, mask, mode="none", high=None)
-        metrics = {
-            "rollout/logprob_difference": mismatch["rollout_corr/logprob_abs_diff_mean"],
-            "rollout/logprob_difference_max": mismatch["rollout_corr/logprob_abs_diff_max"],
-            "rollout/k3": mismatch["rollout_corr/k3_kl"],
-            "rollout/effective_sample_fraction": unbounded.metrics["rollout_corr/eff_sample_size"],
-        }
+        metrics = rollout_mismatch(old, batch.rollout_logprobs, mask)
         if out.entropy is not None:
             metrics["policy/entropy"] = self.token_mean(out.entropy.detach(), batch)
         return metrics

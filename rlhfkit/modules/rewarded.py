@@ -43,6 +43,8 @@ class RewardedModule(PolicyModule):
     reward_model: nn.Module
     frozen_children = (*PolicyModule.frozen_children, "reward_model")
 
+    batch_types = (Experience,)
+
     def __init__(
         self,
         model: str,

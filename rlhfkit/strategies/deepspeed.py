@@ -130,7 +130,6 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         """Optimizer steps of this run that were skipped to lower the dynamic loss scale of fp16; not errors."""
         self._frozen: set[str] = set()
         self._accumulating: set[str] = set()
-        self._left_out: set[str] = set()  # children that the coming optimizer step passes by
 
     # ----------------------------------------------------------------------------------------------------- start-up
 
@@ -328,22 +327,19 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
                 "training_step returned None: ranks that skip a step would leave the others waiting. Return a loss of"
                 " zero that depends on the output instead."
             )
-        taking_part = {name: engine for name, engine in optimizer.engines.items() if name not in self._left_out}
-        outcome = self._steps.step(taking_part)
+        outcome = self._steps.step(optimizer.engines)
         self.skipped_updates += outcome is Outcome.SKIPPED
         self.rescaled_updates += outcome is Outcome.RESCALED
         for name, engine in optimizer.engines.items():
             self._accumulating.discard(name)
-            if name in self._left_out:
+            self.gradient_norms[name] = measured_norm(engine) if outcome is Outcome.STEPPED else math.inf
+            if self._steps.was_left_out(name):
                 self.gradient_norms[name] = 0.0
-            else:
-                self.gradient_norms[name] = measured_norm(engine) if outcome is Outcome.STEPPED else math.inf
             clip_next_step(engine, 0.0)
             if self.log_gradient_norm and not module.trainer.barebones:
                 module.log(f"grad_norm/{name}", self.gradient_norms[name])
         if not module.trainer.barebones:
             module.log("skipped_updates", float(self.skipped_updates))
-        self._left_out -= set(optimizer.engines)
         optimizer.mark_stepped()
         return result
 
@@ -364,7 +360,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
             child: Name of a child with an engine.
         """
         self.discard_gradients(child)
-        self._left_out.add(child)
+        self._steps.leave_out(child)
 
     def _set_clipping(self, optimizer: Optimizer, norm: float) -> None:
         if isinstance(optimizer, LightningOptimizer):

@@ -81,6 +81,8 @@ class JointSteps:
     """
 
     def __init__(self, engines: Mapping[str, "DeepSpeedEngine"], device: torch.device) -> None:
+        self._left_out: set[str] = set()  # of the coming step
+        self._passed_by: set[str] = set()  # of the last
         self._watches = {name: GradientWatch(engine.module, device) for name, engine in engines.items()}
 
     def after_backward(self, names: Iterable[str], loss: Tensor) -> None:
@@ -89,11 +91,14 @@ class JointSteps:
             self._watches[name].after_backward(loss)
 
     def step(self, engines: Mapping[str, "DeepSpeedEngine"]) -> Outcome:
-        """Step these engines, or drop the gradients of all; none is fine. Collective: a sum of two numbers per engine.
+        """Step these engines, or drop the gradients of all. Collective: one sum of two numbers per engine.
 
         Under fp16 with a dynamic loss scale, an overflowing gradient is how the scale is found: as long as the scale of
         the engine can fall, DeepSpeed lowers it and nothing is counted as an error.
         """
+        self._passed_by = self._left_out & set(engines)
+        self._left_out -= self._passed_by
+        engines = {name: engine for name, engine in engines.items() if name not in self._passed_by}
         if not engines:
             return Outcome.STEPPED
         losses, gradients = self._finite(list(engines))
@@ -113,6 +118,14 @@ class JointSteps:
         for name in engines:
             self.forget(name)
         return outcome
+
+    def leave_out(self, name: str) -> None:
+        """Let the coming step pass an engine by, whose gradients were dropped."""
+        self._left_out.add(name)
+
+    def was_left_out(self, name: str) -> bool:
+        """Whether the last step passed the engine by."""
+        return name in self._passed_by
 
     def _finite(self, names: list[str]) -> tuple[dict[str, bool], dict[str, bool]]:
         """Whether the losses, and the gradients, of each named engine were finite on all ranks."""

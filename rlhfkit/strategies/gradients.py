@@ -84,9 +84,10 @@ def discard_gradients(engine: "DeepSpeedEngine") -> None:
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
             optimizer._offload_accumulated_param_ids = set()
-        for group in optimizer.averaged_gradients:
-            optimizer.averaged_gradients[group] = None
-            optimizer.all_grad_tensors[group] = None
+        # Two dictionaries: before the first step there are no averaged gradients yet, but gradients there are.
+        for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for group in held:
+                held[group] = None
     elif hasattr(optimizer, "clear_hp_grads"):  # bf16 at ZeRO 1
         optimizer.clear_hp_grads()
         optimizer.clear_lp_grads()

@@ -1,7 +1,6 @@
 """PPOModule against a loop written by hand in plain Transformers, and learning."""
 
 import copy
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import digits, setup_run
-from strategies import ranks
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -19,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rlhfkit import PPOModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model
 
-from .ppo_cases import ARGUMENTS, KL, ByHand, Keep, PlainSGD, check_moved_alike
+from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainSGD, check_moved_alike
 
 
 def digits_as_they_come(samples: Sequence[Sample]) -> list[float]:
@@ -145,54 +143,3 @@ def test_a_critic_starts_as_the_reward_model_it_is_given(tmp_path: Path) -> None
 def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOModule("anywhere", **arguments)
-
-
-def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str, Any]:
-    """Entry point of a rank: the same run under each strategy; sums of weights and the tokens sampled last."""
-    from rlhfkit.strategies.sharding import full_parameters
-
-    results: dict[str, Any] = {}
-    for strategy in strategies:
-        keep = Keep()
-        trainer, module, data, _ = setup_run(
-            folder / strategy,
-            module=PlainSGD,
-            module_arguments={"lr": 0.05, "critic_lr": 0.02, "kl_coef": KL},
-            data_arguments={"micro_batch_size": 8 // world},
-            callbacks=[keep],
-            strategy=strategy,
-            devices=world,
-            use_distributed_sampler=False,
-        )
-        sums: dict[str, float] = {}
-
-        class Measure(L.Callback):
-            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-                for child in ("policy", "critic"):
-                    parameters = list(getattr(pl_module, child).parameters())
-                    with full_parameters(parameters):
-                        sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)  # noqa: B023
-
-        trainer.callbacks.append(Measure())
-        trainer.fit(module, data)
-        results[strategy] = {
-            "sums": sums,
-            "tokens": [sample.token_ids for sample in keep.iterations[-1]],
-            "norms": sorted(getattr(trainer.strategy, "gradient_norms", {})),
-        }
-    return results
-
-
-@pytest.mark.distributed
-def test_two_ranks_and_two_engines_train_as_one_rank(tmp_path: Path) -> None:
-    for name in ("alone/auto", "rlhf_zero2", "rlhf_zero3"):
-        tiny_model(tmp_path / name / "model")
-    alone = train_on_ranks(tmp_path / "alone", ["auto"], 1)["auto"]
-    strategies = ["rlhf_zero2", "rlhf_zero3"]
-    results = ranks.run("modules.test_ppo:train_on_ranks", 2, tmp_path, strategies=strategies, world=2)
-    for result in results:
-        for strategy in strategies:
-            assert result[strategy]["tokens"] == alone["tokens"]
-            assert result[strategy]["sums"] == pytest.approx(alone["sums"], rel=1e-6)
-            assert result[strategy]["norms"] == ["critic", "policy"]
-    assert json.dumps(results[0]) == json.dumps(results[1])

@@ -1,5 +1,6 @@
 """PPO with everything on: however it is split, stopped and resumed, it is the same run."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,54 +146,93 @@ def test_text_without_a_weight_and_a_weight_without_text_are_errors(
         trainer.fit(module, data)
 
 
+class Momentum(PPOModule):
+    """Smooth in the gradient, unlike Adam, and yet with a memory and a decay that go on without gradients."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"lr": self.hparams["lr"]} | group for group in self.parameter_groups()]
+        return torch.optim.SGD(groups, momentum=0.9, weight_decay=0.01)
+
+
 CASES: dict[str, dict[str, Any]] = {
-    "rlhf_zero2": {"kl_stop": 1e-3},
-    "rlhf_zero3": {"kl_stop": 1e-3, "shared_backbone": True},
+    "two models": {"strategy": "rlhf_zero3", "module": PlainSGD, "max_epochs": 2},
+    "everything": {"strategy": "rlhf_zero2", "module": Momentum},
+    "shared backbone": {"strategy": "rlhf_zero3", "module": PlainSGD},
 }
-"""Module arguments by the strategy they are tried under."""
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "two models": dict.fromkeys(("ptx_coef", "missing_eos_penalty"), 0) | {
+        "kl_stop": None, "normalize_rewards": False, "normalize_values": False, "reward_clip": None, "lr": 0.05,
+    },
+    "everything": {"kl_stop": 1e-3, "lr": 0.05, "critic_lr": 0.02, "critic_warmup_steps": 1},
+    "shared backbone": {"kl_stop": 1e-3, "lr": 0.05, "shared_backbone": True},
+}  # fmt: skip
+
+
+class Sums(L.Callback):
+    """Sums of all weights after each update, and whether the policy had to stand still."""
+
+    def __init__(self) -> None:
+        self.sums: list[dict[str, float]] = []
+        self.still: list[bool] = []
+        self.tokens: list[list[int]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        from rlhfkit.strategies.sharding import full_parameters
+
+        sums = {}
+        for child in sorted({"policy", "critic"} & dict(pl_module.named_children()).keys()):
+            parameters = list(getattr(pl_module, child).parameters())
+            with full_parameters(parameters):
+                sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)
+        self.sums.append(sums)
+        self.still.append(pl_module.kl_stop.stopped or trainer.global_step <= pl_module.hparams["critic_warmup_steps"])
+        self.tokens = [sample.token_ids for sample in trainer.callbacks[0].samples]
 
 
 def train_on_ranks(folder: Path, strategy: str | None, world: int) -> dict[str, Any]:
-    """Entry point of a rank: each case, under its own strategy unless told; sums of weights and what was logged."""
-    from rlhfkit.strategies.sharding import full_parameters
-
+    """Entry point of a rank: each case, under its own strategy unless told; what became of it."""
     results = {}
-    for case, arguments in CASES.items():
-        sums: dict[str, float] = {}
-
-        class Measure(L.Callback):
-            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-                for child in {"policy", "critic"} & dict(pl_module.named_children()).keys():
-                    parameters = list(getattr(pl_module, child).parameters())
-                    with full_parameters(parameters):
-                        sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)  # noqa: B023
-
+    for case, settings in CASES.items():
+        sums = Sums()
+        given = {"reward_model": str(folder / "reward")} if case != "two models" else {}
         trainer, module, data, _ = run(
             folder / case,
-            {"lr": 0.05, "critic_lr": 0.05, "reward_model": str(folder / "reward")} | arguments,
-            module=PlainSGD,
-            callbacks=[Measure()],
+            ARGUMENTS[case] | given,
+            callbacks=[sums],
             micro_batch_size=8,
-            max_epochs=2,
-            strategy=strategy or case,
             devices=world,
             use_distributed_sampler=False,
+            **{"max_epochs": 2} | settings | ({"strategy": strategy} if strategy else {}),
         )
+        if case == "two models":
+            data.pretraining_data = None
         trainer.fit(module, data)
-        names = ("policy/kl_stopped", "ptx/loss", "loss", "rollout/reward", "rollout/reward_model")
-        metrics = {name: float(trainer.callback_metrics[name]) for name in names}
-        results[case] = {"sums": sums, "metrics": metrics, "moments": module.return_moments.plain()}
+        names = {"policy/kl_stopped", "ptx/loss", "loss", "rollout/reward", "rollout/reward_model"}
+        metrics = {name: float(trainer.callback_metrics[name]) for name in names & trainer.callback_metrics.keys()}
+        results[case] = {
+            "sums": sums.sums, "still": sums.still, "tokens": sums.tokens, "metrics": metrics,
+            "norms": sorted(getattr(trainer.strategy, "gradient_norms", {})),
+        }  # fmt: skip
     return results
 
 
 @pytest.mark.distributed
-def test_two_ranks_decide_score_and_learn_as_one(tmp_path: Path) -> None:
+def test_two_ranks_and_their_engines_score_decide_and_learn_as_one_rank(tmp_path: Path) -> None:
     reward_model(tmp_path)
     for case in CASES:
         tiny_model(tmp_path / case / "model")
     alone = train_on_ranks(tmp_path, "auto", 1)
     for result in ranks.run("modules.test_ppo_runs:train_on_ranks", 2, tmp_path, strategy=None, world=2):
-        for case in CASES:
-            for what, expected in alone[case].items():
-                assert result[case][what] == pytest.approx(expected, rel=1e-5), (case, what)
-            assert 0 < result[case]["metrics"]["policy/kl_stopped"] < 1
+        for case, got in result.items():
+            expected = alone[case]
+            assert got["tokens"] == expected["tokens"], case
+            assert got["still"] == expected["still"], case
+            for mine, one in zip(got["sums"], expected["sums"], strict=True):
+                assert mine == pytest.approx(one, rel=1e-5), case
+            assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-4), case
+            assert got["norms"] == (["policy"] if case == "shared backbone" else ["critic", "policy"])
+    for ran in (alone["everything"], result["everything"]):
+        moved = [one["policy"] != other["policy"] for one, other in pairwise(ran["sums"])]
+        assert moved == [not still for still in ran["still"][1:]]  # bitwise: neither momentum nor decay
+        assert len(set(moved)) == 2
+        assert all(one["critic"] != other["critic"] for one, other in pairwise(ran["sums"]))
