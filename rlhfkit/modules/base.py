@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ class PolicyModule(SavedModule):
 
     policy: nn.Module
     reference: nn.Module
+    batch_types: ClassVar[tuple[type, ...]] = ()
+    """Kinds of batches that it learns from; others, subclasses too, are refused. Empty: whatever comes."""
 
     def __init__(
         self,
@@ -143,6 +145,19 @@ class PolicyModule(SavedModule):
         else:
             with adapter_disabled(self.policy):
                 yield self.policy
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Refuse what a DataModule of another kind gives: fine-tuned on pairs, a model would learn rejected answers.
+
+        Raises:
+            TypeError: If the batch is none of ``batch_types``.
+        """
+        if self.batch_types and type(batch) not in self.batch_types:
+            known = " or ".join(kind.__name__ for kind in self.batch_types)
+            raise TypeError(
+                f"{type(self).__name__} learns from {known}, got {type(batch).__name__}: take the DataModule that "
+                "belongs to it, or name what your own gives in the module's batch_types"
+            )
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimizer trains: one group for each child with parameters that require a gradient.

@@ -49,6 +49,7 @@ class DistillationModule(PolicyModule):
 
     teacher: nn.Module
     frozen_children = (*PolicyModule.frozen_children, "teacher")
+    batch_types = (TokenBatch, DistilledBatch)
 
     def __init__(
         self,

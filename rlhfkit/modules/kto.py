@@ -50,6 +50,7 @@ class KTOModule(ReferenceModule):
 
     kl: Tensor
     """() float32, reference point of the optimizer step that is running."""
+    batch_types = (UnpairedBatch,)
 
     def __init__(
         self,

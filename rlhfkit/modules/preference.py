@@ -31,6 +31,8 @@ class PreferenceModule(PolicyModule):
         **kwargs: See :class:`PolicyModule`.
     """
 
+    batch_types = (PreferenceBatch,)
+
     def __init__(self, model: str, *, lr: float = 1e-6, router_aux_loss_coef: float = 0.0, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
 

@@ -30,6 +30,8 @@ class ProcessRewardModule(ScalarModule):
 
     stepwise: ClassVar[bool] = True
 
+    batch_types = (StepwiseBatch,)
+
     def __init__(self, model: str, *, lr: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
 

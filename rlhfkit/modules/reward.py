@@ -38,6 +38,8 @@ class RewardModule(ScalarModule):
         ValueError: If an argument is out of range.
     """
 
+    batch_types = (PreferenceBatch,)
+
     def __init__(
         self, model: str, *, lr: float = 9e-6, centering: float = 0.0, label_smoothing: float = 0.0, **kwargs: Any
     ) -> None:

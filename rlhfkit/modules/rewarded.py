@@ -42,7 +42,6 @@ class RewardedModule(PolicyModule):
 
     reward_model: nn.Module
     frozen_children = (*PolicyModule.frozen_children, "reward_model")
-
     batch_types = (Experience,)
 
     def __init__(

@@ -29,6 +29,8 @@ class SFTModule(PolicyModule):
         **kwargs: See :class:`PolicyModule`.
     """
 
+    batch_types = (TokenBatch,)
+
     def __init__(self, model: str, *, lr: float = 5e-6, router_aux_loss_coef: float = 0.0, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit import SFTDataModule, SFTModule
+from rlhfkit import DPOModule, PreferenceDataModule, SFTDataModule, SFTModule
 from rlhfkit.models import load_causal_lm
 
 
@@ -120,3 +120,11 @@ def test_prediction_gives_the_log_probs_of_each_completion(folder: Path) -> None
     together = torch.cat(rows)
     assert len(rows) == 24
     assert float(-together.mean()) == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_rejected_answers_are_not_imitated_and_other_mistaken_data_is_refused(folder: Path) -> None:
+    pairs = PreferenceDataModule([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2, micro_batch_size=2)
+    with pytest.raises(TypeError, match="SFTModule learns from TokenBatch, got PreferenceBatch"):
+        trainer(folder).fit(SFTModule(str(folder / "model")), pairs)
+    with pytest.raises(TypeError, match="DPOModule learns from PreferenceBatch, got TokenBatch"):
+        trainer(folder).fit(DPOModule(str(folder / "model")), data(folder, 2))
