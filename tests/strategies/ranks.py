@@ -1,6 +1,7 @@
 """Start a function of this folder on several ranks, each a real process over gloo, and collect what it returns."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -96,9 +97,14 @@ class Rank:
 
     def kill(self) -> None:
         """End it and the processes that it has started."""
-        if self.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
-            self.code = self.parent.answer(timeout=30)
+        if self.poll() is not None:
+            return
+        for send in (os.killpg, os.kill):  # it may have ended this moment, or have no group of its own yet
+            with contextlib.suppress(ProcessLookupError):
+                send(self.pid, signal.SIGKILL)
+        self.code = self.parent.answer(timeout=30)
+        # An exit code that nobody has read would be taken for the process id of the next rank.
+        assert self.code is not None, f"rank {self.pid} did not end within 30 s of being killed"
 
 
 def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Rank]:
