@@ -81,7 +81,7 @@ def flood() -> None:
 
 def forge() -> None:
     """What is no answer, written where answers go."""
-    for descriptor in range(3, 64):
+    for descriptor in range(3, 1024):  # it has the number that it has in the trainer
         try:
             os.write(descriptor, b"\x00\x00\x00\x00\x00\x00\x00\x05hello")
         except OSError:

@@ -200,6 +200,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(ray_session: None, tmp_path: Pa
 def test_a_placement_that_cannot_be_had_says_what_is_missing(ray_session: None) -> None:
     import ray
 
+    before = set(ray.util.placement_group_table())
     launcher = ray_cases.launcher(RayLauncher, resources_per_rank={"CPU": 1, "moonstone": 2}, timeout=1.0)
     with pytest.raises(
         PlacementError,
@@ -210,8 +211,8 @@ def test_a_placement_that_cannot_be_had_says_what_is_missing(ray_session: None) 
     launcher = ray_cases.launcher(RayLauncher, num_nodes=2, timeout=1.0)
     with pytest.raises(PlacementError, match=r"STRICT_SPREAD.*2 machines are needed and the cluster has 1"):
         launcher.launch(ray_cases.wait_for_ever, "")
-    states = {group["state"] for group in ray.util.placement_group_table().values()}
-    assert states <= {"REMOVED"}
+    made = [group["state"] for name, group in ray.util.placement_group_table().items() if name not in before]
+    assert made == ["REMOVED"] * 2
 
 
 @pytest.mark.ray
@@ -238,7 +239,7 @@ def test_ctrl_c_in_the_driver_leaves_no_rank(ray_session: None, tmp_path: Path) 
             assert time.monotonic() < deadline
             time.sleep(0.1)
         driver.send_signal(signal.SIGINT)
-        output = driver.communicate(timeout=30)[0].decode()
+        output = driver.communicate(timeout=90)[0].decode()  # Ray takes its time where tests crowd a machine
     finally:
         driver.kill()
     assert output.rstrip().endswith("KeyboardInterrupt")
