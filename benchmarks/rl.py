@@ -10,7 +10,8 @@ own, one after the other, ``--rounds`` times; the first iteration of each proces
 
 ``seconds`` is the median time of an iteration (generate, score, one optimizer update), ``ratio`` that of TRL over ours,
 ``phases`` where ours goes. ``async`` overlaps generating and training on the same cores, so that on a machine without
-idle ones it can gain little.
+idle ones it can gain little. ``vllm``, where vLLM is installed, has one engine in a process beside the trainer, on one
+thread; ``vllm_ratio`` is TRL's time, with generation in its own process, over it.
 
 ``elsewhere`` has an engine that takes its time without these cores, as a remote one does: it sleeps ``--slowness``
 times as long as an iteration's training takes, and returns tokens without computing any. Taking turns costs the sum of
@@ -81,6 +82,7 @@ def run_ours(
     *,
     staleness: int = 0,
     in_flight: bool = False,
+    vllm: bool = False,
     wait: float | None = None,
 ) -> dict[str, Any]:
     """Seconds per iteration and per phase of it; ``wait``: of an engine elsewhere."""
@@ -88,7 +90,7 @@ def run_ours(
 
     import lightning as L
 
-    from rlhfkit import GRPOModule, LocalEngine, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+    from rlhfkit import GRPOModule, LocalEngine, PromptDataModule, RolloutCallback, Sample, SamplingSpec, VLLMPool
 
     class Elsewhere(LocalEngine):
         def generate(self, prompts: Any, sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
@@ -118,9 +120,12 @@ def run_ours(
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts_of(options)))
     length, clock = options.completion_tokens, Clock()
+    engine: Any = (LocalEngine if wait is None else Elsewhere)(max_sequences=options.prompts * options.group)
+    if vllm:
+        engine = VLLMPool(device="cpu", kv_cache_gib=0.5, max_model_len=2 * (options.prompt_tokens + length))
     rollouts = RolloutCallback(
         lambda samples: [sum(sample.token_ids) % 97 / 97 for sample in samples],
-        engine=(LocalEngine if wait is None else Elsewhere)(max_sequences=options.prompts * options.group),
+        engine=engine,
         sampling=SamplingSpec(group_size=options.group, max_new_tokens=length, min_new_tokens=length),
         max_staleness=staleness,
         in_flight=in_flight,
@@ -223,7 +228,9 @@ def elsewhere(folder: Path, options: argparse.Namespace, arguments: list[str]) -
 def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """All variants in turn, round by round."""
     with_trl = importlib.util.find_spec("trl") is not None
-    variants = ["rlhfkit", "async", *(["trl"] if with_trl else [])] if options.part == "all" else []
+    with_vllm = importlib.util.find_spec("vllm") is not None
+    variants = ["rlhfkit", "async", *(["vllm"] if with_vllm else []), *(["trl"] if with_trl else [])]
+    variants = [] if options.part == "ahead" else variants
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     sizes = {key: value for key, value in vars(options).items() if key not in ("variant", "folder", "wait", "part")}
     result: dict[str, Any] = {"benchmark": "rl", "sizes": sizes}
@@ -233,7 +240,8 @@ def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]
         for _ in range(options.rounds):
             for variant in variants:
                 seen[variant].append(in_process(variant, folder, arguments))
-        result["elsewhere"] = elsewhere(folder, options, arguments)
+        if options.part != "learning":
+            result["elsewhere"] = elsewhere(folder, options, arguments)
     if not variants:
         return result
     seconds = {name: statistics.median(run["seconds"] for run in runs) for name, runs in seen.items()}
@@ -247,10 +255,11 @@ def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]
         from importlib.metadata import version
 
         result["trl"] = version("trl")
-        ratios = [
-            theirs["seconds"] / ours["seconds"] for theirs, ours in zip(seen["trl"], seen["rlhfkit"], strict=True)
-        ]
-        result["ratio"] = statistics.median(ratios)
+        for name, variant in {"ratio": "rlhfkit", "vllm_ratio": "vllm"}.items():
+            pairs = zip(seen["trl"], seen.get(variant, []), strict=False)
+            ratios = [theirs["seconds"] / ours["seconds"] for theirs, ours in pairs]
+            if ratios:
+                result[name] = statistics.median(ratios)
     return result
 
 
@@ -275,7 +284,7 @@ def main() -> None:
         "--wait", type=float, help="seconds that the engine elsewhere takes (used by the script itself)"
     )
     parser.add_argument("--slowness", type=float, default=1.0, help="of the engine elsewhere, in times of training")
-    parser.add_argument("--part", choices=("all", "ahead"), default="all")
+    parser.add_argument("--part", choices=("all", "learning", "ahead"), default="all")
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
@@ -287,7 +296,8 @@ def main() -> None:
     else:
         in_flight = "in_flight" in options.variant
         ahead = int(in_flight or "async" in options.variant)
-        figures = run_ours(options.folder, options, staleness=ahead, in_flight=in_flight, wait=options.wait)
+        kind = {"staleness": ahead, "in_flight": in_flight, "vllm": options.variant == "vllm", "wait": options.wait}
+        figures = run_ours(options.folder, options, **kind)
     print(json.dumps(figures))
 
 

@@ -176,7 +176,10 @@ def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(fleet: Scene)
 
     with ThreadPoolExecutor(1) as threads:  # requests that are under way live through it
         running = threads.submit(fleet.pool.generate, PROMPTS, SPEC, iteration=4)
-        time.sleep(0.8)
+        end = time.monotonic() + 20
+        while min(fleet.member(engine).load for engine in (0, 1)) < 10 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.2)  # on an idle machine they are done in little more than a second
         assert not running.done()
         fleet.load(4, KillsOne)
         kept = running.result(timeout=60)
