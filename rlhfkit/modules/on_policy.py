@@ -181,6 +181,7 @@ class OnPolicyModule(RewardedModule):
         Returns:
             (B,), or (B, T-1) when tokens differ; 0 where the reward is missing.
         """
+        # Abstract: the estimator is what makes GRPO, PPO or a user's own module of this one.
         raise NotImplementedError(f"{type(self).__name__} has to say what its advantages() are")
 
     def prepare(self, experience: Experience) -> Experience:

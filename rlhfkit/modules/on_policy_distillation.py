@@ -117,7 +117,10 @@ class OnPolicyDistillationModule(GRPOModule):
         if self.needs_reference and self.hparams["kl_in_reward"] and not reward_coef:
             raise ValueError("kl_in_reward needs a reward_coef, or the penalty is lost: use kl_in_reward=False")
         named = divergence is None or (isinstance(divergence, str) and "." not in divergence)
-        self.divergence: Any = divergence if named else resolve_function(divergence, "divergence")  # type: ignore[arg-type]
+        self.divergence: Any = divergence
+        if not named:
+            assert divergence is not None  # it would have been "named"
+            self.divergence = resolve_function(divergence, "divergence")
         self.hparams["divergence"] = function_name(divergence) if callable(divergence) else divergence
         if divergence is not None:
             rows = torch.zeros(1, max(top_k or 0, 2))

@@ -31,6 +31,7 @@ class SavedModule(L.LightningModule):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer that is written beside a model."""
+        # Abstract: whoever mixes this in has one.
         raise NotImplementedError(f"{type(self).__name__} has to say what its tokenizer is")
 
     @property

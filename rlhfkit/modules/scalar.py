@@ -53,6 +53,8 @@ class ScalarModule(PolicyModule):
         return model
 
     # ------------------------------------------------------------------ what a subclass says
+    # Abstract. A LightningModule is no abc.ABC, and a user's half-written subclass may be built and looked at, so each
+    # raises when it is asked.
 
     def scores(self, batch: Any) -> Tensor:
         """What the model says about a batch."""
