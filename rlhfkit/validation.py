@@ -1,0 +1,109 @@
+"""Checks of arguments that are numbers: what is not one, not finite or out of range is refused when it is given.
+
+A comparison alone lets NaN pass (``nan <= 0`` is false) and fails on text with a message about ``<=``. The standard
+library only is imported, so that every part of the package can use these checks.
+"""
+
+import math
+import numbers
+from typing import Any
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    optional: bool = False,
+    infinite: bool = False,
+    why: str = "",
+) -> None:
+    """Raise unless a value is a real number within its bounds.
+
+    Args:
+        name: Of the argument, for the message.
+        value: What was given. ``True`` and ``False`` are no numbers here; the scalars of NumPy are.
+        minimum: Smallest value that is allowed.
+        above: Bound that the value must exceed.
+        maximum: Largest value that is allowed.
+        below: Bound that the value must stay under.
+        optional: ``None`` is allowed.
+        infinite: Infinity is allowed where the bounds let it pass; NaN never is.
+        why: What to do instead, or why there is the rule; put behind the message.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is NaN, infinite, or out of bounds.
+    """
+    if value is None and optional:
+        return
+    bounds = _bounds(minimum, above, maximum, below)
+    rule = " ".join(["a number" if infinite else "a finite number", *bounds]) + (" or None" if optional else "")
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(_message(name, rule, value, why))
+    if value != value or (not infinite and abs(value) == math.inf) or _outside(value, minimum, above, maximum, below):
+        raise ValueError(_message(name, rule, value, why))
+
+
+def check_integer(
+    name: str,
+    value: Any,
+    *,
+    minimum: int | None = None,
+    maximum: int | None = None,
+    optional: bool = False,
+    why: str = "",
+) -> None:
+    """Raise unless a value is a whole number within its bounds. A float is refused, ``8.0`` as well.
+
+    Args:
+        name: Of the argument, for the message.
+        value: What was given. ``True`` and ``False`` are no numbers here; the integers of NumPy are.
+        minimum: Smallest value that is allowed.
+        maximum: Largest value that is allowed.
+        optional: ``None`` is allowed.
+        why: What to do instead, or why there is the rule; put behind the message.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If it is NaN, infinite, or out of bounds.
+    """
+    if value is None and optional:
+        return
+    rule = " ".join(["an integer", *_bounds(minimum, None, maximum, None)]) + (" or None" if optional else "")
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        finite = not isinstance(value, float) or math.isfinite(value)
+        raise (TypeError if finite else ValueError)(_message(name, rule, value, why))
+    if _outside(value, minimum, None, maximum, None):
+        raise ValueError(_message(name, rule, value, why))
+
+
+def _bounds(minimum: float | None, above: float | None, maximum: float | None, below: float | None) -> list[str]:
+    """The bounds in words."""
+    lower = [] if minimum is None else [f"of at least {minimum:g}"]
+    lower += [] if above is None else [f"above {above:g}"]
+    upper = [] if maximum is None else [f"at most {maximum:g}"]
+    upper += [] if below is None else [f"below {below:g}"]
+    return [*lower, *(["and"] if lower and upper else []), *upper]
+
+
+def _outside(
+    value: Any, minimum: float | None, above: float | None, maximum: float | None, below: float | None
+) -> bool:
+    return (
+        (minimum is not None and value < minimum)
+        or (above is not None and value <= above)
+        or (maximum is not None and value > maximum)
+        or (below is not None and value >= below)
+    )
+
+
+def _message(name: str, rule: str, value: Any, why: str) -> str:
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    kind = " (text; write the number without quotes)" if isinstance(value, str) else ""
+    if not isinstance(value, str | numbers.Number) and value is not None:
+        kind = f" ({type(value).__name__})"
+    return f"{name} must be {rule}, got {shown}{kind}" + (f": {why}" if why else "")

@@ -1,0 +1,54 @@
+"""Checks of numbers: what passes, what is refused, and what the message says."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfkit.validation import check_integer, check_number
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1, 0.5, np.float32(0.25), np.int64(1)])
+def test_numbers_within_their_bounds_pass(value: Any) -> None:
+    check_number("beta", value, minimum=0, maximum=1)
+
+
+def test_bounds_are_inclusive_or_exclusive_as_said() -> None:
+    check_number("x", 1.0, minimum=1.0, maximum=1.0)
+    for bounds in ({"above": 1.0}, {"below": 1.0}, {"minimum": 1.5}, {"maximum": 0.5}):
+        with pytest.raises(ValueError, match="x must be a finite number"):
+            check_number("x", 1.0, **bounds)
+
+
+@pytest.mark.parametrize("check", [check_number, check_integer])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1", None, True, [1], 1 + 0j, b"1"])
+def test_what_is_no_finite_number_is_refused_by_name_and_value(check: Any, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        check("kl_coef", value)
+    assert str(caught.value).startswith("kl_coef must be a")
+    assert f"got {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [1.0, 1.5, np.float64(2.0)])
+def test_a_float_is_no_integer(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"group_size must be an integer of at least 1, got"):
+        check_integer("group_size", value, minimum=1)
+
+
+def test_none_and_infinity_pass_where_they_are_allowed() -> None:
+    check_number("clip", None, optional=True)
+    check_integer("top_k", None, optional=True)
+    check_number("tolerance", math.inf, minimum=0, infinite=True)
+    with pytest.raises(ValueError, match=r"tolerance must be a number of at least 0, got nan"):
+        check_number("tolerance", math.nan, minimum=0, infinite=True)
+    check_integer("seed", 10**400, minimum=0)  # no float is as large
+
+
+def test_the_message_says_value_rule_and_cure() -> None:
+    with pytest.raises(TypeError) as caught:
+        check_number("lr", "1e-6", above=0, below=1, optional=True, why="a usual rate is 1e-6")
+    assert str(caught.value) == (
+        "lr must be a finite number above 0 and below 1 or None, got '1e-6' (text; write the number without quotes): "
+        "a usual rate is 1e-6"
+    )
