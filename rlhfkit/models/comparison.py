@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from rlhfkit.models.forward import TokenizedBatch, has_plain_head, model_inputs, replaced_head, unwrap
+from rlhfkit.models.forward import TokenizedBatch, model_inputs, replaced_head, unwrap
+from rlhfkit.models.output_logits import output_logits
 
 TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
 """What the teacher says about some of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K)."""
@@ -33,23 +34,24 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, pac
     """
     bare = unwrap(model)
     inputs, positions = _inputs(bare, batch, mask, packed)
+    known = output_logits(bare)
+    if known is None:
+        logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
+        return lambda part: (logits[part], None)
     layer = cast(Any, bare).get_output_embeddings()
     kept: dict[str, Any] = {}
 
     def select(hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, 1)[positions]
-        if not has_plain_head(bare):
-            return linear(rows, layer.weight, layer.bias)
         # A ZeRO-3 shard is whole only while its layer runs, so it is copied.
         kept["weight"] = layer.weight.clone() if hasattr(layer.weight, "ds_id") else layer.weight
-        kept["bias"] = layer.bias
-        return rows
+        kept["bias"], kept["dtype"] = layer.bias, rows.dtype
+        return known.hide(rows)
 
     with replaced_head(bare, select):
-        rows = model(**inputs, use_cache=False).logits
-    if not kept:
-        return lambda part: (rows[part], None)
-    return lambda part: (linear(rows[part], kept["weight"], kept["bias"]), None)
+        output = model(**inputs, use_cache=False).logits
+    rows = known.reveal(output, kept["dtype"])
+    return lambda part: (known.apply(linear(rows[part], kept["weight"], kept["bias"])), None)
 
 
 def compare_logits(
@@ -78,10 +80,9 @@ def compare_logits(
         That sum, or (M, ...).
     """
     bare, mask = unwrap(model), mask.bool()
-    plain = has_plain_head(bare)
+    known = output_logits(bare)
     inputs, positions = _inputs(bare, batch, mask, packed)
     targets = batch.input_ids[:, 1:][mask]
-    layer = cast(Any, bare).get_output_embeddings()
 
     def compared(rows: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         def one(rows: Tensor, part: slice) -> Tensor:
@@ -92,15 +93,21 @@ def compare_logits(
         values = [checkpoint(one, rows[part], part, use_reentrant=False) for part in parts]
         return torch.cat(values) if by_token else torch.stack(values).sum(0)
 
+    if known is None:
+        logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
+        return compared(logits, lambda rows: rows)
+    layer, dtype = cast(Any, bare).get_output_embeddings(), torch.float32
+
     def forward(hidden: Tensor) -> Tensor:
+        nonlocal dtype
         rows = hidden.flatten(0, 1)[positions]
-        if not plain:
-            return linear(rows, layer.weight, layer.bias)
-        return compared(rows, lambda rows: linear(rows, layer.weight, layer.bias))
+        found = compared(rows, lambda rows: known.apply(linear(rows, layer.weight, layer.bias)))
+        dtype = found.dtype
+        return known.hide(found)
 
     with replaced_head(bare, forward):
-        out = model(**inputs, use_cache=False).logits
-    return out if plain else compared(out, lambda rows: rows)
+        output = model(**inputs, use_cache=False).logits
+    return known.reveal(output, dtype)
 
 
 def _inputs(bare: nn.Module, batch: TokenizedBatch, mask: Tensor, packed: bool | None) -> tuple[dict[str, Any], Tensor]:

@@ -12,9 +12,14 @@ from torch import Tensor, nn
 
 from rlhfkit.losses.logprobs import linear_logprobs, logits_logprobs
 from rlhfkit.models.attention import PACKED_ATTENTION, PackedLayout
+from rlhfkit.models.output_logits import output_logits
 
 VALUE_HEAD = "value_head"
 """Attribute of a language model that holds the value head of a shared backbone; no part of the Hugging Face model."""
+NO_VALUE_HEAD = (
+    "{} makes its logits in a way of its own, and a value head beside that is not supported: use a critic with a "
+    "backbone of its own"
+)
 
 
 class PolicyOutput(NamedTuple):
@@ -47,13 +52,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     model = inner if isinstance(inner, nn.Module) else model
     peft_base = getattr(model, "get_base_model", None)
     return model if peft_base is None else peft_base()
-
-
-def has_plain_head(model: nn.Module) -> bool:
-    """Whether logits are ``lm_head(hidden)`` and nothing else, so that the head can be replaced."""
-    config = cast(Any, model).config.get_text_config()
-    changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale")
-    return all(getattr(config, name, None) in (None, 1, 1.0) for name in changes)
 
 
 @contextmanager
@@ -161,34 +159,38 @@ def _chosen(
     values: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(M, 1 to 3): log-probs, then entropy and values where asked for, of the M selected tokens; the router's loss."""
-    if not has_plain_head(bare):
+    known = output_logits(bare)
+    if known is None:
         if values:
-            raise ValueError(
-                f"{type(bare).__name__} changes its logits behind the output layer, and a value head beside that is "
-                "not supported: use a critic with a backbone of its own"
-            )
+            raise ValueError(NO_VALUE_HEAD.format(type(bare).__name__))
         output = model(**inputs, use_cache=False)
         logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
         chosen = torch.stack([column for column in dense if column is not None], -1)
         return chosen, getattr(output, "aux_loss", None)
     layer = cast(Any, bare).get_output_embeddings()
+    dtype = torch.float32
 
     def forward(hidden: Tensor) -> Tensor:
+        nonlocal dtype
         selected = hidden.flatten(0, 1)[positions]
         out = linear_logprobs(
             selected,
             layer.weight,
             targets,
-            bias=getattr(layer, "bias", None),
+            bias=layer.bias,
             temperature=temperature,
             entropy=entropy,
+            logit_scale=known.scale,
+            logit_softcap=known.softcap,
         )
         columns = [column for column in out if column is not None]
         if values:  # one forward pass for both heads; the value head's own hooks gather a ZeRO-3 shard
             columns.append(getattr(bare, VALUE_HEAD)(selected)[:, 0])
-        return torch.stack(columns, -1)
+        stacked = torch.stack(columns, -1)
+        dtype = stacked.dtype
+        return known.hide(stacked)
 
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
-    return output.logits, getattr(output, "aux_loss", None)
+    return known.reveal(output.logits, dtype), getattr(output, "aux_loss", None)

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from rlhfkit.losses.masked import full_precision
 from rlhfkit.models.adapters import adapter_base, add_lora
-from rlhfkit.models.forward import VALUE_HEAD, TokenizedBatch, has_plain_head, model_inputs, unwrap
+from rlhfkit.models.classifiers import classifier_class
+from rlhfkit.models.forward import NO_VALUE_HEAD, VALUE_HEAD, TokenizedBatch, model_inputs, unwrap
 from rlhfkit.models.load import disable_dropout, existing_name, pretrained_arguments
 from rlhfkit.models.lora import LoRA
+from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.quantization import Quantization
 from rlhfkit.models.saving import save_weights
 
@@ -38,8 +40,8 @@ class ScalarModel(nn.Module):
     softmax of the two depends on.
 
     Args:
-        model: From ``AutoModelForSequenceClassification`` or ``AutoModelForTokenClassification``; it is trained, and
-            :meth:`save_pretrained` writes it, so Transformers and others read our folders and we read theirs.
+        model: Of a :func:`~rlhfkit.models.classifiers.classifier_class`: Transformers' own where it has one. It is
+            trained, and :meth:`save_pretrained` writes it, so Transformers and others read our folders and we theirs.
 
     Raises:
         ValueError: If the model has no linear layer ``score``, as decoder-only classifiers have.
@@ -139,8 +141,6 @@ def load_scalar_model(
         ValueError: If ``head_std`` is negative, the model is a classifier of another kind, or none although
             ``new_head`` is false, or ``quantization`` is given without ``lora``.
     """
-    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-
     if head_std is not None and head_std < 0:
         raise ValueError(f"head_std must not be negative, got {head_std}")
     if quantization is not None and lora is None:
@@ -152,8 +152,7 @@ def load_scalar_model(
     config = arguments["config"]
     is_new = _needs_head(config, name, stepwise, new_head)
     config.num_labels = 2 if stepwise else 1
-    kind = AutoModelForTokenClassification if stepwise else AutoModelForSequenceClassification
-    loaded = kind.from_pretrained(name, **arguments)
+    loaded: Any = classifier_class(config, stepwise=stepwise).from_pretrained(name, **arguments)
     model = ScalarModel(loaded)
     if is_new:
         _initialize(cast(nn.Linear, loaded.score), head_std)
@@ -177,16 +176,13 @@ def add_value_head(model: nn.Module, *, std: float | None = None) -> None:
         std: Spread of the head's weights, see :func:`load_scalar_model`.
 
     Raises:
-        ValueError: If the model has a value head, or no plain output layer.
+        ValueError: If the model has a value head, or makes its logits in a way of its own.
     """
     bare: Any = unwrap(model)
     if hasattr(bare, VALUE_HEAD):
         raise ValueError(f"this {type(bare).__name__} has a value head already")
-    if not has_plain_head(bare):
-        raise ValueError(
-            f"{type(bare).__name__} changes its logits behind the output layer, and a value head beside that is not "
-            "supported: use a critic with a backbone of its own"
-        )
+    if output_logits(bare) is None:
+        raise ValueError(NO_VALUE_HEAD.format(type(bare).__name__))
     embedding = bare.get_input_embeddings().weight
     width = bare.config.get_text_config().hidden_size
     head = ScalarHead(width, 1, bias=False, device=embedding.device, dtype=embedding.dtype)

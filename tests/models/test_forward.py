@@ -149,21 +149,6 @@ def test_a_batch_without_selected_tokens_still_has_a_graph(folder: Path) -> None
     assert all((parameter.grad == 0).all() for parameter in model.parameters() if parameter.grad is not None)
 
 
-def test_capped_logits_take_the_dense_way(tmp_path: Path) -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, final_logit_softcapping=5.0, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    model = load_causal_lm(str(tmp_path), attention="eager").eval()
-    batch = experience([(3, 5), (2, 7)])
-    out = policy_output(model, batch, batch.action_mask)
-    torch.testing.assert_close(out.logprobs, dense_logprobs(model, batch), rtol=1e-5, atol=1e-5)
-
-
 def test_a_folder_that_does_not_exist_is_named() -> None:
     with pytest.raises(FileNotFoundError, match=r"no model folder '\./nowhere'"):
         load_causal_lm("./nowhere")

@@ -1,0 +1,196 @@
+"""Models that cap or scale their logits: the fused output layer against Transformers' own logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from rlhfkit.data import TokenBatch
+from rlhfkit.data.collate import TokenExample, collate_tokens
+from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output, scalar_output
+from rlhfkit.models.comparison import compare_logits, teacher_logits
+from rlhfkit.models.heads import add_value_head
+from rlhfkit.models.output_logits import OutputLogits, output_logits
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 2,
+    "eos_token_id": 1, "initializer_range": 0.3, "tie_word_embeddings": False,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+FAMILIES: dict[str, tuple[Any, OutputLogits]] = {
+    "gemma2": (lambda: hf.Gemma2Config(**COMMON, final_logit_softcapping=3.0), OutputLogits(softcap=3.0)),
+    "gemma3": (lambda: hf.Gemma3TextConfig(**COMMON, final_logit_softcapping=2.0), OutputLogits(softcap=2.0)),
+    "nanochat": (lambda: hf.NanoChatConfig(**COMMON, final_logit_softcapping=3.0), OutputLogits(softcap=3.0)),
+    "recurrent_gemma": (
+        lambda: hf.RecurrentGemmaConfig(
+            **COMMON, logits_soft_cap=2.0, lru_width=32, attention_window_size=32, block_types=["recurrent"]
+        ),
+        OutputLogits(softcap=2.0),
+    ),
+    "cohere": (lambda: hf.CohereConfig(**COMMON, logit_scale=0.25), OutputLogits(scale=0.25)),
+    "cohere2": (lambda: hf.Cohere2Config(**COMMON, logit_scale=0.25), OutputLogits(scale=0.25)),
+    "granite": (lambda: hf.GraniteConfig(**COMMON, logits_scaling=3.0), OutputLogits(scale=1 / 3)),
+    "granitemoe": (lambda: hf.GraniteMoeConfig(**COMMON, logits_scaling=4.0), OutputLogits(scale=0.25)),
+    "hyperclovax": (lambda: hf.HyperCLOVAXConfig(**COMMON, logits_scaling=2.0), OutputLogits(scale=2.0)),
+    "falcon_h1": (lambda: hf.FalconH1Config(**COMMON, **MAMBA, lm_head_multiplier=0.3), OutputLogits(scale=0.3)),
+    "gptj": (lambda: hf.GPTJConfig(**COMMON, n_embd=32, n_layer=2, n_head=2, rotary_dim=8), OutputLogits()),
+}
+"""Configurations, and what they say about their logits; that of GPT-J has a bias instead."""
+CHANGED = [name for name, (_, expected) in FAMILIES.items() if not expected.is_plain]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    torch.set_num_threads(1)
+    made = {}
+    for name, (config, _) in FAMILIES.items():
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+        for parameter in model.get_output_embeddings().parameters():
+            nn.init.normal_(parameter, std=0.5)
+        made[name] = str(tmp_path_factory.mktemp(name))
+        model.save_pretrained(made[name])
+    return made
+
+
+def texts() -> TokenBatch:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 99, (length,), generator=generator).tolist() for length in (5, 9, 2)]
+    return collate_tokens([TokenExample(row, [False] + [True] * (len(row) - 1)) for row in rows])
+
+
+def by_transformers(model: Any, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of the trained tokens and entropies, from the model's own logits, one sequence at a time."""
+    logprobs, entropies = [], []
+    for ids, real in zip(batch.input_ids, batch.attention_mask, strict=True):
+        row = ids[real][None]
+        dense = (model(input_ids=row, use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+        logprobs.append(dense.gather(-1, row[0, 1:, None])[:, 0])
+        entropies.append(-(dense.exp() * dense).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def widths(model: Any) -> list[int]:
+    """Fills with the number of columns that the output layer gives, each time that it runs."""
+    seen: list[int] = []
+    model.get_output_embeddings().register_forward_hook(lambda _, inputs, out: seen.append(out.shape[-1]))
+    return seen
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logprobs_entropy_and_gradients_are_those_of_the_models_own_logits_without_building_them(
+    folders: dict[str, str], name: str
+) -> None:
+    batch, found = texts(), []
+    dtype = torch.float32 if name == "granitemoe" else torch.float64  # fused experts have no product in float64
+    for fused in (True, False):
+        model = load_causal_lm(folders[name], attention="eager", dtype=dtype)
+        seen = widths(model)
+        if fused:
+            out = policy_output(model, batch, batch.loss_mask, temperature=0.7, entropy=True)
+            assert out.entropy is not None
+            logprobs, entropy = out.logprobs[batch.loss_mask], out.entropy[batch.loss_mask]
+            assert seen == [2]  # log-probs and entropies; dense are 101
+        else:
+            logprobs, entropy = by_transformers(model, batch, 0.7)
+        (logprobs * torch.linspace(0.5, 2.0, len(logprobs)) + 0.3 * entropy).sum().backward()
+        found.append([logprobs.detach(), entropy.detach(), *(one.grad for one in model.parameters())])
+    known, expected = output_logits(model), FAMILIES[name][1]
+    assert known is not None
+    assert known.scale == pytest.approx(expected.scale, rel=1e-6)
+    assert known.softcap == (None if expected.softcap is None else pytest.approx(expected.softcap, rel=1e-6))
+    assert found[1][0].std() > 0.3
+    for mine, theirs in zip(*found, strict=True):
+        # Families compute norms, rotations and recurrences in float32, whose sums depend on the padding.
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_float32_logprobs_lose_nothing_on_the_way_through_a_cap(folders: dict[str, str]) -> None:
+    model = load_causal_lm(folders["gemma2"], attention="eager")
+    batch = texts()
+    out = policy_output(model, batch, batch.loss_mask).logprobs[batch.loss_mask]
+    torch.testing.assert_close(out, by_transformers(model, batch, 1.0)[0], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_a_student_and_a_teacher_are_compared_by_their_own_logits(folders: dict[str, str], name: str) -> None:
+    model = load_causal_lm(folders[name], attention="eager")
+    batch = texts()
+    seen = widths(model)
+    with torch.no_grad():
+        teacher = teacher_logits(model, batch, batch.loss_mask)
+        student = compare_logits(
+            model, batch, batch.loss_mask, lambda logits, tokens, part: logits, chunk_size=3, by_token=True
+        )
+        assert seen == [32, 101]  # hidden states; then what the comparison gives, here all of the logits
+        rows = zip(batch.input_ids, batch.attention_mask, strict=True)
+        expected = torch.cat([model(input_ids=ids[real][None]).logits[0, :-1] for ids, real in rows])
+    torch.testing.assert_close(teacher(slice(None))[0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(student, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_value_head_reads_the_hidden_states_of_the_trunk(folders: dict[str, str], name: str) -> None:
+    model: Any = load_causal_lm(folders[name], attention="eager")
+    add_value_head(model)
+    model.value_head.weight.data *= 1000.0
+    batch = texts()
+    out = policy_output(model, batch, batch.loss_mask, values=True)
+    assert out.values is not None
+    hidden = model.base_model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    expected = model.value_head(hidden.last_hidden_state)[:, :-1, 0]
+    torch.testing.assert_close(out.values[batch.loss_mask], expected[batch.loss_mask], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        out.logprobs[batch.loss_mask], by_transformers(model, batch, 1.0)[0], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("name", ["cohere", "granite", "gemma2"])  # Transformers has no classifier of the first two
+def test_families_without_a_classifier_of_their_own_have_scalar_heads(
+    folders: dict[str, str], tmp_path: Path, name: str, stepwise: bool
+) -> None:
+    batch = texts()
+    scalar = load_scalar_model(folders[name], stepwise=stepwise, head_std=1.0, attention="eager")
+    backbone = hf.AutoModel.from_pretrained(folders[name], attn_implementation="eager")
+    hidden = backbone(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+    outputs = hidden @ scalar.model.score.weight.T  # type: ignore[operator, union-attr]
+    expected = outputs[..., 1] - outputs[..., 0] if stepwise else outputs[..., 0]
+    found = scalar_output(scalar, batch)
+    assert found.std() > 0.1
+    torch.testing.assert_close(found, expected * batch.attention_mask, rtol=1e-4, atol=1e-5)
+    scalar.save_pretrained(tmp_path)
+    again = load_scalar_model(str(tmp_path), stepwise=stepwise, new_head=False, attention="eager")
+    assert torch.equal(reward_output(again, batch), reward_output(scalar, batch))
+
+
+class OddLogits(hf.LlamaForCausalLM):
+    """Adds a constant to one logit, which is neither a factor nor a cap."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + torch.arange(output.logits.shape[-1])
+        return output
+
+
+def test_what_is_neither_factor_nor_cap_takes_the_models_own_logits_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = OddLogits(hf.LlamaConfig(**COMMON))
+    batch = texts()
+    with caplog.at_level("WARNING", logger="rlhfkit"):
+        for _ in range(2):
+            out = policy_output(model, batch, batch.loss_mask)
+    assert [record.getMessage().partition(" in a way")[0] for record in caplog.records] == [
+        "OddLogits makes its logits"
+    ]
+    torch.testing.assert_close(
+        out.logprobs[batch.loss_mask], by_transformers(model, batch, 1.0)[0], rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(ValueError, match="OddLogits makes its logits in a way of its own"):
+        add_value_head(model)
