@@ -31,7 +31,7 @@ def keyword(call: ast.Call, name: str) -> str | None:
 def test_pickles_are_read_from_our_own_processes_only() -> None:
     reading = ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads")
     assert {path for path, name, _ in CALLS if name.endswith(reading)} <= {
-        "rewards/sandbox_child.py",  # a pipe from its parent, which reads JSON in return
+        "rewards/sandbox/child.py",  # a pipe from its parent, which reads JSON in return
         "strategies/ray_rank.py",  # both: actors of one Ray, which lets nobody in without its token
         "strategies/ray_ranks.py",
     }
@@ -45,7 +45,7 @@ def test_pickles_are_read_from_our_own_processes_only() -> None:
 
 def test_no_text_is_run_as_code_and_no_shell_is_started() -> None:
     running = {path for path, name, _ in CALLS if name in ("eval", "exec", "os.system")}
-    assert running <= {"rewards/code_driver.py"}  # code that a policy wrote, in a confined process
+    assert running <= {"rewards/programs/driver.py"}  # code that a policy wrote, in a confined process
     assert not [path for path, _, call in CALLS if keyword(call, "shell") not in (None, "False")]
     assert not [path for path, name, _ in CALLS if name in ("yaml.load", "yaml.unsafe_load")]
 

@@ -1,12 +1,12 @@
 """Rewards: anything callable on samples, and ready-made ones. Importing this package loads torch and nothing else."""
 
 from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
-from rlhfkit.rewards.code_execution import CodeExecution
 from rlhfkit.rewards.composition import WeightedSum
 from rlhfkit.rewards.environment import EpisodeReward, OnLastTurn
 from rlhfkit.rewards.maths import MathMatch, math_match
 from rlhfkit.rewards.model import ModelReward
 from rlhfkit.rewards.process import ProcessModelReward
+from rlhfkit.rewards.programs.execution import CodeExecution
 from rlhfkit.rewards.remote import RemoteReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
 from rlhfkit.rewards.sandboxed import SandboxedReward

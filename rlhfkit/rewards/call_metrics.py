@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rlhfkit.rewards.sandbox_process import Outcome
+from rlhfkit.rewards.sandbox.process import Outcome
 
 
 class CallMetrics:

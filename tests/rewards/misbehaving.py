@@ -89,6 +89,27 @@ def forge() -> None:
     hang()
 
 
+def answer_for_ever() -> None:
+    """An answer of no bytes that does not end, wherever one may be written."""
+    for _ in range(1000):
+        for descriptor in range(3, 1024):
+            try:
+                os.write(descriptor, b"\x00" * (1 << 16))
+            except OSError:
+                continue
+    hang()
+
+
+def print_for_ever() -> None:
+    """From a process that outlives its parents where it can."""
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            os.write(2, b"x" * (1 << 16))
+    while True:
+        os.write(2, b"x" * (1 << 16))
+
+
 def die_soon() -> None:
     """After the answer."""
     threading.Timer(0.02, lambda: os._exit(7)).start()
@@ -104,6 +125,8 @@ ACTS = {
     "hide": hide_from_killers,
     "flood": flood,
     "forge": forge,
+    "answer for ever": answer_for_ever,
+    "print for ever": print_for_ever,
     "die soon": die_soon,
     "die": lambda: os._exit(7),
     "leave": lambda: sys.exit(0),
@@ -147,8 +170,10 @@ class Look:
         try:
             socket.create_connection(("127.0.0.1", job), 5).close()
             connected = True
-        except OSError:
+        except (OSError, TypeError):
             connected = False
+        if job == "large answer":
+            return {"large": "x" * (1 << 20)}
         return {
             "folder": os.getcwd(),
             "environment": dict(os.environ),

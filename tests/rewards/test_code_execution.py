@@ -10,9 +10,9 @@ import pytest
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import CodeExecution, score_samples
-from rlhfkit.rewards.code_execution import _checked
-from rlhfkit.rewards.code_tests import ProgramTests, last_code_block, read_tests, same_output
 from rlhfkit.rewards.failures import RewardFailure
+from rlhfkit.rewards.programs.execution import _checked
+from rlhfkit.rewards.programs.tests import ProgramTests, last_code_block, read_tests, same_output
 from rlhfkit.rewards.sandbox import Outcome
 
 ADD = "def add(a, b):\n    return a + b\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
-from rlhfkit.rewards.sandbox_process import SandboxProcess
+from rlhfkit.rewards.sandbox.process import SandboxProcess
 
 CASES = Path(__file__).with_name("misbehaving.py")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems have resource limits only")
@@ -170,7 +170,7 @@ def test_an_interrupted_call_leaves_no_answer_to_the_next(one: Sandbox, monkeypa
     before = one.run(0).value["folder"]
 
     def interrupt(self: SandboxProcess, sending: memoryview) -> memoryview:
-        os.write(self._requests, sending)
+        self._end.send(sending)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -211,7 +211,7 @@ def test_what_is_printed_is_bounded_and_its_end_is_kept(one: Sandbox) -> None:
 def test_forged_answers_are_not_read_as_anything(one: Sandbox) -> None:
     forged = one.run("forge", timeout=10)
     assert forged.status == "error"
-    assert "no JSON of ours and was killed" in forged.message
+    assert "answered a request that was not made, and was killed" in forged.message
     assert one.run(0).status == "ok"
 
 

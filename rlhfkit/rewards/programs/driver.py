@@ -1,4 +1,4 @@
-"""The interpreter that a program runs in. Run as a program by :mod:`rlhfkit.rewards.code_worker`.
+"""The interpreter that a program runs in. Run as a program by :mod:`rlhfkit.rewards.programs.worker`.
 
 It is started without ``site``, which can take longer than the program, and does what a program may expect of that.
 

@@ -5,10 +5,12 @@ import dataclasses
 import json
 import os
 import pickle
+import secrets
+import select
 import selectors
 import shutil
 import signal
-import struct
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,17 +18,20 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhfkit.rewards.sandbox.channel import HEAD, Answer, WrongAnswer, receive, trainer_end
+
 Status = Literal["ok", "timeout", "died", "error"]
 
 _KEPT_OUTPUT = 4096  # bytes of what a worker prints that are kept for messages
-_LARGEST_ANSWER = 64 << 20
+_KEPT_REPORT = 4096  # bytes of what a guard says
+_LAST_OUTPUT = 1 << 20  # bytes that are read from a worker that is being ended
 _END_TIMEOUT = 5.0  # seconds for the guard to kill everything
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a sandbox may use; :mod:`rlhfkit.rewards.confinement` says what each machine can hold it to.
+    """What a sandbox may use; :mod:`rlhfkit.rewards.sandbox.confinement` says what each machine can hold it to.
 
     Raises:
         ValueError: If a limit is not positive.
@@ -84,12 +89,14 @@ class Work:
     """Of the factory; pickled."""
     packages: bool = True
     """Whether it imports what we can import, or the standard library only (which starts faster)."""
+    largest_answer: int = 1 << 20
+    """Bytes that an answer may have as JSON; the trainer never holds more of one."""
     environment: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
     """Environment variables. Of ours it gets those for paths and languages only, no keys and tokens."""
 
 
 class SandboxProcess:
-    """One worker behind walls, and its guard; see :mod:`rlhfkit.rewards.sandbox_child`.
+    """One worker behind walls, and its guard; see :mod:`rlhfkit.rewards.sandbox.child`.
 
     Args:
         work: What it runs.
@@ -102,10 +109,11 @@ class SandboxProcess:
         self.limits = limits
         self.start_timeout = start_timeout
         self.walls: list[str] | None = None
-        """What :func:`rlhfkit.rewards.confinement.confine` could put up; ``None`` before the first start."""
+        """What :func:`rlhfkit.rewards.sandbox.confinement.confine` could put up; ``None`` before the first start."""
         self._guard: subprocess.Popen[bytes] | None = None
         self._folder = ""
-        self._requests = self._answers = -1
+        self._end: socket.socket | None = None
+        self._worker: int | None = None  # the process whose answers count, where the kernel says who wrote them
         self._output = b""
 
     @property
@@ -123,11 +131,27 @@ class SandboxProcess:
         Raises:
             RuntimeError: If no process can be started.
         """
-        if self._guard is not None and self._guard.poll() is not None:
-            self.end()  # it ended between two calls; this closes its pipes
+        request, started = pickle.dumps(job), time.monotonic()
+        try:
+            return self._ask(request, timeout)
+        except WrongAnswer:  # an earlier call may have left behind what wrote it; a new process has no earlier call
+            pass
+        try:
+            return self._ask(request, timeout)
+        except WrongAnswer as error:
+            return self._failed("error", started, str(error))
+
+    def _ask(self, request: bytes, timeout: float) -> Outcome:
+        if self._guard is not None and (self._guard.poll() is not None or self._unasked()):
+            self.end()  # it ended between two calls, or wrote without being asked
         if self._guard is None:
             self._start()
-        return self._exchange(pickle.dumps(job), timeout)
+        return self._exchange(request, timeout)
+
+    def _unasked(self) -> bool:
+        """Whether there is something to read though nothing was asked: bytes too many, or the end."""
+        assert self._end is not None
+        return bool(select.select([self._end], [], [], 0)[0])
 
     def end(self, *, patience: float = 0.0) -> str:
         """Kill whatever runs inside, and clean up.
@@ -139,42 +163,65 @@ class SandboxProcess:
             Why the guard ended, in its words.
         """
         guard, self._guard = self._guard, None
-        if guard is None:
+        if guard is None or self._end is None:
             return ""
-        os.close(self._requests)
-        os.close(self._answers)
+        self._end.close()
         if patience:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 guard.wait(patience)
         killed = (guard.poll() or 0) < 0
         if killed:  # by somebody inside, who is in its group
             _kill_group(guard.pid)
-        try:  # closes its input, which tells it to end; who has left its group may hold the other pipes open
-            report, output = guard.communicate(timeout=0.5 if killed else _END_TIMEOUT)
-        except subprocess.TimeoutExpired:
+        report = self._last_words(guard, 0.5 if killed else _END_TIMEOUT)
+        if guard.poll() is None:
             _kill_group(guard.pid)
-            report, output = b"", b""
-            for stream in (guard.stdin, guard.stdout, guard.stderr):
-                if stream is not None:
-                    stream.close()
             guard.wait(_END_TIMEOUT)
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._keep(output)
         try:
             return str(json.loads(report))
         except ValueError:
             return f"and its guard ended with exit code {guard.returncode}"
 
+    def _last_words(self, guard: subprocess.Popen[bytes], seconds: float) -> bytes:
+        """Tell the guard to end, and read what it and the worker still say, of either no more than can be kept.
+
+        Who has left the guard's group may hold the worker's pipe open, and write into it for ever.
+        """
+        assert guard.stdin is not None
+        assert guard.stdout is not None
+        assert guard.stderr is not None
+        guard.stdin.close()
+        report, left, end = b"", _LAST_OUTPUT, time.monotonic() + seconds
+        with guard.stdout, guard.stderr, selectors.DefaultSelector() as selector:
+            selector.register(guard.stdout, selectors.EVENT_READ)
+            selector.register(guard.stderr, selectors.EVENT_READ)
+            while selector.get_map() and (wait := end - time.monotonic()) > 0:
+                for key, _ in selector.select(wait):
+                    read = os.read(key.fd, 1 << 16)
+                    if key.fileobj is guard.stdout:
+                        report = (report + read)[:_KEPT_REPORT]
+                        if not read:  # the guard has ended, so what the worker has printed is in the pipe by now
+                            end = min(end, time.monotonic() + 0.05)
+                    else:
+                        self._keep(read)
+                        left -= len(read)
+                    if not read or left <= 0:
+                        selector.unregister(key.fileobj)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                guard.wait(max(end - time.monotonic(), 0.05))
+        return report
+
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="rlhfkit-sandbox-")
         self._output = b""
-        request, self._requests = os.pipe()
-        self._answers, answer = os.pipe()
+        self._end, worker = socket.socketpair()
+        trainer_end(self._end)
+        self._worker = None
         settings = {
             "limits": dataclasses.asdict(self.limits),
             "folder": self._folder,
-            "requests": request,
-            "answers": answer,
+            "channel": worker.fileno(),
+            "largest_answer": self.work.largest_answer,
         }
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment |= {
@@ -183,7 +230,7 @@ class SandboxProcess:
             "OMP_NUM_THREADS": "1",
             **dict(self.work.environment),
         }
-        program = Path(__file__).with_name("sandbox_child.py")
+        program = Path(__file__).with_name("child.py")
         flags = ["-I", "-B", "-u", *([] if self.work.packages else ["-S"])]
         try:
             self._guard = subprocess.Popen(
@@ -193,84 +240,107 @@ class SandboxProcess:
                 stderr=subprocess.PIPE,
                 env=environment,
                 cwd="/",
-                pass_fds=(request, answer),
+                pass_fds=(worker.fileno(),),
                 start_new_session=True,
             )
         except BaseException:
-            os.close(self._requests)
-            os.close(self._answers)
+            self._end.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         finally:
-            os.close(request)
-            os.close(answer)
+            worker.close()
+        self._set_up(time.monotonic() + self.start_timeout)
+
+    def _set_up(self, deadline: float) -> None:
+        """Have the walls put up, and then the function loaded.
+
+        Raises:
+            RuntimeError: If one of them fails.
+        """
         setup = {
             "path": [os.path.abspath(entry) for entry in sys.path] if self.work.packages else [],
             "program": str(self.work.program),
             "factory": self.work.factory,
             "arguments": pickle.dumps(self.work.arguments),
         }
-        ready = self._exchange(pickle.dumps(setup), self.start_timeout)
+        try:
+            walled = self._exchange(pickle.dumps(setup), deadline - time.monotonic())
+            ready = walled if walled.status != "ok" else self._exchange(b"load", max(deadline - time.monotonic(), 0.01))
+        except WrongAnswer as error:
+            raise RuntimeError(f"no process could be started to run {self.work.name}: {error}") from None
         if ready.status != "ok":
             self.end()
             raise RuntimeError(f"no process could be started to run {self.work.name}: {ready.message}")
-        self.walls = list(ready.value)
+        self.walls = list(walled.value)
 
     def _exchange(self, request: bytes, timeout: float) -> Outcome:
         """Send a message and wait for the answer; a process that does not give one is killed."""
         try:
             return self._answer_to(request, timeout)
-        except BaseException:  # an interrupt, say; the answer would be taken for that to the next message
+        except BaseException:  # a wrong answer, or an interrupt, after which the answer would come unasked
             self.end()
             raise
 
     def _answer_to(self, request: bytes, timeout: float) -> Outcome:
         started = time.monotonic()
-        sending = memoryview(struct.pack(">Q", len(request)) + request)
-        answer = bytearray()
+        number = secrets.token_bytes(16)
+        sending = memoryview(HEAD.pack(number, len(request)) + request)
+        answer = Answer(number, self.work.largest_answer)
+        assert self._end is not None
         assert self._guard is not None
         assert self._guard.stdout is not None
         assert self._guard.stderr is not None
-        report, output = self._guard.stdout.fileno(), self._guard.stderr.fileno()
-        os.set_blocking(self._requests, False)
+        channel, report, output = self._end.fileno(), self._guard.stdout.fileno(), self._guard.stderr.fileno()
         with selectors.DefaultSelector() as selector:
-            selector.register(self._requests, selectors.EVENT_WRITE)
-            selector.register(self._answers, selectors.EVENT_READ)
+            selector.register(channel, selectors.EVENT_READ | selectors.EVENT_WRITE)
             selector.register(output, selectors.EVENT_READ)
             selector.register(report, selectors.EVENT_READ)  # the guard speaks once, when it ends
             while (left := started + timeout - time.monotonic()) > 0:
-                ready = {key.fd for key, _ in selector.select(left)}
-                if self._requests in ready:
+                ready = {key.fd: events for key, events in selector.select(left)}
+                if ready.get(channel, 0) & selectors.EVENT_WRITE:
                     sending = self._send(sending)
                     if not sending:
-                        selector.unregister(self._requests)
+                        selector.modify(channel, selectors.EVENT_READ)
                 if output in ready:
                     printed = os.read(output, 1 << 16)
                     self._keep(printed)
                     if not printed:
                         selector.unregister(output)
-                data = os.read(self._answers, 1 << 16) if self._answers in ready else b""
-                answer += data
-                size = struct.unpack(">Q", answer[:8])[0] if len(answer) >= 8 else 0
-                if size > _LARGEST_ANSWER:
-                    break
-                if size and len(answer) >= 8 + size:
-                    return self._outcome(bytes(answer[8:]), started)
-                if not data and ready & {self._answers, report}:  # it has ended, and all it had answered is read
+                data = self._receive() if ready.get(channel, 0) & selectors.EVENT_READ else b""
+                try:
+                    message = answer.add(data)
+                except OverflowError as error:
+                    self.end()
+                    return self._failed("error", started, str(error))
+                if message is not None:
+                    return self._outcome(message, started)
+                if not data and (report in ready or ready.get(channel, 0) & selectors.EVENT_READ):
+                    # it has ended, and all it had answered is read
                     return self._failed("died", started, f"the process {self.end(patience=1.0)}")
-            else:
-                self.end()
-                return self._failed("timeout", started, f"did not answer within {timeout:g} s and was killed")
         self.end()
-        return self._failed("error", started, f"answered with more than {_LARGEST_ANSWER >> 20} MiB and was killed")
+        return self._failed("timeout", started, f"did not answer within {timeout:g} s and was killed")
+
+    def _receive(self) -> bytes:
+        """What has arrived, from the process that this sandbox was set up by."""
+        assert self._end is not None
+        try:
+            data, writer = receive(self._end)
+        except ConnectionResetError:  # it ended with a request unread
+            return b""
+        if data and self._worker is None:  # the first answer comes before anybody else's code is loaded
+            self._worker = writer
+        if data and writer != self._worker:
+            raise WrongAnswer("another process than the worker wrote an answer, and was killed")
+        return data
 
     def _send(self, sending: memoryview) -> memoryview:
         """What is left of it; nothing if nobody reads, which then shows as the end of the answers."""
+        assert self._end is not None
         try:
-            return sending[os.write(self._requests, sending) :]
+            return sending[self._end.send(sending) :]
         except BlockingIOError:
             return sending
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             return sending[:0]
 
     def _outcome(self, answer: bytes, started: float) -> Outcome:

@@ -1,4 +1,4 @@
-"""What runs inside the processes of :class:`~rlhfkit.rewards.code_execution.CodeExecution`: a program, test by test.
+"""What runs inside the processes of :class:`~rlhfkit.rewards.programs.CodeExecution`: a program, test by test.
 
 Loaded by path; imports the standard library only. Each run is a new interpreter. Expected outputs are not here, so that
 no program can read them.
@@ -59,7 +59,7 @@ def _assertions(packages: str, job: dict[str, Any], timeout: float) -> dict[str,
 def _interpreter(packages: str, text: str, timeout: float, *descriptors: int) -> int | None:
     """Run Python with some input and kill what it leaves behind; its exit code, or ``None`` if the time was up."""
     Path("input").write_text(text, encoding="utf-8", errors="replace")
-    driver = str(Path(__file__).with_name("code_driver.py"))
+    driver = str(Path(__file__).with_name("driver.py"))
     with open("input", "rb") as given, open("output", "wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", driver, packages, *map(str, descriptors)],

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from rlhfkit.rewards.sandbox_process import Limits, Outcome, SandboxProcess, Work
+from rlhfkit.rewards.sandbox.process import Limits, Outcome, SandboxProcess, Work
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,13 @@
 The guard waits. When its input closes (our side has had enough, or is gone), when the worker ends, or when all its
 processes together use too much memory, it kills everything, removes the folder, and writes one line that says why.
 
-The worker loads a function, calls it with what comes down one pipe (pickled: it comes from us) and answers up another
-with JSON, which is safe to read whoever wrote it. Whatever it prints goes to a third.
+The worker loads a function and calls it with what comes down a socket (pickled: it comes from us). It answers with
+JSON, which is safe to read whoever wrote it; :mod:`rlhfkit.rewards.sandbox.channel` ties answers to requests. Whatever
+it prints goes down a pipe.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import math
@@ -17,7 +19,6 @@ import resource
 import select
 import shutil
 import signal
-import struct
 import sys
 import time
 import traceback
@@ -33,13 +34,12 @@ CHECK_EVERY = 0.1
 def main() -> None:
     """Read the settings from the command line, and start guard and worker."""
     settings = json.loads(sys.argv[1])
-    confinement = load_file(str(Path(__file__).with_name("confinement.py")))
+    channel, confinement = _sibling("channel"), _sibling("confinement")
     separated = confinement.separate()
     worker = os.fork()
     if worker == 0:
-        _work(settings, confinement, separated)
-    os.close(settings["requests"])
-    os.close(settings["answers"])
+        _work(settings, channel, confinement, separated)
+    os.close(settings["channel"])
     reason = _guard(worker, int(settings["limits"]["memory_gib"] * 2**30), separated)
     shutil.rmtree(settings["folder"], ignore_errors=True)
     print(json.dumps(reason), flush=True)
@@ -123,31 +123,33 @@ def _kill_all(worker: int | None, separated: bool) -> None:
 # ---------------------------------------------------------------------- the worker
 
 
-def _work(settings: dict[str, Any], confinement: ModuleType, separated: bool) -> None:
+def _work(settings: dict[str, Any], channel: ModuleType, confinement: ModuleType, separated: bool) -> None:
     """Serve, and never return."""
     code = 1
     try:
         if separated:
             os.setsid()  # a signal to its group would reach the guard, which it cannot name otherwise
-        requests, answers = os.fdopen(settings["requests"], "rb"), os.fdopen(settings["answers"], "wb")
         _to_nowhere()
-        setup = pickle.loads(_read(requests))
+        trainer = channel.WorkerEnd(settings["channel"], settings["largest_answer"])
+        setup = pickle.loads(trainer.read())
         readable = [*setup["path"], os.path.dirname(setup["program"])]
         walls = confinement.confine(settings["limits"], settings["folder"], separated=separated, readable=readable)
+        trainer.write(_encoded({"status": "ok", "value": walls}, trainer.largest))  # before anybody's code is loaded
+        trainer.read()
         if setup["path"]:
             sys.path[:] = setup["path"]
         try:
             function = getattr(load_file(setup["program"]), setup["factory"])(*pickle.loads(setup["arguments"]))
         except BaseException as error:
-            _write(answers, {"status": "error", "message": _described(error)})
+            trainer.write(_encoded({"status": "error", "message": _described(error)}, trainer.largest))
             return
-        _write(answers, {"status": "ok", "value": walls})
+        trainer.write(_encoded({"status": "ok"}, trainer.largest))
         signal.signal(signal.SIGXCPU, _computed_enough)  # the first process of a namespace has to ask for signals
-        while request := _read(requests):
+        while request := trainer.read():
             _allow_computing(settings["limits"]["cpu_seconds"])
-            _write(answers, _answer(function, request))
+            trainer.write(_answer(function, request, trainer.largest))
         code = 0
-    except BrokenPipeError:  # nobody listens any more
+    except (BrokenPipeError, ConnectionResetError):  # nobody listens any more
         code = 0
     except BaseException:
         traceback.print_exc()  # our side shows what was printed last
@@ -179,14 +181,19 @@ def _to_nowhere() -> None:
     os.dup2(2, 1)
 
 
-def _answer(function: Callable[[Any], Any], request: bytes) -> dict[str, Any]:
+def _answer(function: Callable[[Any], Any], request: bytes, largest: int) -> bytes:
     """What the function returned, or its error as text: an exception object may be anything and stays here."""
     try:
-        value = function(pickle.loads(request))
-        json.dumps(value)
+        return _encoded({"status": "ok", "value": function(pickle.loads(request))}, largest)
     except BaseException as error:
-        return {"status": "error", "message": _described(error)}
-    return {"status": "ok", "value": value}
+        return _encoded({"status": "error", "message": _described(error)}, largest)
+
+
+def _encoded(answer: dict[str, Any], largest: int) -> bytes:
+    message = json.dumps(answer).encode()
+    if len(message) > largest:
+        raise ValueError(f"the answer has {len(message)} bytes, more than the {largest} that an answer may have")
+    return message
 
 
 def _described(error: BaseException) -> str:
@@ -197,16 +204,12 @@ def _described(error: BaseException) -> str:
         return f"{type(error).__name__} (which cannot be described)"
 
 
-def _read(stream: Any) -> bytes:
-    """The next message, or nothing at the end."""
-    head = stream.read(8)
-    return stream.read(struct.unpack(">Q", head)[0]) if len(head) == 8 else b""
-
-
-def _write(stream: Any, answer: dict[str, Any]) -> None:
-    message = json.dumps(answer).encode()
-    stream.write(struct.pack(">Q", len(message)) + message)
-    stream.flush()
+def _sibling(name: str) -> ModuleType:
+    """A file beside this one, as part of a package that brings nothing else."""
+    if "rlhfkit_sandbox" not in sys.modules:
+        package = sys.modules["rlhfkit_sandbox"] = ModuleType("rlhfkit_sandbox")
+        package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
+    return importlib.import_module(f"rlhfkit_sandbox.{name}")
 
 
 def load_file(path: str) -> ModuleType:

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rewards.call_metrics import CallMetrics
-from rlhfkit.rewards.code_tests import ProgramTests, last_code_block, read_tests, same_output
 from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
-from rlhfkit.rewards.sandbox import Limits, Outcome, Sandbox, Work
+from rlhfkit.rewards.programs.tests import ProgramTests, last_code_block, read_tests, same_output
+from rlhfkit.rewards.sandbox.pool import Sandbox
+from rlhfkit.rewards.sandbox.process import Limits, Outcome, Work
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class CodeExecution:
         packages = os.pathsep.join(dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib"))))
         work = Work(
             name=f"reward {name!r}",
-            program=Path(__file__).with_name("code_worker.py"),
+            program=Path(__file__).with_name("worker.py"),
             factory="runner",
             arguments=(packages, timeout, int(output_mib * 2**20)),
             packages=False,

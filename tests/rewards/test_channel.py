@@ -1,0 +1,92 @@
+"""Answers belong to questions: whatever a call does, it gets its own answer or none, and so does every other call."""
+
+import random
+import resource
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rewards.hostile_rewards import ACTS
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.rewards import SandboxedReward
+from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
+from rlhfkit.rewards.sandbox.channel import Answer, WrongAnswer
+
+CASES = Path(__file__).with_name("misbehaving.py")
+NUMBER = bytes(range(1, 17))
+LATE = ("exit later", "close all later")
+"""What ends the worker while it may be busy with another call, which then gets nothing."""
+
+
+def sample(act: str, value: int) -> Sample:
+    return Sample(Prompt(value, [1]), 0, [3], [-0.1], [0], "stop", text=f"{act}|{value}")
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[SandboxedReward]:
+    made = SandboxedReward("rewards.hostile_rewards.reward", timeout=10.0, workers=2)
+    yield made
+    made.close()
+
+
+def test_a_child_that_raises_shifts_nobody() -> None:
+    one = SandboxedReward("rewards.hostile_rewards.reward", workers=1)
+    acts = ["nothing", "fork and raise", *["nothing"] * 4]
+    assert one([sample(act, value) for value, act in enumerate(acts)]) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    one.close()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_each_of_many_hostile_calls_gets_its_own_answer_or_none(reward: SandboxedReward, seed: int) -> None:
+    chosen = random.Random(seed)
+    acts = [act for pair in zip(chosen.choices(sorted(ACTS), k=40), ["nothing"] * 40, strict=True) for act in pair]
+    given = reward([sample(act, value) for value, act in enumerate(acts)])
+    assert [got for value, got in enumerate(given) if got not in (value, None)] == []
+    unhurt = sum(got is not None for act, got in zip(acts, given, strict=True) if act == "nothing")
+    assert unhurt >= 40 - sum(acts.count(act) for act in LATE)
+
+
+@pytest.mark.parametrize("act", sorted(set(ACTS) - {"nothing"}))
+def test_what_comes_after_each_hostile_call_is_right_or_none(reward: SandboxedReward, act: str) -> None:
+    given = reward([sample(act, 5), *(sample("nothing", value) for value in range(6, 10))])
+    assert all(got in (value, None) for value, got in enumerate(given, 5))
+    assert given.count(None) <= (2 if act in LATE else 1)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([b"\0"], "a request that was not made"),
+        ([NUMBER[:8], b"\0"], "a request that was not made"),
+        ([NUMBER + struct.pack(">Q", 2) + b"{}" + b"\n"], "more than its answer"),
+        ([NUMBER + struct.pack(">Q", 0), b"{}"], "more than its answer"),
+    ],
+)
+def test_wrong_numbers_and_surplus_bytes_are_noticed(pieces: list[bytes], message: str) -> None:
+    answer = Answer(NUMBER, 100)
+    for piece in pieces[:-1]:
+        answer.add(piece)
+    with pytest.raises(WrongAnswer, match=message):
+        answer.add(pieces[-1])
+
+
+def test_answers_arrive_in_pieces_and_are_bounded() -> None:
+    answer = Answer(NUMBER, 100)
+    whole = NUMBER + struct.pack(">Q", 2) + b"[]"
+    assert [answer.add(whole[i : i + 1]) for i in range(len(whole))] == [None] * (len(whole) - 1) + [b"[]"]
+    with pytest.raises(OverflowError, match="answered with more than"):
+        Answer(NUMBER, 100).add(NUMBER + struct.pack(">Q", 101))
+
+
+def test_an_endless_answer_and_an_endless_flood_of_prints_cost_the_trainer_no_memory() -> None:
+    work = Work(name="the test", program=CASES, factory="look", arguments=("/",), packages=False)
+    one = Sandbox(work, workers=1, timeout=3.0, limits=Limits(memory_gib=0.5))
+    assert one.run(0).status == "ok"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert one.run("answer for ever").status == "error"
+    assert one.run("print for ever", timeout=1.0).status == "timeout"
+    assert one.run("large answer").message.strip().endswith("more than the 1048576 that an answer may have")
+    one.close()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
