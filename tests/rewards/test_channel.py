@@ -52,7 +52,7 @@ def test_each_of_many_hostile_calls_gets_its_own_answer_or_none(reward: Sandboxe
 def test_what_comes_after_each_hostile_call_is_right_or_none(reward: SandboxedReward, act: str) -> None:
     given = reward([sample(act, 5), *(sample("nothing", value) for value in range(6, 10))])
     assert all(got in (value, None) for value, got in enumerate(given, 5))
-    assert given.count(None) <= (2 if act in LATE else 1)
+    assert given.count(None) <= 3  # its own, and one for what it and the act before have left in each worker
 
 
 @pytest.mark.parametrize(
