@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from rlhfkit.rewards.base import TIMEOUT, Reward, reward_name
 from rlhfkit.serving.access import AccessToken
+from rlhfkit.validation import check_integer, check_number
 
 
 def serve_reward(
@@ -28,6 +29,9 @@ def serve_reward(
     timeout: float = TIMEOUT,
     max_concurrent: int = 256,
     max_body_mib: int = 64,
+    max_total_mib: int = 128,
+    max_samples: int = 1024,
+    max_tokens: int = 2**20,
 ) -> None:
     """Answer ``RemoteReward`` until the process is interrupted or terminated; running requests are finished then.
 
@@ -58,13 +62,21 @@ def serve_reward(
         timeout: Seconds that a request may take.
         max_concurrent: Requests at a time; more are told to come back.
         max_body_mib: MiB of one request.
+        max_total_mib: MiB of all requests at a time; more are told to come back. The server takes up to 32 times as
+            much memory for them.
+        max_samples: Samples of one request.
+        max_tokens: Tokens of one request, all prompts and completions together.
 
     Raises:
-        ValueError: If the host can be reached from outside and there is no good token, or the reward is not found.
+        ValueError: If a number is out of range, the host can be reached from outside and there is no good token, or the
+            reward is not found.
     """
     from rlhfkit.rewards.server import reward_app
     from rlhfkit.serving.server import Server
 
+    check_number("timeout", timeout, above=0, why="it is in seconds")  # before a model is loaded, which takes long
+    check_integer("max_body_mib", max_body_mib, minimum=1)
+    check_integer("max_total_mib", max_total_mib, minimum=max_body_mib)
     judge = load_reward(
         reward,
         separator=separator,
@@ -74,7 +86,14 @@ def serve_reward(
         trust_remote_code=trust_remote_code,
     )
     server = Server(
-        reward_app(judge, max_batch=max_batch, max_wait=max_wait, timeout=timeout),
+        reward_app(
+            judge,
+            max_batch=max_batch,
+            max_wait=max_wait,
+            timeout=timeout,
+            max_samples=max_samples,
+            max_tokens=max_tokens,
+        ),
         host=host,
         port=port,
         token=AccessToken.optional(variable=token_variable),
@@ -82,6 +101,7 @@ def serve_reward(
         key=key,
         max_concurrent=max_concurrent,
         max_body_bytes=max_body_mib * 2**20,
+        max_total_bytes=max_total_mib * 2**20,
     )
     server.run(ready=lambda url: print(f"reward {reward_name(judge)!r} is served at {url}", flush=True))
 

@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from rlhfkit.data.experience import Prompt
 from rlhfkit.episodes.chat_protocol import (
@@ -29,7 +30,9 @@ from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
 from rlhfkit.episodes.turn_sampler import EngineFailedError, TurnSampler
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.serving.access import AccessToken, is_loopback
+from rlhfkit.serving.json_body import JSONBodies
 from rlhfkit.serving.server import Server
+from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class OpenAIEndpoint:
         parse: Finds tool calls in answers to requests with ``tools``.
         request_timeout: Seconds an answer may take.
         max_body_bytes: Of a request.
+        max_body_values: Of a request: texts, numbers, lists and objects of its JSON.
         max_concurrent: Requests at a time; further ones are refused with 503, which clients repeat.
         parallel_calls: Calls of the engine at the same time; ``None``: see
             :class:`~rlhfkit.episodes.turn_sampler.TurnSampler`.
@@ -91,12 +95,15 @@ class OpenAIEndpoint:
         parse: ToolCallParser = parse_tool_calls,
         request_timeout: float = 600.0,
         max_body_bytes: int = 4 * 2**20,
+        max_body_values: int = 100_000,
         max_concurrent: int = 1024,
         parallel_calls: int | None = None,
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        if request_timeout <= 0:
-            raise ValueError(f"OpenAIEndpoint(request_timeout=...) must be more than 0 seconds, got {request_timeout}")
+        check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
+        check_integer("most_tokens", most_tokens, minimum=2, why="a prompt and an answer have a token each at least")
+        check_integer("parallel_calls", parallel_calls, minimum=1, optional=True)
+        check_integer("max_body_values", max_body_values, minimum=1)
         self.engine = engine
         self.most_tokens = most_tokens
         self.sampling = sampling or SamplingSpec()
@@ -110,6 +117,7 @@ class OpenAIEndpoint:
         self._sessions: dict[str, ChatSession] = {}
         self._numbers = itertools.count()
         self._warned: set[str] = set()
+        self._bodies = JSONBodies(max_objects=max_body_values, max_numbers=max_body_values)
         self._sampler = TurnSampler(engine, parallel_calls=parallel_calls)
         self._server = Server(
             self._application(),
@@ -204,10 +212,10 @@ class OpenAIEndpoint:
         async def refuse(request: Request, error: ChatError) -> JSONResponse:
             return JSONResponse(error.body(), error.status)
 
-        @app.exception_handler(RequestValidationError)
-        async def misunderstand(request: Request, error: RequestValidationError) -> JSONResponse:
-            problems = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
-            return JSONResponse(ChatError(problems).body(), 400)
+        @app.exception_handler(HTTPException)
+        async def misunderstand(request: Request, error: HTTPException) -> JSONResponse:
+            status = 400 if error.status_code == 422 else error.status_code  # as OpenAI's servers say it
+            return JSONResponse(ChatError(str(error.detail), status=status).body(), status, error.headers)
 
         @app.get("/v1/models")
         @app.get("/sessions/{name}/v1/models")
@@ -217,9 +225,10 @@ class OpenAIEndpoint:
 
         @app.post("/v1/chat/completions", response_model=None)
         @app.post("/sessions/{name}/v1/chat/completions", response_model=None)
-        async def complete(request: ChatRequest, name: str | None = None) -> JSONResponse | StreamingResponse:
-            body = await self._complete(self._session(name), request)
-            if request.stream:
+        async def complete(request: Request, name: str | None = None) -> JSONResponse | StreamingResponse:
+            asked = await self._bodies.read(request, _chat_request)
+            body = await self._complete(self._session(name), asked)
+            if asked.stream:
                 return StreamingResponse(iter(completion_events(body)), media_type="text/event-stream")
             return JSONResponse(body)
 
@@ -286,3 +295,16 @@ class OpenAIEndpoint:
                 "requests say %s, which is not used: the policy is sampled as SamplingSpec says",
                 ", ".join(sorted(unused)),
             )
+
+
+def _chat_request(body: bytes) -> ChatRequest:
+    """A request from its JSON.
+
+    Raises:
+        ValueError: Saying where it is wrong.
+    """
+    try:
+        return ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise ValueError("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults[:8])) from None

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from rlhfkit.data.experience import Sample
+from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class Batcher:
         Raises:
             ValueError: If an argument is out of range.
         """
-        if max_batch < 1 or not max_wait >= 0:
-            raise ValueError(f"max_batch must be at least 1 and max_wait at least 0 s, got {max_batch} and {max_wait}")
+        check_integer("max_batch", max_batch, minimum=1)
+        check_number("max_wait", max_wait, minimum=0, why="it is in seconds")
         self.score = score
         self.max_batch = max_batch
         self.max_wait = max_wait

@@ -19,6 +19,9 @@ REST = 1.0
 as it asks for (``Retry-After``)."""
 
 
+LONGEST_RETRY_AFTER = 3600.0
+"""Seconds that a server can ask for (``Retry-After``)."""
+
 _LONGEST_REST = 60.0  # seconds
 
 
@@ -117,14 +120,18 @@ async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout
 def retry_after_seconds(header: str | None) -> float:
     """Seconds that a ``Retry-After`` header asks for (RFC 9110, section 10.2.3: a number of them, or a date); else 0.
 
+    A malformed header asks for nothing, and none for longer than :data:`LONGEST_RETRY_AFTER`.
+
     Args:
         header: Its value; ``None``: there was none.
     """
     if header is None:
         return 0.0
-    if header.strip().isdecimal():
-        return float(header)
     try:
-        return max(email.utils.parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
-    except ValueError:
+        if header.strip().isdecimal():
+            seconds = float(header)
+        else:
+            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+    except (ValueError, TypeError, OverflowError, OSError):  # the last two for years that no clock has
         return 0.0
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER)

@@ -11,9 +11,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhfkit.serving.access import AccessToken
+from rlhfkit.validation import check_integer, check_number
 
 MAX_BODY_BYTES = 64 * 2**20
 """Bytes of a request's body, unless told otherwise."""
+
+MAX_TOTAL_BYTES = 2 * MAX_BODY_BYTES
+"""Bytes of the bodies of all requests that are being served, unless told otherwise."""
 
 MAX_CONCURRENT = 256
 """Requests at a time, unless told otherwise."""
@@ -28,11 +32,13 @@ class Gate:
     - 401 without the right token (not asked for on ``open_paths``);
     - 503 with ``Retry-After`` while ``max_concurrent`` requests are being served;
     - 413 for a body of more than ``max_body_bytes``, of which no more than that is ever read;
+    - 503 with ``Retry-After`` for a body with which those being served would be more than ``max_total_bytes``;
     - 408 for a body that does not arrive within ``body_timeout``;
     - 400 without a token if the request names another host than this machine, which is how a web page in somebody's
       browser reaches a server on their loopback address (DNS rebinding).
 
-    Memory for bodies is thereby at most ``max_concurrent * max_body_bytes``. WebSockets are closed.
+    Memory for bodies is thereby at most ``max_total_bytes``, until their requests are answered; what an application
+    makes of them comes on top and is its own to bound. WebSockets are closed.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class Gate:
         *,
         token: AccessToken | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
+        max_total_bytes: int | None = None,
         max_concurrent: int = MAX_CONCURRENT,
         body_timeout: float = BODY_TIMEOUT,
         open_paths: Sequence[str] = ("/health",),
@@ -51,6 +58,8 @@ class Gate:
             app: The application behind.
             token: What requests must bring; ``None``: nothing, for servers on the loopback address.
             max_body_bytes: Bytes of a body.
+            max_total_bytes: Bytes of the bodies of all requests being served; ``None``: those of two of the largest,
+                or 128 MiB if that is more.
             max_concurrent: Requests at a time.
             body_timeout: Seconds for a body to arrive.
             open_paths: Paths that need neither token nor place, such as a health check; they must reveal nothing.
@@ -58,17 +67,19 @@ class Gate:
         Raises:
             ValueError: If a limit is not positive.
         """
-        if max_body_bytes < 1 or max_concurrent < 1 or not body_timeout > 0:
-            raise ValueError(
-                "max_body_bytes, max_concurrent and body_timeout must be positive, got "
-                f"{max_body_bytes}, {max_concurrent} and {body_timeout}"
-            )
+        check_integer("max_body_bytes", max_body_bytes, minimum=1)
+        check_integer("max_total_bytes", max_total_bytes, minimum=max_body_bytes, optional=True)
+        check_integer("max_concurrent", max_concurrent, minimum=1)
+        check_number("body_timeout", body_timeout, above=0, why="it is in seconds")
+        self.max_total_bytes = max_total_bytes or max(MAX_TOTAL_BYTES, 2 * max_body_bytes)
         self.token = token
         self.max_concurrent = max_concurrent
         self.body_timeout = body_timeout
         self.open_paths = frozenset(open_paths)
         self.active = 0
         """Requests being served."""
+        self.total_bytes = 0
+        """Bytes of their bodies so far."""
         limited: ASGIApp = RequestBodyLimitMiddleware(app, max_body_bytes)
         if token is None:
             limited = TrustedHostMiddleware(limited, ["localhost", "127.0.0.1", "[::1]"], www_redirect=False)
@@ -91,13 +102,15 @@ class Gate:
             await _refusal(503, message, {"Retry-After": "1"})(scope, receive, send)
             return
         self.active += 1
+        body = _Body()
         try:
-            await self._app(scope, self._timely(receive), send)
+            await self._app(scope, self._bounded(receive, body), send)
         finally:
             self.active -= 1
+            self.total_bytes -= body.bytes
 
-    def _timely(self, receive: Receive) -> Receive:
-        """The same messages, of which the body's must come in time."""
+    def _bounded(self, receive: Receive, body: "_Body") -> Receive:
+        """The same messages, of which the body's must come in time and find room."""
         deadline = asyncio.get_running_loop().time() + self.body_timeout
         whole = False
 
@@ -111,9 +124,20 @@ class Gate:
             except TimeoutError:
                 raise HTTPException(408, f"the body did not arrive within {self.body_timeout:g} s") from None
             whole = not message.get("more_body", False)
+            body.bytes += len(message.get("body", b""))
+            self.total_bytes += len(message.get("body", b""))
+            if self.total_bytes > self.max_total_bytes:
+                detail = f"the requests being served have more than {self.max_total_bytes} bytes, which is the limit"
+                raise HTTPException(503, detail, {"Retry-After": "1", "Connection": "close"})
             return message
 
         return receive_in_time
+
+
+class _Body:
+    """How much of a request's body has arrived."""
+
+    bytes: int = 0
 
 
 def _refusal(status: int, message: str, headers: dict[str, str]) -> JSONResponse:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from rlhfkit.serving.access import AccessToken, check_host
 from rlhfkit.serving.gate import Gate
+from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +53,17 @@ class Server:
             key: File of its private key.
             start_timeout: Seconds to wait until the application is up.
             shutdown_timeout: Seconds that running requests have to finish when the server is closed.
-            **limits: ``max_body_bytes``, ``max_concurrent``, ``body_timeout``, ``open_paths`` of :class:`Gate`.
+            **limits: ``max_body_bytes``, ``max_total_bytes``, ``max_concurrent``, ``body_timeout``, ``open_paths`` of
+                :class:`Gate`.
 
         Raises:
             ValueError: If the host can be reached from outside and there is no good token, or an argument is out of
                 range.
         """
         check_host(host, token)
-        if not 0 <= port < 2**16:
-            raise ValueError(f"port must be between 0 (any that is free) and 65535, got {port}")
+        check_integer("port", port, minimum=0, maximum=2**16 - 1, why="0 takes any that is free")
+        check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
+        check_number("shutdown_timeout", shutdown_timeout, above=0, why="it is in seconds")
         if (certificate is None) != (key is None):
             raise ValueError("certificate and key go together: give both or neither")
         self.host = host

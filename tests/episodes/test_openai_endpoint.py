@@ -241,3 +241,20 @@ def test_an_answer_that_takes_too_long_is_an_error(engine: Recorded, monkeypatch
             pytest.raises(openai.InternalServerError, match=r"no answer within 0\.2 s"),
         ):
             ask(client, [USER])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b'{"messages":[' + b'{"role":"user"},' * 2000 + b'{"role":"user"}]}', 413, "more than 1000 texts, lists and"),
+        (b'{"messages":' + b"[" * 5000, 413, "nests more than 64 lists and objects"),
+        (b'{"messages":[{"role":"user"', 400, "Invalid JSON"),
+        (b'{"messages":[]}', 400, "messages: List should have at least 1 item"),
+    ],
+)
+def test_bodies_are_counted_before_they_are_parsed(engine: Recorded, body: bytes, status: int, message: str) -> None:
+    with OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=64, max_body_values=1000) as endpoint:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+        answer = httpx.post(f"{endpoint.base_url()}/chat/completions", content=body, headers=headers)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]

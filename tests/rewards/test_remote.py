@@ -18,12 +18,14 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import RemoteReward, WeightedSum, score_samples
-from rlhfkit.rewards.endpoints import Endpoint, Unavailable, least_outstanding, retry_after_seconds
+from rlhfkit.rewards.endpoints import LONGEST_RETRY_AFTER, Endpoint, Unavailable, least_outstanding, retry_after_seconds
 from rlhfkit.rewards.failures import OnFailure, RewardFailure
 from rlhfkit.rewards.wire import OpenRLHFFormat, SampleFormat
 from rlhfkit.serving.access import AccessToken
@@ -421,6 +423,29 @@ def test_retry_after_is_a_number_or_a_date() -> None:
     assert retry_after_seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
     assert retry_after_seconds("soon") == 0.0
     assert retry_after_seconds(None) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("Wed, 21 Oct 99999999999999999999 07:28:00 GMT", 0.0),  # OverflowError in datetime
+        ("Wed, 21 Oct 2015 07:28:00 +99999999999999999999", 0.0),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", LONGEST_RETRY_AFTER),
+        ("9" * 400, LONGEST_RETRY_AFTER),
+        ("\u0661\u0662", 12.0),
+        ("-5", 0.0),
+        ("nan", 0.0),
+        ("inf", 0.0),
+    ],
+)
+def test_a_malformed_retry_after_asks_for_nothing_and_a_huge_one_for_an_hour(header: str, seconds: float) -> None:
+    assert retry_after_seconds(header) == seconds
+
+
+@given(st.text(max_size=60) | st.from_regex(r"[A-Z][a-z]{2}, \d+ [A-Z][a-z]{2} \d+ \d+:\d+:\d+ ([+-]\d+|GMT)"))
+@settings(max_examples=100, deadline=None)
+def test_no_header_is_an_error(header: str) -> None:
+    assert 0.0 <= retry_after_seconds(header) <= LONGEST_RETRY_AFTER
 
 
 def test_calls_leave_no_thread_and_no_connection(reward: Any, app: Misbehaviour) -> None:

@@ -1,0 +1,126 @@
+"""``JSONBodies``: bodies of requests are read in a thread of their own, within limits that are checked before parsing.
+
+A parser makes objects of everything before anybody can count them, and holds the interpreter's lock while it does.
+What 64 MiB of JSON hold is therefore counted first, on the bytes: a pass of a regular expression that lets other
+threads run, and stops at the first excess.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from rlhfkit.validation import check_integer
+
+T = TypeVar("T")
+
+MAX_DEPTH = 64
+"""Lists and objects inside one another, unless told otherwise."""
+
+_PARTS = re.compile(rb'"[^"]*+"|([\[{])|([\]}])|(")|[^"\[\]{}]++')
+
+
+class JSONTooLarge(ValueError):
+    """The body holds more than is taken."""
+
+
+def check_json_size(body: bytes, *, max_objects: int, max_numbers: int, max_depth: int = MAX_DEPTH) -> None:
+    """Raise if a JSON text holds too much or nests it too deep. Whether it is JSON is for the parser to say.
+
+    Args:
+        body: The text.
+        max_objects: Texts (keys included), lists and objects.
+        max_numbers: Commas, and so about the numbers; the commas between texts, lists and objects count as well.
+        max_depth: Lists and objects inside one another.
+
+    Raises:
+        JSONTooLarge: If a limit is exceeded.
+        ValueError: If a text does not end.
+    """
+    if b"\\" in body:  # escaped quotes end no text; JSON has backslashes in texts only
+        body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    objects = numbers = depth = 0
+    for part in _PARTS.finditer(body):
+        if part[1]:
+            objects += 1
+            depth += 1
+            if depth > max_depth:
+                raise JSONTooLarge(f"the body nests more than {max_depth} lists and objects inside one another")
+        elif part[2]:
+            depth -= 1
+        elif part[3]:
+            raise ValueError(f"the body is no JSON: the text that begins at byte {part.start()} or before does not end")
+        elif body.startswith(b'"', part.start()):
+            objects += 1
+        else:
+            numbers += part[0].count(b",")
+        if objects > max_objects or numbers > max_numbers:
+            raise JSONTooLarge(
+                f"the body holds more than {max_objects} texts, lists and objects or more than {max_numbers} numbers: "
+                "send less at a time"
+            )
+
+
+class JSONBodies:
+    """Reads the bodies of one application's requests, one at a time, off the event loop.
+
+    Refused are: with 413, what holds more than the limits; with 422, what is no JSON or not of the expected
+    kind, and what is not sent as JSON (which is what a web page may post anywhere without asking).
+    """
+
+    def __init__(self, *, max_objects: int, max_numbers: int, max_depth: int = MAX_DEPTH) -> None:
+        """Set the limits.
+
+        Args:
+            max_objects: See :func:`check_json_size`.
+            max_numbers: See :func:`check_json_size`.
+            max_depth: See :func:`check_json_size`.
+
+        Raises:
+            ValueError: If a limit is not positive.
+        """
+        self.limits = {"max_objects": max_objects, "max_numbers": max_numbers, "max_depth": max_depth}
+        for name, limit in self.limits.items():
+            check_integer(name, limit, minimum=1)
+        # One thread: the memory that parsing takes for itself is that of one body. It ends with the last reference.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlhfkit-json")
+
+    async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
+        """What a request's body says.
+
+        Args:
+            request: Whose body has not been read.
+            parse: Makes something of the bytes, in the thread; raises ``ValueError`` where it cannot.
+
+        Raises:
+            HTTPException: If the body is refused.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise HTTPException(
+                422, f"send JSON with the header Content-Type: application/json, got {kind or 'none'!r}"
+            )
+        body = await request.body()
+        return await self.run(self._parsed, body, parse)
+
+    async def run(self, function: Callable[..., T], *arguments: object) -> T:
+        """Run something else that takes long in the same thread.
+
+        Args:
+            function: To be called.
+            *arguments: For it.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def _parsed(self, body: bytes, parse: Callable[[bytes], T]) -> T:
+        try:
+            check_json_size(body, **self.limits)
+            return parse(body)
+        except JSONTooLarge as error:
+            raise HTTPException(413, str(error)) from None
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(422, str(error)) from None

@@ -1,0 +1,155 @@
+"""What one request can do to a reward server: neither its memory nor its health check are for a client to take."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+
+from rlhfkit.commands.serve_reward import serve_reward
+from rlhfkit.rewards.server import MEMORY_PER_BODY_BYTE, reward_app
+from rlhfkit.serving.server import Server
+
+MIB = 2**20
+SIZE = 62 * MIB  # a little less than the limit of a body
+
+
+def filled(head: bytes, part: bytes, tail: bytes, *, size: int = SIZE) -> bytes:
+    return head + part * ((size - len(head) - len(tail)) // len(part)) + tail
+
+
+ONE = b'{"samples":[{"prompt":{'
+BODIES: dict[str, tuple[bytes, int, str]] = {
+    "empty samples": (filled(b'{"samples":[', b'{"prompt":{}},', b'{"prompt":{}}]}'), 413, "the body holds more than"),
+    "few values, many samples": (
+        b'{"samples":[' + b'{"prompt":{}},' * 2000 + b'{"prompt":{}}]}', 413, "has 2001 samples, and 1024 are the most"
+    ),
+    "deep nesting": (filled(ONE + b'"answer":', b"[", b""), 413, "nests more than 64"),
+    "tokens": (filled(ONE + b'"token_ids":[', b"7,", b"7]}}]}"), 413, "the body holds more than"),
+    "more tokens than a request may have": (
+        filled(ONE + b'"token_ids":[', b"300,", b"7]}}]}", size=5 * MIB), 413, "more than 1048576 tokens"
+    ),
+    "objects that nobody reads": (
+        filled(ONE + b'"metadata":{"a":[', b'{"a":0},', b"0]}}}]}"), 413, "the body holds more than"
+    ),
+    "as many of them as are taken": (
+        filled(ONE + b'"metadata":{"a":[', b'{"a":0},', b"0]}}}]}", size=MIB // 2), 200, ""
+    ),
+    "a text": (filled(b'{"samples":[{"prompt":{},"text":"', b"a", b'"}]}'), 413, "more than 1048576 tokens"),
+    "escapes": (filled(ONE + b'"answer":"', b'\\"', b'"}}]}'), 200, ""),
+    "a wide text": (filled(ONE + b'"answer":"\xf0\x9f\x98\x80', b"a", b'"}}]}'), 200, ""),
+    "spaces": (filled(ONE + b'"answer":0', b" ", b"}}]}"), 200, ""),
+    "a text that does not end": (filled(ONE + b'"answer":"', b'\\"', b""), 422, "does not end"),
+    "a number of many digits": (filled(ONE + b'"answer":', b"9", b"}}]}"), 422, "out of range"),
+    "queries": (filled(b'{"query":[', b'"",', b'""]}'), 413, "the body holds more than"),
+}  # fmt: skip
+
+PROGRAM = """
+from rlhfkit.rewards.server import reward_app
+from rlhfkit.serving.server import Server
+Server(reward_app(lambda samples: [0.0] * len(samples))).run(ready=lambda url: print(url, flush=True))
+"""
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[tuple[str, psutil.Process]]:
+    """A server in a process of its own, whose memory can be measured."""
+    server = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip(), psutil.Process(server.pid)
+    finally:
+        server.kill()
+        server.wait()
+
+
+class Health:
+    """Asks how a server is, in a thread, and keeps the longest time that an answer took."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.slowest = 0.0
+        self.well = True
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def _ask(self) -> None:
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            while True:
+                started = time.monotonic()
+                self.well &= client.get("/health").status_code == 200
+                self.slowest = max(self.slowest, time.monotonic() - started)
+                if self._ended.wait(0.02):
+                    return
+
+    def __enter__(self) -> "Health":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def test_no_body_takes_more_memory_than_is_promised_or_keeps_the_health_check_waiting(
+    process: tuple[str, psutil.Process],
+) -> None:
+    url, server = process
+    httpx.post(f"{url}/score", json={"samples": []})
+    before = server.memory_info().rss
+    for name, (body, status, message) in BODIES.items():
+        path = "/get_reward" if b'"query"' in body[:20] else "/score"
+        for _ in range(3):  # a machine with other work to do delays anybody now and then, but not three times
+            with Health(url) as health:
+                answer = httpx.post(url + path, content=body, headers={"Content-Type": "application/json"}, timeout=120)
+            assert (answer.status_code, message in answer.text) == (status, True), (name, answer.text[:300])
+            assert health.well, name
+            if health.slowest < 1.0:
+                break
+        else:
+            pytest.fail(f"{name}: /health took {health.slowest:.2f} s")
+        with open(f"/proc/{server.pid}/status") as said:
+            peak = next(int(line.split()[1]) for line in said if line.startswith("VmHWM")) * 1024
+        assert peak - before < MEMORY_PER_BODY_BYTE * len(body) + 64 * MIB or len(body) < MIB, (name, peak >> 20)
+    assert peak - before < 1024 * MIB  # all of them, one after the other
+
+
+def test_bodies_of_all_requests_together_are_bounded() -> None:
+    body = filled(ONE + b'"answer":"', b"a", b'"}}]}', size=600_000)
+    begun, go = threading.Event(), threading.Event()
+
+    def held(samples: list[object]) -> list[float]:
+        begun.set()
+        assert go.wait(30)
+        return [1.0] * len(samples)
+
+    app = reward_app(held, max_wait=0.0)
+    with Server(app, max_body_bytes=700_000, max_total_bytes=1_000_000) as server, ThreadPoolExecutor() as threads:
+
+        def asked() -> httpx.Response:
+            header = {"Content-Type": "application/json"}
+            return httpx.post(f"{server.url}/score", content=body, headers=header, timeout=30)
+
+        first = threads.submit(asked)
+        assert begun.wait(30)
+        refused = asked()
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert "more than 1000000 bytes" in refused.text
+        go.set()
+        assert first.result().status_code == 200
+        assert asked().status_code == 200
+        assert server.gate.total_bytes == 0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "600", None])
+def test_limits_are_checked_before_a_model_is_loaded(value: object) -> None:
+    with pytest.raises((ValueError, TypeError), match="timeout must be a finite number above 0, got"):
+        serve_reward("no-such-model", timeout=value)  # type: ignore[arg-type]
+    with pytest.raises((ValueError, TypeError), match="max_samples must be an integer of at least 1"):
+        reward_app(lambda samples: [], max_samples=value)  # type: ignore[arg-type]
