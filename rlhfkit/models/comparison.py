@@ -5,7 +5,7 @@ the backward pass. Shapes: B sequences, T tokens, M selected tokens, V vocabular
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,22 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhfkit.models.forward import TokenizedBatch, model_inputs, replaced_head, unwrap
 from rlhfkit.models.output_logits import output_logits
+from rlhfkit.models.router_loss import NO_ROUTER
 
 TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
 """What the teacher says about some of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K)."""
+
+
+class Comparison(NamedTuple):
+    """What :func:`compare_logits` gives.
+
+    Attributes:
+        values: The sum over the tokens, or (M, ...) token by token.
+        router_aux_loss: Scalar, the load-balancing loss of a mixture of experts; ``None`` unless asked for.
+    """
+
+    values: Tensor
+    router_aux_loss: Tensor | None = None
 
 
 @torch.no_grad()
@@ -62,8 +75,9 @@ def compare_logits(
     *,
     chunk_size: int,
     by_token: bool = False,
+    router_aux_loss: bool = False,
     packed: bool | None = None,
-) -> Tensor:
+) -> Comparison:
     """Sum of a function of the logits of the selected tokens, or its values token by token, with gradient.
 
     Args:
@@ -74,10 +88,11 @@ def compare_logits(
             they are; gives a tensor whose sum over the chunks is wanted. It runs again in the backward pass.
         chunk_size: Tokens whose logits exist at a time.
         by_token: ``compare`` gives (m, ...), a value for each token, and these are wanted instead of a sum.
+        router_aux_loss: See :func:`~rlhfkit.models.policy_output`.
         packed: See :func:`~rlhfkit.models.policy_output`.
 
-    Returns:
-        That sum, or (M, ...).
+    Raises:
+        ValueError: If the router's loss is asked of a model without one.
     """
     bare, mask = unwrap(model), mask.bool()
     known = output_logits(bare)
@@ -93,9 +108,13 @@ def compare_logits(
         values = [checkpoint(one, rows[part], part, use_reentrant=False) for part in parts]
         return torch.cat(values) if by_token else torch.stack(values).sum(0)
 
+    if router_aux_loss:
+        inputs["output_router_logits"] = True
     if known is None:
-        logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
-        return compared(logits, lambda rows: rows)
+        output = model(**inputs, use_cache=False)
+        return _result(
+            compared(output.logits.flatten(0, 1)[positions], lambda rows: rows), output, bare, router_aux_loss
+        )
     layer, dtype = cast(Any, bare).get_output_embeddings(), torch.float32
 
     def forward(hidden: Tensor) -> Tensor:
@@ -106,8 +125,17 @@ def compare_logits(
         return known.hide(found)
 
     with replaced_head(bare, forward):
-        output = model(**inputs, use_cache=False).logits
-    return known.reveal(output, dtype)
+        output = model(**inputs, use_cache=False)
+    return _result(known.reveal(output.logits, dtype), output, bare, router_aux_loss)
+
+
+def _result(values: Tensor, output: Any, bare: nn.Module, router_aux_loss: bool) -> Comparison:
+    if not router_aux_loss:
+        return Comparison(values)
+    balance = getattr(output, "aux_loss", None)
+    if balance is None:
+        raise ValueError(NO_ROUTER.format(type(bare).__name__))
+    return Comparison(values, balance)
 
 
 def _inputs(bare: nn.Module, batch: TokenizedBatch, mask: Tensor, packed: bool | None) -> tuple[dict[str, Any], Tensor]:

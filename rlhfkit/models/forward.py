@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rlhfkit.losses.logprobs import linear_logprobs, logits_logprobs
 from rlhfkit.models.attention import PACKED_ATTENTION, PackedLayout
 from rlhfkit.models.output_logits import output_logits
+from rlhfkit.models.router_loss import NO_ROUTER
 
 VALUE_HEAD = "value_head"
 """Attribute of a language model that holds the value head of a shared backbone; no part of the Hugging Face model."""
@@ -135,9 +136,7 @@ def policy_output(
         inputs["output_router_logits"] = True
     chosen, balance = _chosen(model, bare, inputs, positions, targets, temperature, entropy, values)
     if router_aux_loss and balance is None:
-        raise ValueError(
-            f"{type(bare).__name__} has no router whose load could be balanced: use router_aux_loss_coef=0"
-        )
+        raise ValueError(NO_ROUTER.format(type(bare).__name__))
     empty = torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device)
     columns = [empty.masked_scatter(mask, column) for column in chosen.unbind(-1)]
     return PolicyOutput(

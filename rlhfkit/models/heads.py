@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, N real tokens of the batch, H hidden size.
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from rlhfkit.models.load import disable_dropout, existing_name, pretrained_argum
 from rlhfkit.models.lora import LoRA
 from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.quantization import Quantization
+from rlhfkit.models.router_loss import backbone_router_loss
 from rlhfkit.models.saving import save_weights
 
 
@@ -30,6 +31,18 @@ class ScalarHead(nn.Linear):
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if self.bias is None else full_precision(self.bias)
             return nn.functional.linear(full_precision(hidden), full_precision(self.weight), bias)
+
+
+class ScalarOutput(NamedTuple):
+    """What a :class:`ScalarModel` says about a batch.
+
+    Attributes:
+        values: (B, T) float32, raw; 0 where not wanted.
+        router_aux_loss: Scalar, the load-balancing loss of a mixture of experts; ``None`` unless asked for.
+    """
+
+    values: Tensor
+    router_aux_loss: Tensor | None = None
 
 
 class ScalarModel(nn.Module):
@@ -64,20 +77,28 @@ class ScalarModel(nn.Module):
         """The Transformers configuration."""
         return self.model.config
 
-    def forward(self, positions: Tensor, **inputs: Any) -> Tensor:
+    def forward(
+        self, positions: Tensor, *, router_aux_loss: bool = False, **inputs: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Numbers at chosen places of the flattened batch.
 
         Args:
             positions: (M,) int64, places in the flattened ``input_ids``.
+            router_aux_loss: Also give the load-balancing loss of a mixture of experts, over all tokens.
             **inputs: Passed to the backbone.
 
         Returns:
-            (M,) float32.
+            (M,) float32, and the router's loss if it was asked for.
         """
         model = cast(Any, self.model)
-        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
-        outputs = model.score(hidden.flatten(0, 1)[positions])
-        return outputs[:, 0] if outputs.shape[-1] == 1 else outputs[:, 1] - outputs[:, 0]
+        more = {"output_router_logits": True} if router_aux_loss else {}
+        output = model.base_model(**inputs, **more, use_cache=False)
+        outputs = model.score(output.last_hidden_state.flatten(0, 1)[positions])
+        chosen = outputs[:, 0] if outputs.shape[-1] == 1 else outputs[:, 1] - outputs[:, 0]
+        if not router_aux_loss:
+            return chosen
+        logits = getattr(output, "router_logits", None)
+        return chosen, backbone_router_loss(model.base_model, logits, inputs.get("attention_mask"))
 
     def normalize(self, rewards: Tensor) -> Tensor:
         """Shift and scale by the mean and standard deviation in the configuration (OpenRLHF's ``mean`` and ``std``).
@@ -227,6 +248,28 @@ def _whole(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
 def scalar_output(
     model: nn.Module, batch: TokenizedBatch, mask: Tensor | None = None, *, packed: bool | None = None
 ) -> Tensor:
+    """What a :class:`ScalarModel` says at the tokens of a batch: the values of :func:`scalar_forward`.
+
+    Args:
+        model: See there.
+        batch: See there.
+        mask: See there.
+        packed: See there.
+
+    Returns:
+        (B, T) float32, raw (see :meth:`ScalarModel.normalize`); 0 where not wanted.
+    """
+    return scalar_forward(model, batch, mask, packed=packed).values
+
+
+def scalar_forward(
+    model: nn.Module,
+    batch: TokenizedBatch,
+    mask: Tensor | None = None,
+    *,
+    router_aux_loss: bool = False,
+    packed: bool | None = None,
+) -> ScalarOutput:
     """What a :class:`ScalarModel` says at the tokens of a batch, in one forward pass without padding.
 
     Args:
@@ -234,19 +277,25 @@ def scalar_output(
         batch: Has ``input_ids`` (B, T) int64 and ``attention_mask`` (B, T) bool, padded on the right.
         mask: (B, T) bool, the tokens whose number is wanted; all real ones when ``None``. A critic's value of the state
             in which token t+1 is chosen is the number at token t.
+        router_aux_loss: Also give the load-balancing loss of a mixture of experts, over all tokens that go through it.
         packed: Remove the padding. ``None``: where the model's attention is ours.
 
-    Returns:
-        (B, T) float32, raw (see :meth:`ScalarModel.normalize`); 0 where not wanted.
-
     Raises:
-        ValueError: If ``packed`` is asked of a model with another attention.
+        ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
     """
     wanted = batch.attention_mask.bool() if mask is None else mask.bool()
     inputs, places = model_inputs(unwrap(model), batch, packed)
-    chosen = model(positions=places[wanted], **inputs)
+    found = model(positions=places[wanted], router_aux_loss=router_aux_loss, **inputs)
+    chosen, balance = found if router_aux_loss else (found, None)
     empty = torch.zeros(wanted.shape, dtype=chosen.dtype, device=wanted.device)
-    return empty.masked_scatter(wanted, chosen)
+    return ScalarOutput(empty.masked_scatter(wanted, chosen), balance)
+
+
+def last_tokens(batch: TokenizedBatch) -> Tensor:
+    """(B, T) bool, true at the last token of each sequence, where a reward model is read."""
+    real = batch.attention_mask.bool()
+    steps = torch.arange(real.shape[1], device=real.device)
+    return real.sum(-1, keepdim=True) - 1 == steps
 
 
 def reward_output(
@@ -263,8 +312,5 @@ def reward_output(
     Returns:
         (B,) float32.
     """
-    real = batch.attention_mask.bool()
-    steps = torch.arange(real.shape[1], device=real.device)
-    last = real.sum(-1, keepdim=True) - 1 == steps
-    rewards = scalar_output(model, batch, last, packed=packed).sum(-1)
+    rewards = scalar_output(model, batch, last_tokens(batch), packed=packed).sum(-1)
     return cast(ScalarModel, unwrap(model)).normalize(rewards) if normalized else rewards

@@ -46,6 +46,8 @@ class PolicyModule(SavedModule):
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters and freeze the policy's own weights; checkpoints hold the adapters only.
         quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA); needs ``lora``.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, logged as ``aux_loss``,
+            and of a critic that is one (0.001 in Transformers' configurations of Mixtral and Qwen); 0: none.
         max_tokens_per_forward: Tokens per forward pass where no gradient is needed (OpenRLHF's default is 16192).
         trust_remote_code: Run Python code that comes with the model. Off unless asked.
 
@@ -71,6 +73,7 @@ class PolicyModule(SavedModule):
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
+        router_aux_loss_coef: float = 0.0,
         max_tokens_per_forward: int = 16384,
         trust_remote_code: bool = False,
     ) -> None:
@@ -79,6 +82,8 @@ class PolicyModule(SavedModule):
             raise ValueError(f"lr must be positive, got {lr}")
         if lr_schedule not in SCHEDULES:
             raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
+        if not router_aux_loss_coef >= 0:
+            raise ValueError(f"router_aux_loss_coef must be 0 (no such loss) or more, got {router_aux_loss_coef}")
         if max_tokens_per_forward < 1:
             raise ValueError(f"max_tokens_per_forward must be at least 1, got {max_tokens_per_forward}")
         self.save_hyperparameters()
@@ -212,6 +217,11 @@ class PolicyModule(SavedModule):
         return result
 
     # ------------------------------------------------------------------ forward
+
+    @property
+    def balances_routers(self) -> bool:
+        """Whether the forward pass that comes has to give the router's loss: in training, where it has a weight."""
+        return bool(self.hparams["router_aux_loss_coef"]) and torch.is_grad_enabled()
 
     def token_mean(self, values: Tensor, batch: Experience) -> Tensor:
         """Mean over the trained tokens of the whole optimizer step, all micro-batches and ranks, as this batch's share.

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from rlhfkit.data.collate import TokenBatch
 from rlhfkit.data.distilled import DistilledBatch
-from rlhfkit.losses import cross_entropy_loss, distillation_loss, logits_logprobs
+from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
 from rlhfkit.models.comparison import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.routing import with_router_loss
 from rlhfkit.modules.teacher import load_teacher
 from rlhfkit.modules.teacher_cache import precompute_teacher
 
@@ -135,30 +136,34 @@ class DistillationModule(PolicyModule):
         logprobs = logits_logprobs(student, tokens).logprobs
         return torch.stack([divergence, cross_entropy_loss(logprobs[None], mask, denominator=denominator).loss])
 
-    def loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: TokenBatch) -> LossOutput:
         """The objective of one micro-batch and its parts.
 
         Args:
             batch: B sequences.
 
         Returns:
-            The loss, and by name the parts it is made of, as shares of the step's means.
+            The loss, and as metrics the parts it is made of, as shares of the step's means.
         """
         mask = batch.loss_mask
         teacher = self.teacher_rows(batch)
         denominator = batch.token_denominator or max(float(mask.sum()), 1.0)
-        divergence, cross_entropy = compare_logits(
+        (divergence, cross_entropy), balance = compare_logits(
             self.policy,
             batch,
             mask,
             lambda logits, tokens, part: self.compare(logits, teacher(part), tokens, denominator),
             chunk_size=self.hparams["chunk_size"],
+            router_aux_loss=self.balances_routers,
         )
         share = self.hparams["distillation_coef"]
         parts = {"distillation/divergence": divergence.detach()}
         if share < 1.0:
             parts["distillation/cross_entropy"] = cross_entropy.detach()
-        return share * divergence + (1.0 - share) * cross_entropy, parts
+        coef = self.hparams["router_aux_loss_coef"] if self.balances_routers else 0.0
+        return with_router_loss(
+            LossOutput(share * divergence + (1.0 - share) * cross_entropy, parts), balance, mask, coef
+        )
 
     def teacher_rows(self, batch: TokenBatch) -> TeacherRows:
         """What the teacher says about the trained tokens of a batch.

@@ -40,7 +40,6 @@ class KTOModule(ReferenceModule):
         undesirable_weight: λ_U.
         loss_type: ``kto``, or ``apo_zero_unpaired`` (D'Oosterlinck et al., 2024, arXiv:2408.06266), which needs no
             reference point and so no mismatched pairs.
-        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (0.001 is usual); 0: none.
         **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`. With ``precompute_ref_log_probs`` a step costs
             the gradient pass and one pass without gradient for the reference point.
 
@@ -61,7 +60,6 @@ class KTOModule(ReferenceModule):
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         loss_type: KTOLossType = "kto",
-        router_aux_loss_coef: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
@@ -233,9 +231,9 @@ class KTOModule(ReferenceModule):
         if self._has_reference_point and batch_idx % self.trainer.accumulate_grad_batches == 0:
             self.kl.copy_(self.kl_estimate(batch.mismatched))
         coef = self.hparams["router_aux_loss_coef"]
-        out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=bool(coef))
+        out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
         result = self._evaluated(batch, self.answer_logprobs(batch, out.logprobs), self.kl)
-        result = with_router_loss(result, out, batch.loss_mask, coef)
+        result = with_router_loss(result, out.router_aux_loss, batch.loss_mask, coef)
         self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         if coef:
             self.log("aux_loss", result.metrics["aux_loss"], on_step=True, on_epoch=False, batch_size=1)

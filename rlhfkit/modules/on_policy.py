@@ -28,6 +28,7 @@ from rlhfkit.modules.functions import function_name, resolve_function
 from rlhfkit.modules.mismatch import rollout_mismatch
 from rlhfkit.modules.pretraining import check_pretraining_data, pretraining_loss
 from rlhfkit.modules.rewarded import RewardedModule
+from rlhfkit.modules.routing import with_router_loss
 from rlhfkit.modules.trust import KLStop, pass_by
 
 
@@ -288,6 +289,7 @@ class OnPolicyModule(RewardedModule):
             batch.action_mask,
             temperature=batch.temperature,
             entropy=self.needs_entropy,
+            router_aux_loss=self.balances_routers,
         )
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
@@ -345,13 +347,15 @@ class OnPolicyModule(RewardedModule):
         return loss
 
     def objective(self, batch: Experience, out: PolicyOutput) -> LossOutput:
-        """All that is learned from one micro-batch of samples: the policy's :meth:`loss`, and more in subclasses.
+        """All that is learned from one micro-batch of samples: the policy's :meth:`loss`, the load-balancing loss of a
+        mixture of experts, and more in subclasses.
 
         Args:
             batch: B sequences of one update.
             out: What the current policy says about them.
         """
-        return self.loss(batch, out)
+        coef = self.hparams["router_aux_loss_coef"]
+        return with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.action_mask, coef)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Let the step pass by what is not to learn now."""

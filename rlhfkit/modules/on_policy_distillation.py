@@ -33,15 +33,18 @@ class ComparedOutput(PolicyOutput):
     """(B, T-1) float32 in nats, with gradient; 0 where the mask is false."""
 
     @classmethod
-    def of(cls, logprobs: Tensor, entropy: Tensor | None, divergence: Tensor) -> Self:
+    def of(
+        cls, logprobs: Tensor, entropy: Tensor | None, divergence: Tensor, router_aux_loss: Tensor | None = None
+    ) -> Self:
         """Put them together.
 
         Args:
             logprobs: (B, T-1).
             entropy: (B, T-1).
             divergence: (B, T-1).
+            router_aux_loss: Scalar.
         """
-        made = cls(logprobs, entropy)
+        made = cls(logprobs, entropy, router_aux_loss)
         made.divergence = divergence
         return made
 
@@ -201,10 +204,18 @@ class OnPolicyDistillationModule(GRPOModule):
             columns = [chosen.logprobs, self.compare(logits, teacher(part)[0], temperature), chosen.entropy]
             return torch.stack([column for column in columns if column is not None], -1)
 
-        values = compare_logits(self.policy, batch, mask, compare, chunk_size=self.hparams["chunk_size"], by_token=True)
+        values, balance = compare_logits(
+            self.policy,
+            batch,
+            mask,
+            compare,
+            chunk_size=self.hparams["chunk_size"],
+            by_token=True,
+            router_aux_loss=self.balances_routers,
+        )
         empty = torch.zeros(mask.shape, dtype=values.dtype, device=mask.device)
         columns = [empty.masked_scatter(mask, column) for column in values.unbind(-1)]
-        return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1])
+        return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1], balance)
 
     def compare(self, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """Divergence at some tokens; the one method to override for another objective on the logits of both.

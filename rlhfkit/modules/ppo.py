@@ -10,9 +10,11 @@ from rlhfkit.data.experience import Experience
 from rlhfkit.losses import KLEstimator, LossOutput, RewardMoments, gae, normalize_rewards, value_loss, whiten
 from rlhfkit.models import PolicyOutput, policy_output, unwrap
 from rlhfkit.models.forward import VALUE_HEAD
-from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_output
+from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
 from rlhfkit.models.load import base_model_name
+from rlhfkit.models.router_loss import has_router
 from rlhfkit.modules.on_policy import OnPolicyModule
+from rlhfkit.modules.routing import with_router_loss
 from rlhfkit.modules.trust import pass_by
 
 
@@ -98,6 +100,7 @@ class PPOModule(OnPolicyModule):
                 "while the policy stands still; leave critic and critic_warmup_steps out"
             )
         self.return_moments = RewardMoments.zero()
+        self._critic_router_loss: Tensor | None = None  # of the last forward pass
         """Count, mean and squared deviations of the returns so far; moves with ``normalize_values`` only."""
         # One token shows a bad discount or clip here, not after the first samples.
         one = torch.zeros(1, 1)
@@ -199,7 +202,10 @@ class PPOModule(OnPolicyModule):
             (B, T-1) float32; 0 outside the mask.
         """
         chosen_next = nn.functional.pad(batch.action_mask, (0, 1))
-        return scalar_output(self.critic, batch, chosen_next)[:, :-1]
+        balance = self.balances_routers and has_router(self.critic)
+        out = scalar_forward(self.critic, batch, chosen_next, router_aux_loss=balance)
+        self._critic_router_loss = out.router_aux_loss
+        return out.values[:, :-1]
 
     def value_loss(self, batch: Experience, values: Tensor) -> LossOutput:
         """The critic's objective; override for another.
@@ -227,6 +233,7 @@ class PPOModule(OnPolicyModule):
             batch.action_mask,
             temperature=batch.temperature,
             entropy=self.needs_entropy,
+            router_aux_loss=self.balances_routers,
             values=True,
         )
 
@@ -243,11 +250,15 @@ class PPOModule(OnPolicyModule):
             out: What the current policy says about them.
         """
         policy = super().objective(batch, out)
-        values = self._values_of(out) if self.hparams["shared_backbone"] else self.value_output(batch)
-        value = self.value_loss(batch, values)
+        shared = self.hparams["shared_backbone"]
+        value = self.value_loss(batch, self._values_of(out) if shared else self.value_output(batch))
         metrics = {"policy/loss": policy.loss.detach(), "value/loss": value.loss.detach()}
         loss = policy.loss + self.hparams["value_coef"] * value.loss
-        return LossOutput(loss, {**policy.metrics, **value.metrics, **metrics})
+        result = LossOutput(loss, {**policy.metrics, **value.metrics, **metrics})
+        if shared or self._critic_router_loss is None:
+            return result
+        coef = self.hparams["router_aux_loss_coef"]
+        return with_router_loss(result, self._critic_router_loss, batch.action_mask, coef, name="value/aux_loss")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Let the step pass by the policy while the critic warms up; see :class:`OnPolicyModule`."""

@@ -27,13 +27,12 @@ class PreferenceModule(PolicyModule):
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's default for DPO).
-        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (0.001 is usual); 0: none.
         **kwargs: See :class:`PolicyModule`.
     """
 
     batch_types = (PreferenceBatch,)
 
-    def __init__(self, model: str, *, lr: float = 1e-6, router_aux_loss_coef: float = 0.0, **kwargs: Any) -> None:
+    def __init__(self, model: str, *, lr: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
 
     def build_policy(self) -> nn.Module:
@@ -54,8 +53,7 @@ class PreferenceModule(PolicyModule):
 
     def policy_output(self, batch: PreferenceBatch) -> PolicyOutput:
         """Log-probs of the tokens of both answers; what they have in common goes through the model once."""
-        balance = bool(self.hparams["router_aux_loss_coef"])
-        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=balance)
+        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
 
     def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
         """One number per answer from those of its tokens; of the policy and of a reference alike.
@@ -106,7 +104,8 @@ class PreferenceModule(PolicyModule):
         pairs = int(batch.pair_mask.sum())  # before the forward pass, which the device would be waited for after
         batch = self.prepare(batch)
         out = self.policy_output(batch)
-        result = with_router_loss(self.loss(batch, out), out, batch.loss_mask, self.hparams["router_aux_loss_coef"])
+        coef = self.hparams["router_aux_loss_coef"]
+        result = with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask, coef)
         self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         self.log_dict(dict(result.metrics), on_step=True, on_epoch=False, batch_size=1)
         self._log_pair_means({f"{name}_epoch": value for name, value in result.metrics.items()}, pairs)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from rlhfkit.data.stepwise import StepwiseBatch
 from rlhfkit.losses import LossOutput, process_reward_loss
-from rlhfkit.models import scalar_output
 from rlhfkit.modules.scalar import ScalarModule
 
 
@@ -37,7 +36,7 @@ class ProcessRewardModule(ScalarModule):
 
     def scores(self, batch: StepwiseBatch) -> Tensor:
         """(B, T-1) float32 on the next-token axis: log-odds that the step is good which ends at token t+1."""
-        return scalar_output(self.policy, batch, batch.step_ends)[:, 1:]
+        return self.read(batch, batch.step_ends)[:, 1:]
 
     def loss(self, batch: StepwiseBatch, out: Tensor) -> LossOutput:
         """The objective of one micro-batch; the one method to override for another.

@@ -9,6 +9,7 @@ from rlhfkit.data.collate import TokenBatch
 from rlhfkit.data.preferences import PreferenceBatch
 from rlhfkit.losses import LossOutput, bradley_terry_loss
 from rlhfkit.models import reward_output, unwrap
+from rlhfkit.models.heads import last_tokens
 from rlhfkit.modules.scalar import ScalarModule
 
 MIN_STD = 1e-8
@@ -51,7 +52,7 @@ class RewardModule(ScalarModule):
 
     def scores(self, batch: TokenBatch) -> Tensor:
         """(2B,) raw rewards."""
-        return reward_output(self.policy, batch)
+        return self.read(batch, last_tokens(batch)).sum(-1)
 
     def loss(self, batch: PreferenceBatch, out: Tensor) -> LossOutput:
         """The objective of one micro-batch; the one method to override for another.

@@ -3,10 +3,11 @@
 from torch import Tensor
 
 from rlhfkit.losses import LossOutput
-from rlhfkit.models import PolicyOutput
 
 
-def with_router_loss(result: LossOutput, out: PolicyOutput, mask: Tensor, coef: float) -> LossOutput:
+def with_router_loss(
+    result: LossOutput, balance: Tensor | None, mask: Tensor, coef: float, *, name: str = "aux_loss"
+) -> LossOutput:
     """Add the router's auxiliary loss.
 
     It is a mean over the tokens of a micro-batch and not linear in them, so, unlike the losses it is added to, it
@@ -14,15 +15,23 @@ def with_router_loss(result: LossOutput, out: PolicyOutput, mask: Tensor, coef: 
 
     Args:
         result: Any loss and its metrics.
-        out: What the policy says, with the router's loss where ``coef`` is not 0.
+        balance: The router's loss of the micro-batch, where ``coef`` is not 0.
         mask: Trained tokens; a micro-batch without any trains nothing, the router neither.
         coef: Its weight; 0: nothing is added.
+        name: Of its metric.
 
     Returns:
-        The sum, with the metric ``aux_loss``.
+        The sum, with the metric.
+
+    Raises:
+        ValueError: If there is no ``balance`` to weigh.
     """
     if not coef:
         return result
-    assert out.router_aux_loss is not None
-    loss = result.loss + coef * out.router_aux_loss * mask.any()
-    return LossOutput(loss, {**result.metrics, "aux_loss": out.router_aux_loss.detach()})
+    if balance is None:
+        raise ValueError(
+            f"router_aux_loss_coef={coef} weighs a router's loss, and the forward pass gave none: an overridden "
+            "policy_output() or scores() has to ask for it (router_aux_loss=self.balances_routers, or self.read)"
+        )
+    loss = result.loss + coef * balance * mask.any()
+    return LossOutput(loss, {**result.metrics, name: balance.detach()})

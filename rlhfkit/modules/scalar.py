@@ -2,13 +2,16 @@
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.collate import TokenBatch
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_scalar_model
+from rlhfkit.models.heads import scalar_forward
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.calibration import Calibration
+from rlhfkit.modules.routing import with_router_loss
 
 
 class ScalarModule(PolicyModule):
@@ -30,6 +33,7 @@ class ScalarModule(PolicyModule):
 
     def __init__(self, model: str, *, lr: float, head_std: float | None = None, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
+        self._router_loss: Tensor | None = None  # of the last forward pass
         if head_std is not None and head_std < 0:
             raise ValueError(f"head_std must not be negative, got {head_std}")
 
@@ -52,12 +56,26 @@ class ScalarModule(PolicyModule):
         model.config.get_text_config().pad_token_id = None if pad == end else pad
         return model
 
+    def read(self, batch: TokenBatch, mask: Tensor) -> Tensor:
+        """What the model says at some tokens; in training, the load of a mixture of experts is balanced with it.
+
+        Args:
+            batch: B sequences.
+            mask: (B, T) bool, the tokens that are read.
+
+        Returns:
+            (B, T) float32, raw; 0 elsewhere.
+        """
+        out = scalar_forward(self.policy, batch, mask, router_aux_loss=self.balances_routers)
+        self._router_loss = out.router_aux_loss
+        return out.values
+
     # ------------------------------------------------------------------ what a subclass says
     # Abstract. A LightningModule is no abc.ABC, and a user's half-written subclass may be built and looked at, so each
     # raises when it is asked.
 
     def scores(self, batch: Any) -> Tensor:
-        """What the model says about a batch."""
+        """What the model says about a batch, by :meth:`read`."""
         raise NotImplementedError(f"{type(self).__name__} has to define scores()")
 
     def loss(self, batch: Any, out: Tensor) -> LossOutput:
@@ -77,10 +95,13 @@ class ScalarModule(PolicyModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """One micro-batch."""
+        self._router_loss = None
         out = self.scores(batch)
         result = self.loss(batch, out)
-        self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         count = len(self.claims(batch, out.detach())[0])
+        learned = torch.tensor(count > 0, device=out.device)
+        result = with_router_loss(result, self._router_loss, learned, self.hparams["router_aux_loss_coef"])
+        self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         # A micro-batch without anything to learn has no least reward, and no weight in the mean either.
         metrics = {name: value.float() if count else 0.0 for name, value in result.metrics.items()}
         self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=count)

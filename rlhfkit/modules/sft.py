@@ -25,19 +25,17 @@ class SFTModule(PolicyModule):
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (5e-6: OpenRLHF's default for SFT).
-        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (0.001 is usual); 0: none.
         **kwargs: See :class:`PolicyModule`.
     """
 
     batch_types = (TokenBatch,)
 
-    def __init__(self, model: str, *, lr: float = 5e-6, router_aux_loss_coef: float = 0.0, **kwargs: Any) -> None:
+    def __init__(self, model: str, *, lr: float = 5e-6, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
 
     def policy_output(self, batch: TokenBatch) -> PolicyOutput:
         """Log-probs of the trained tokens."""
-        balance = bool(self.hparams["router_aux_loss_coef"])
-        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=balance)
+        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
 
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
         """The objective of one micro-batch; the one method to override for another.
@@ -51,7 +49,8 @@ class SFTModule(PolicyModule):
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """One micro-batch."""
         out = self.policy_output(batch)
-        result = with_router_loss(self.loss(batch, out), out, batch.loss_mask, self.hparams["router_aux_loss_coef"])
+        coef = self.hparams["router_aux_loss_coef"]
+        result = with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask, coef)
         self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         self.log_means({f"{name}_epoch": value for name, value in result.metrics.items()})
         return result.loss

@@ -6,11 +6,28 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from rl_runs import digits, setup_run
 from tiny_models import tiny_tokenizer
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from modules import dpo_cases
-from rlhfkit import DPOModule, KTOModule, SFTDataModule, SFTModule, UnpairedPreferenceDataModule
+from rlhfkit import (
+    DistillationModule,
+    DPOModule,
+    GRPOModule,
+    KTOModule,
+    OnPolicyDistillationModule,
+    PPOModule,
+    PreferenceDataModule,
+    ProcessRewardModule,
+    RewardModule,
+    RolloutCallback,
+    SamplingSpec,
+    SFTDataModule,
+    SFTModule,
+    StepwiseDataModule,
+    UnpairedPreferenceDataModule,
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +116,125 @@ def test_a_dense_model_has_no_router(folder: Path) -> None:
     module = DPOModule(str(folder / "model"), router_aux_loss_coef=0.1)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no router"):
         dpo_cases.trainer(folder, max_steps=1).fit(module, dpo_cases.data(folder, 8))
+
+
+class First(Losses):
+    """The first micro-batch, its losses and its metrics."""
+
+    batch: Any = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        if self.batch is None:
+            self.batch = batch
+
+    def balance(self, folder: Path) -> float:
+        """Transformers' loss of the language model on the rows of the micro-batch, whose padding it leaves out."""
+        model = MixtralForCausalLM.from_pretrained(folder / "experts")
+        ids, real = self.batch.input_ids, self.batch.attention_mask.long()
+        with torch.no_grad():
+            return float(model(input_ids=ids, attention_mask=real, output_router_logits=True).aux_loss)
+
+
+def first_losses(run: Any, folder: Path, mixtures: int) -> None:
+    """The first loss grows by the router's loss of each model that is a mixture, times its weight."""
+    found = {}
+    for coef in (0.0, 0.5):
+        found[coef] = First()
+        run(coef, found[coef])
+    balance = found[0.5].balance(folder)
+    assert balance > 0.1
+    assert found[0.5].pairs[0][0] - found[0.0].pairs[0][0] == pytest.approx(mixtures * 0.5 * balance, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("made", "more", "mixtures"),
+    [
+        (GRPOModule, {}, 1),
+        (PPOModule, {}, 2),  # the critic is made of the policy, so it is another mixture with the same router
+        (PPOModule, {"critic": "model"}, 1),
+        (PPOModule, {"shared_backbone": True}, 1),
+        (OnPolicyDistillationModule, {"teacher": "model", "divergence": "reverse_kl"}, 1),
+    ],
+    ids=["grpo", "ppo", "ppo_dense_critic", "ppo_shared", "distillation"],
+)
+def test_the_router_is_balanced_while_a_mixture_learns_from_its_samples(
+    folder: Path, made: Any, more: dict[str, Any], mixtures: int
+) -> None:
+    paths = {name: str(folder / value) if value == "model" else value for name, value in more.items()}
+
+    def run(coef: float, losses: First) -> None:
+        arguments = {"router_aux_loss_coef": coef, "attention": "eager", **paths}
+        trainer, module, data, _ = setup_run(
+            folder / "rl",
+            module=lambda _, **more: made(str(folder / "experts"), **arguments, **more),
+            data_arguments={"rollout_batch_size": 2, "micro_batch_size": 4},
+            rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=2, max_new_tokens=6)),
+            callbacks=[losses],
+            accumulate_grad_batches=1,
+            max_steps=1,
+        )
+        trainer.fit(module, data)
+
+    first_losses(run, folder, mixtures)
+
+
+@pytest.mark.parametrize("attention", [None, "eager"])
+@pytest.mark.parametrize("kind", ["reward", "process"])
+def test_the_router_of_a_reward_model_is_balanced(folder: Path, kind: str, attention: str | None) -> None:
+    arguments: dict[str, Any] = {"attention": attention}
+
+    def run(coef: float, losses: First) -> None:
+        if kind == "reward":  # prompts of no tokens, since those of a pair go through the model once
+            module: Any = RewardModule(str(folder / "experts"), router_aux_loss_coef=coef, **arguments)
+            data: Any = PreferenceDataModule([{"prompt": "", "chosen": "2", "rejected": "oh"}], micro_batch_size=1)
+        else:
+            module = ProcessRewardModule(str(folder / "experts"), router_aux_loss_coef=coef, **arguments)
+            data = StepwiseDataModule([{"prompt": "1?", "completions": ["a", "bc"], "labels": [1, 0]}])
+        dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, data)
+
+    first_losses(run, folder, 1)
+
+
+def test_the_router_of_a_student_is_balanced(folder: Path) -> None:
+    def run(coef: float, losses: First) -> None:
+        module = DistillationModule(str(folder / "experts"), str(folder / "model"), router_aux_loss_coef=coef)
+        data = SFTDataModule([{"prompt": "1+1=", "completion": "2"}], micro_batch_size=1)
+        dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, data)
+
+    first_losses(run, folder, 1)
+
+
+def test_a_reward_models_router_learns_by_the_gradient_of_transformers_loss(folder: Path) -> None:
+    class PlainSGD(RewardModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.policy.parameters(), lr=1.0)
+
+    weights, rows = [], [{"prompt": "", "chosen": "2", "rejected": "oh"}]
+    for coef in (0.0, 0.5):
+        module = PlainSGD(str(folder / "experts"), router_aux_loss_coef=coef)
+        dpo_cases.trainer(folder, max_steps=1, callbacks=[losses := First()]).fit(
+            module, PreferenceDataModule(rows, micro_batch_size=1)
+        )
+        weights.append(dict(module.policy.model.model.named_parameters()))
+    model = MixtralForCausalLM.from_pretrained(folder / "experts")
+    ids, real = losses.batch.input_ids, losses.batch.attention_mask.long()
+    (0.5 * model(input_ids=ids, attention_mask=real, output_router_logits=True).aux_loss).backward()
+    moved = [name for name, p in model.model.named_parameters() if p.grad is not None and p.grad.abs().max() > 1e-4]
+    assert any("gate" in name for name in moved)
+    for name in moved:
+        difference = (weights[0][name] - weights[1][name]).detach()
+        torch.testing.assert_close(difference, model.model.get_parameter(name).grad, rtol=1e-3, atol=1e-5)
+
+
+def test_an_overridden_forward_pass_that_forgets_the_router_is_named(folder: Path) -> None:
+    class Own(RewardModule):
+        def scores(self, batch: Any) -> Any:
+            from rlhfkit.models import reward_output
+
+            return reward_output(self.policy, batch)
+
+    module = Own(str(folder / "experts"), router_aux_loss_coef=0.5)
+    data = PreferenceDataModule([{"prompt": "", "chosen": "2", "rejected": "oh"}], micro_batch_size=1)
+    with pytest.raises(ValueError, match="the forward pass gave none"):
+        dpo_cases.trainer(folder, max_steps=1).fit(module, data)
