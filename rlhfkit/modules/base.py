@@ -25,6 +25,7 @@ from rlhfkit.models import (
 from rlhfkit.models.adapters import remember_start
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.models.quantization import Quantization
+from rlhfkit.modules.clipping import clip_each_child
 from rlhfkit.modules.saving import SavedModule
 from rlhfkit.modules.schedules import SCHEDULES, learning_rate_factor
 
@@ -195,6 +196,12 @@ class PolicyModule(SavedModule):
         factor = partial(learning_rate_factor, schedule=kind, warmup_steps=warmup, total_steps=total)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip policy, critic and other children each by its own norm, as the engines of ``rlhf_zero*`` do."""
+        clip_each_child(self, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the module, but keep float32 buffers in float32, as DeepSpeed does, and float32 adapters.

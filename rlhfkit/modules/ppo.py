@@ -36,8 +36,7 @@ class PPOModule(OnPolicyModule):
             then move with the policy, and the two losses compete: choose ``value_coef`` (0.1 in TRL, 0.5 in the PPO
             paper's Atari runs).
         critic_lr: Peak learning rate of the critic (9e-6: OpenRLHF's default), or of the value head alone.
-        value_coef: Weight of the value loss; of no effect under Adam, except through shared gradient clipping or a
-            shared backbone.
+        value_coef: Weight of the value loss; of no effect under Adam, except with a shared backbone.
         value_clip: The value loss looks no further than this from the old value (0.5: OpenRLHF's); ``None``: no clip.
         gamma: Discount, in [0, 1] (1: everywhere).
         lam: GAE's lambda for the policy, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF has 1).
