@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         RewardModule,
         SFTModule,
         SimPOModule,
+        presets,
     )
     from rlhfkit.rollout import (
         DynamicSampling,
@@ -114,6 +115,7 @@ _HOMES = {
     "TrainingCurves": "callbacks",
     "UnpairedPreferenceDataModule": "datamodules",
     "VLLMPool": "rollout",
+    "presets": "modules",
 }
 
 _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
@@ -172,6 +174,7 @@ __all__ = [
     "UnpairedPreferenceDataModule",
     "VLLMPool",
     "__version__",
+    "presets",
 ]
 
 

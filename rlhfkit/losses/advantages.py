@@ -81,6 +81,30 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     return as_advantages(groups.rewards - others / (groups.members - 1).clamp(min=1), groups.varied, rewards)
 
 
+def gpg_advantages(rewards: Tensor, group: Tensor) -> Tensor:
+    """Reward minus the mean of its group, scaled up for the samples that have no gradient.
+
+    ``A_i = B / (B - M) (r_i - mean(r_group))`` with M of the B samples in groups whose rewards are all equal.
+
+    Chu et al. (GPG, 2025, arXiv:2504.02546): groups in which nothing can be learned count in the mean over the batch,
+    and the factor takes that back. With dynamic sampling, which turns such groups down, it is 1. The paper's batch is
+    that of an optimizer step, this one is what is given, an iteration in :class:`rlhfkit.GRPOModule`.
+
+    Args:
+        rewards: (B,), NaN where missing; such samples are counted neither in B nor in M.
+        group: (B,) integer ids, equal for samples of one prompt.
+
+    Returns:
+        (B,) in at least float32; 0 for missing rewards and for groups of equal ones.
+
+    Raises:
+        ValueError: If shapes are not (B,).
+    """
+    groups = by_group(rewards, group)
+    scale = groups.present.sum().to(groups.rewards.dtype) / groups.varied.sum().clamp(min=1)
+    return as_advantages(scale * groups.centred, groups.varied, rewards)
+
+
 def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     """Reward minus the baseline of least gradient variance: the mean reward weighted with the lengths.
 

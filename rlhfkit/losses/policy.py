@@ -1,16 +1,20 @@
 """Policy losses whose ratio is taken token by token: PPO, GRPO and what differs from them by a line.
 
-All take log-probs on the next-token axis (``logprobs[:, t]`` belongs to token t+1), shapes (B, T) for B sequences and T
+All policy losses, here and in the files beside this one, are called in one way, and any of them is the ``policy_loss``
+of a module::
+
+    loss(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)
+
+and take ``rollout_logprobs`` (the engine's) or ``ref_logprobs`` (the reference's) as keywords where they need them.
+Log-probs are on the next-token axis (``logprobs[:, t]`` belongs to token t+1), shapes (B, T) for B sequences and T
 tokens, in any floating dtype; masked entries may hold anything. ``denominator`` makes the gradient of an optimizer step
 independent of how it is split over micro-batches and ranks, see :func:`rlhfkit.losses.aggregate`.
 """
 
-from typing import TypedDict, Unpack
-
 from torch import Tensor
 
 from rlhfkit.losses.kl import KLEstimator, kl_loss
-from rlhfkit.losses.masked import Aggregation, LossOutput, sum_losses
+from rlhfkit.losses.masked import Aggregation, LossOutput, full_precision, sum_losses
 from rlhfkit.losses.surrogate import (
     RatioLevel,
     check_clip,
@@ -19,19 +23,6 @@ from rlhfkit.losses.surrogate import (
     policy_loss_output,
     policy_tokens,
 )
-
-
-class GRPOKnobs(TypedDict, total=False):
-    """Keyword arguments of :func:`grpo_loss` that its special cases pass on unchanged."""
-
-    dual_clip: float | None
-    log_ratio_clamp: float | None
-    delta: float | None
-    weights: Tensor | None
-    ref_logprobs: Tensor | None
-    kl_coef: float
-    kl_estimator: KLEstimator
-    kl_importance_weight: bool
 
 
 def ppo_loss(
@@ -162,6 +153,8 @@ def grpo_loss(
         raise ValueError(f"kl_coef must be 0 (no penalty) or more, got {kl_coef}")
     if kl_coef > 0.0 and ref_logprobs is None:
         raise ValueError(f"kl_coef={kl_coef} needs ref_logprobs, the log-probs under the reference policy")
+    # Once for all terms: their gradients are added in float32 and rounded to half precision once.
+    logprobs = full_precision(logprobs)
     surrogate = ppo_loss(
         logprobs,
         old_logprobs,
@@ -179,14 +172,16 @@ def grpo_loss(
     )
     if ref_logprobs is None:
         return surrogate
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+    ratio = None
+    if kl_importance_weight:
+        ratio = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp).ratio
     penalty = kl_loss(
         logprobs,
         ref_logprobs,
         mask,
         coef=kl_coef,
         estimator=kl_estimator,
-        importance_weight=tokens.ratio if kl_importance_weight else None,
+        importance_weight=ratio,
         aggregation=aggregation,
         denominator=denominator,
         max_length=max_length,
@@ -202,8 +197,17 @@ def dapo_loss(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
+    dual_clip: float | None = None,
+    log_ratio_clamp: float | None = 20.0,
+    delta: float | None = None,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
-    **knobs: Unpack[GRPOKnobs],
+    max_length: int | None = None,
+    ref_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    kl_importance_weight: bool = False,
 ) -> LossOutput:
     """DAPO: :func:`grpo_loss` that clips higher above and gives every token of the step the same weight.
 
@@ -217,9 +221,18 @@ def dapo_loss(
         mask: As in :func:`ppo_loss`.
         clip_low: The paper's 0.2.
         clip_high: The paper's 0.28; 0.2 in TRL.
+        dual_clip: As in :func:`ppo_loss`.
+        log_ratio_clamp: As in :func:`ppo_loss`.
+        delta: As in :func:`ppo_loss`.
+        weights: As in :func:`grpo_loss`.
+        aggregation: The paper's ``token-mean``.
         denominator: Tokens of the whole optimizer step over the number of micro-batches averaged; without it the tokens
             of this micro-batch, which is :func:`bnpo_loss`.
-        **knobs: As in :func:`grpo_loss`.
+        max_length: As in :func:`ppo_loss`.
+        ref_logprobs: As in :func:`grpo_loss`.
+        kl_coef: As in :func:`grpo_loss`.
+        kl_estimator: As in :func:`grpo_loss`.
+        kl_importance_weight: As in :func:`grpo_loss`.
 
     Returns:
         As :func:`grpo_loss`.
@@ -234,9 +247,17 @@ def dapo_loss(
         mask,
         clip_low=clip_low,
         clip_high=clip_high,
-        aggregation="token-mean",
+        dual_clip=dual_clip,
+        log_ratio_clamp=log_ratio_clamp,
+        delta=delta,
+        weights=weights,
+        aggregation=aggregation,
         denominator=denominator,
-        **knobs,
+        max_length=max_length,
+        ref_logprobs=ref_logprobs,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        kl_importance_weight=kl_importance_weight,
     )
 
 
@@ -248,7 +269,16 @@ def bnpo_loss(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    **knobs: Unpack[GRPOKnobs],
+    dual_clip: float | None = None,
+    log_ratio_clamp: float | None = 20.0,
+    delta: float | None = None,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    max_length: int | None = None,
+    ref_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    kl_importance_weight: bool = False,
 ) -> LossOutput:
     """Batch-normalised token mean: :func:`grpo_loss` over the tokens of this micro-batch, whatever the step holds.
 
@@ -262,7 +292,16 @@ def bnpo_loss(
         mask: As in :func:`ppo_loss`.
         clip_low: As in :func:`ppo_loss`.
         clip_high: As in :func:`ppo_loss`.
-        **knobs: As in :func:`grpo_loss`.
+        dual_clip: As in :func:`ppo_loss`.
+        log_ratio_clamp: As in :func:`ppo_loss`.
+        delta: As in :func:`ppo_loss`.
+        weights: As in :func:`grpo_loss`.
+        aggregation: As in :func:`ppo_loss`.
+        max_length: As in :func:`ppo_loss`.
+        ref_logprobs: As in :func:`grpo_loss`.
+        kl_coef: As in :func:`grpo_loss`.
+        kl_estimator: As in :func:`grpo_loss`.
+        kl_importance_weight: As in :func:`grpo_loss`.
 
     Returns:
         As :func:`grpo_loss`.
@@ -270,7 +309,24 @@ def bnpo_loss(
     Raises:
         ValueError: As :func:`grpo_loss`.
     """
-    return dapo_loss(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, **knobs)
+    return dapo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        log_ratio_clamp=log_ratio_clamp,
+        delta=delta,
+        weights=weights,
+        aggregation=aggregation,
+        max_length=max_length,
+        ref_logprobs=ref_logprobs,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        kl_importance_weight=kl_importance_weight,
+    )
 
 
 def dr_grpo_loss(
@@ -279,11 +335,19 @@ def dr_grpo_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    max_length: int,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    log_ratio_clamp: float | None = 20.0,
+    delta: float | None = None,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "constant-length",
     denominator: Tensor | float | None = None,
-    **knobs: Unpack[GRPOKnobs],
+    max_length: int | None = None,
+    ref_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    kl_importance_weight: bool = False,
 ) -> LossOutput:
     """Dr.GRPO: :func:`grpo_loss` in which sequences are summed and divided by a constant, not by their own length.
 
@@ -295,18 +359,28 @@ def dr_grpo_loss(
         old_logprobs: As in :func:`ppo_loss`.
         advantages: As in :func:`ppo_loss`.
         mask: As in :func:`ppo_loss`.
-        max_length: Tokens; the generation limit, in the paper and in TRL.
         clip_low: As in :func:`ppo_loss`.
         clip_high: As in :func:`ppo_loss`.
+        dual_clip: As in :func:`ppo_loss`.
+        log_ratio_clamp: As in :func:`ppo_loss`.
+        delta: As in :func:`ppo_loss`.
+        weights: As in :func:`grpo_loss`.
+        aggregation: The paper's ``constant-length``.
         denominator: Sequences of the whole optimizer step over the number of micro-batches averaged; B when ``None``.
-        **knobs: As in :func:`grpo_loss`.
+        max_length: Tokens; the generation limit, in the paper and in TRL. It has to be given.
+        ref_logprobs: As in :func:`grpo_loss`.
+        kl_coef: As in :func:`grpo_loss`.
+        kl_estimator: As in :func:`grpo_loss`.
+        kl_importance_weight: As in :func:`grpo_loss`.
 
     Returns:
         As :func:`grpo_loss`.
 
     Raises:
-        ValueError: As :func:`grpo_loss`.
+        ValueError: As :func:`grpo_loss`; if ``max_length`` is missing.
     """
+    if aggregation == "constant-length" and max_length is None:
+        raise ValueError("dr_grpo_loss divides by max_length, the generation limit in tokens: give max_length=...")
     return grpo_loss(
         logprobs,
         old_logprobs,
@@ -314,8 +388,15 @@ def dr_grpo_loss(
         mask,
         clip_low=clip_low,
         clip_high=clip_high,
-        aggregation="constant-length",
+        dual_clip=dual_clip,
+        log_ratio_clamp=log_ratio_clamp,
+        delta=delta,
+        weights=weights,
+        aggregation=aggregation,
         denominator=denominator,
         max_length=max_length,
-        **knobs,
+        ref_logprobs=ref_logprobs,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        kl_importance_weight=kl_importance_weight,
     )

@@ -13,6 +13,7 @@ from rlhfkit.losses.surrogate import RatioLevel, policy_loss_output, policy_toke
 
 def reinforce_loss(
     logprobs: Tensor,
+    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -30,6 +31,8 @@ def reinforce_loss(
 
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
+        old_logprobs: (B, T) under the policy before this iteration. No part of the loss: the metrics say how far the
+            policy has moved from it.
         advantages: (B, T), (B, 1) or (B,); detached here.
         mask: (B, T), true where the policy chose the token and it is trained on.
         weights: (B, T), (B, 1) or (B,) factors of the loss; detached here.
@@ -38,12 +41,12 @@ def reinforce_loss(
         max_length: Tokens; only for ``aggregation="constant-length"``.
 
     Returns:
-        The loss, whose value means nothing, with the metrics every policy loss has (of a policy that has not moved).
+        The loss, whose value means nothing, with the metrics every policy loss has.
 
     Raises:
         ValueError: If shapes do not fit or a knob is unknown.
     """
-    tokens = policy_tokens(logprobs, logprobs, advantages, mask)
+    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
     return policy_loss_output(
         -tokens.advantages * tokens.logprobs,
         tokens,
@@ -56,22 +59,30 @@ def reinforce_loss(
 
 def gpg_loss(
     logprobs: Tensor,
+    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
     weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
+    max_length: int | None = None,
 ) -> LossOutput:
     """Group policy gradient: :func:`reinforce_loss` with the mean over all tokens.
 
-    Chu et al. (2025, arXiv:2504.02546), with advantages of ``group_advantages(..., scale="none")``.
+    Chu et al. (2025, arXiv:2504.02546), with the advantages of :func:`gpg_advantages`. They contain the paper's factor
+    ``B / (B - M)`` for the M of B samples without a gradient, which are counted over the whole batch and so cannot be
+    known to a loss that sees a part of it.
 
     Args:
         logprobs: As in :func:`reinforce_loss`.
+        old_logprobs: As in :func:`reinforce_loss`.
         advantages: As in :func:`reinforce_loss`.
         mask: As in :func:`reinforce_loss`.
         weights: As in :func:`reinforce_loss`.
+        aggregation: The paper's ``token-mean``.
         denominator: Tokens of the whole optimizer step, see :func:`aggregate`.
+        max_length: As in :func:`reinforce_loss`.
 
     Returns:
         As :func:`reinforce_loss`.
@@ -80,7 +91,14 @@ def gpg_loss(
         ValueError: If shapes do not fit.
     """
     return reinforce_loss(
-        logprobs, advantages, mask, weights=weights, aggregation="token-mean", denominator=denominator
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
     )
 
 

@@ -88,8 +88,11 @@ def luspo_loss(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    log_ratio_clamp: float | None = 20.0,
     weights: Tensor | None = None,
+    aggregation: Aggregation = "sequence-mean-token-sum",
     denominator: Tensor | float | None = None,
+    max_length: int | None = None,
 ) -> LossOutput:
     """Length-unbiased GSPO: :func:`gspo_loss` times the length of each sequence.
 
@@ -105,8 +108,11 @@ def luspo_loss(
         mask: As in :func:`ppo_loss`.
         clip_low: As in :func:`gspo_loss`.
         clip_high: As in :func:`gspo_loss`.
+        log_ratio_clamp: As in :func:`gspo_loss`.
         weights: As in :func:`ppo_loss`.
+        aggregation: The paper's ``sequence-mean-token-sum``.
         denominator: Sequences of the whole optimizer step, see :func:`aggregate`.
+        max_length: As in :func:`ppo_loss`.
 
     Returns:
         As :func:`gspo_loss`.
@@ -121,9 +127,11 @@ def luspo_loss(
         mask,
         clip_low=clip_low,
         clip_high=clip_high,
+        log_ratio_clamp=log_ratio_clamp,
         weights=weights,
-        aggregation="sequence-mean-token-sum",
+        aggregation=aggregation,
         denominator=denominator,
+        max_length=max_length,
     )
 
 
@@ -189,15 +197,20 @@ def rloo_loss(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    log_ratio_clamp: float | None = 20.0,
     weights: Tensor | None = None,
+    aggregation: Aggregation = "sequence-mean-token-mean",
     denominator: Tensor | float | None = None,
+    max_length: int | None = None,
 ) -> LossOutput:
     """RLOO: PPO's clip on the ratio of the probabilities of whole sequences, one term per sequence.
 
-    ``s = exp(Σ_t (log π(y_t) - log π_old(y_t)))``, ``mean_i -min(s_i A_i, clip(s_i) A_i)``.
+    ``s = exp(clamp(Σ_t (log π(y_t) - log π_old(y_t)), ±20))``, ``mean_i -min(s_i A_i, clip(s_i) A_i)``.
 
     Ahmadian et al. (2024, arXiv:2402.14740), who treat the answer as one action, with the clip and the defaults of TRL.
-    The advantages are those of :func:`rloo_advantages`. On-policy its gradient is REINFORCE's.
+    The advantages are those of :func:`rloo_advantages`. On-policy its gradient is REINFORCE's. A KL penalty belongs
+    into the reward, before the leave-one-out. Beyond a log-ratio of ±20 nats a sequence has no gradient; the paper and
+    TRL have no such clamp and overflow.
 
     Args:
         logprobs: As in :func:`ppo_loss`.
@@ -206,8 +219,11 @@ def rloo_loss(
         mask: As in :func:`ppo_loss`.
         clip_low: ``ε_low`` in [0, 1].
         clip_high: ``ε_high`` ≥ 0.
-        weights: (B,) or (B, 1) factors of each sequence's loss; detached here.
+        log_ratio_clamp: As in :func:`ppo_loss`, of each token before the sum.
+        weights: As in :func:`ppo_loss`; (B,) or (B, 1) is one factor for the term of each sequence.
+        aggregation: How the term of a sequence, which all its tokens share, is counted; once with the default.
         denominator: Sequences of the whole optimizer step, see :func:`aggregate`.
+        max_length: As in :func:`ppo_loss`.
 
     Returns:
         As :func:`ppo_loss`; ``policy/clip_fraction`` counts tokens of clipped sequences, where TRL counts sequences.
@@ -222,9 +238,11 @@ def rloo_loss(
         mask,
         clip_low=clip_low,
         clip_high=clip_high,
+        log_ratio_clamp=log_ratio_clamp,
         weights=weights,
-        aggregation="sequence-mean-token-mean",
+        aggregation=aggregation,
         denominator=denominator,
+        max_length=max_length,
         ratio_level="sequence-sum",
     )
 
@@ -237,8 +255,11 @@ def gmpo_loss(
     *,
     clip_low: float = 0.4,
     clip_high: float = 0.4,
+    log_ratio_clamp: float | None = 20.0,
     weights: Tensor | None = None,
+    aggregation: Aggregation = "sequence-mean-token-mean",
     denominator: Tensor | float | None = None,
+    max_length: int | None = None,
 ) -> LossOutput:
     """Geometric-mean policy optimisation: the geometric mean of the tokens' clipped ratios.
 
@@ -255,8 +276,11 @@ def gmpo_loss(
         mask: As in :func:`ppo_loss`.
         clip_low: ``ε_low`` ≥ 0, nats.
         clip_high: ``ε_high`` ≥ 0, nats.
-        weights: (B,), (B, 1) or (B, T); detached here.
+        log_ratio_clamp: As in :func:`gspo_loss`.
+        weights: As in :func:`ppo_loss`.
+        aggregation: How the term of a sequence, which all its tokens share, is counted; once with the default.
         denominator: Sequences of the whole optimizer step, see :func:`aggregate`.
+        max_length: As in :func:`ppo_loss`.
 
     Returns:
         The loss with the metrics every policy loss has; ``policy/clip_fraction`` (and ``_low``, ``_high``) counts the
@@ -267,7 +291,7 @@ def gmpo_loss(
     """
     if clip_low < 0.0 or clip_high < 0.0:
         raise ValueError(f"clip_low and clip_high are nats and must not be negative, got {clip_low} and {clip_high}")
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
+    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     advantage = masked_mean(tokens.advantages, tokens.mask, -1).unsqueeze(-1)
     clipped = tokens.log_ratio.clamp(-clip_low, clip_high)
     pessimistic = torch.where(
@@ -281,8 +305,9 @@ def gmpo_loss(
         (-advantage * ratio).expand_as(tokens.log_ratio),
         tokens,
         weights=weights,
-        aggregation="sequence-mean-token-mean",
+        aggregation=aggregation,
         denominator=denominator,
+        max_length=max_length,
         metrics={
             "policy/clip_fraction": low + high,
             "policy/clip_fraction_low": low,

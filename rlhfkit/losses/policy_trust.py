@@ -3,49 +3,50 @@
 Shapes and conventions are those of :mod:`rlhfkit.losses.policy`.
 """
 
-from typing import TypedDict, Unpack
-
 import torch
 from torch import Tensor
 
 from rlhfkit.losses.correction import CorrectionLevel, CorrectionMode, importance_weights
-from rlhfkit.losses.masked import Aggregation, LossOutput, masked_mean, select
+from rlhfkit.losses.masked import (
+    Aggregation,
+    LossOutput,
+    check_same_shape,
+    full_precision,
+    masked_mean,
+    select,
+)
 from rlhfkit.losses.policy import ppo_loss
 from rlhfkit.losses.surrogate import (
     PolicyTokens,
     check_clip,
     clip_metrics,
     clipped_surrogate,
+    per_token,
     policy_loss_output,
     policy_tokens,
 )
 
 
-class PPOKnobs(TypedDict, total=False):
-    """Keyword arguments that :func:`decoupled_ppo_loss` passes on to :func:`ppo_loss`."""
-
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    log_ratio_clamp: float | None
-    delta: float | None
-    aggregation: Aggregation
-    denominator: Tensor | float | None
-    max_length: int | None
-
-
 def decoupled_ppo_loss(
     logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    rollout_logprobs: Tensor,
+    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
+    rollout_logprobs: Tensor,
     level: CorrectionLevel = "token",
     mode: CorrectionMode = "mask",
     low: float | None = None,
     high: float | None = 5.0,
-    **knobs: Unpack[PPOKnobs],
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    log_ratio_clamp: float | None = 20.0,
+    delta: float | None = None,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
 ) -> LossOutput:
     """Decoupled PPO: the clip is around a recent *proximal* policy, not around the older one that sampled.
 
@@ -57,15 +58,24 @@ def decoupled_ppo_loss(
 
     Args:
         logprobs: As in :func:`ppo_loss`.
-        proximal_logprobs: (B, T) under the proximal policy: the policy before this iteration.
-        rollout_logprobs: (B, T) under the policies that sampled, as the engine gave them.
+        old_logprobs: (B, T) under the proximal policy: the policy before this iteration.
         advantages: As in :func:`ppo_loss`.
         mask: As in :func:`ppo_loss`.
+        rollout_logprobs: (B, T) under the policies that sampled, as the engine gave them; NaN as in
+            :func:`importance_weights`.
         level: As in :func:`importance_weights`.
         mode: As in :func:`importance_weights`.
         low: As in :func:`importance_weights`.
         high: As in :func:`importance_weights`; AReaL's 5.
-        **knobs: As in :func:`ppo_loss`.
+        clip_low: As in :func:`ppo_loss`.
+        clip_high: As in :func:`ppo_loss`.
+        dual_clip: As in :func:`ppo_loss`.
+        log_ratio_clamp: As in :func:`ppo_loss`.
+        delta: As in :func:`ppo_loss`.
+        weights: As in :func:`ppo_loss`; they multiply ``w_t``.
+        aggregation: As in :func:`ppo_loss`.
+        denominator: As in :func:`ppo_loss`.
+        max_length: As in :func:`ppo_loss`.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss` and of :func:`importance_weights`.
@@ -73,19 +83,35 @@ def decoupled_ppo_loss(
     Raises:
         ValueError: If shapes do not fit or a knob is out of range.
     """
-    correction = importance_weights(
-        proximal_logprobs, rollout_logprobs, mask, level=level, mode=mode, low=low, high=high
+    correction = importance_weights(old_logprobs, rollout_logprobs, mask, level=level, mode=mode, low=low, high=high)
+    factors = correction.weights
+    if weights is not None:
+        factors = factors * per_token(full_precision(weights.detach()), factors, "weights")
+    surrogate = ppo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        log_ratio_clamp=log_ratio_clamp,
+        delta=delta,
+        weights=factors,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
     )
-    surrogate = ppo_loss(logprobs, proximal_logprobs, advantages, mask, weights=correction.weights, **knobs)
     return LossOutput(surrogate.loss, {**surrogate.metrics, **correction.metrics})
 
 
 def dppo_loss(
     logprobs: Tensor,
-    rollout_logprobs: Tensor,
+    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
+    rollout_logprobs: Tensor,
     mask_low: float = 0.2,
     mask_high: float = 0.2,
     log_ratio_coef: float = 1e-3,
@@ -108,13 +134,17 @@ def dppo_loss(
 
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
-        rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them.
+        old_logprobs: (B, T) the trainer's under the policy before this iteration. The metrics say how far the policy
+            has moved from it; in the loss it stands in for log-probs that the engine did not give.
         advantages: As in :func:`ppo_loss`.
         mask: As in :func:`ppo_loss`.
+        rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them. NaN stands for one the engine
+            did not give.
         mask_low: ``D_low`` in [0, 1]; 0.2 in prime-rl.
         mask_high: ``D_high`` in [0, 1]; 0.2 in prime-rl.
         log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl. It pulls dropped tokens back.
-        log_ratio_clamp: As in :func:`ppo_loss`; prime-rl has none.
+        log_ratio_clamp: As in :func:`ppo_loss`: ``ρ_t`` is at most e^20 = 4.9e8 and ``(log ρ_t)²`` at most 400, and
+            beyond that a token has no gradient. prime-rl has no such bound.
         weights: As in :func:`ppo_loss`.
         aggregation: How tokens become one number.
         denominator: As in :func:`ppo_loss`.
@@ -131,9 +161,12 @@ def dppo_loss(
         raise ValueError(f"mask_low and mask_high bound probabilities, in [0, 1], got {mask_low} and {mask_high}")
     if log_ratio_coef < 0.0:
         raise ValueError(f"log_ratio_coef must be 0 or more, got {log_ratio_coef}")
-    tokens = policy_tokens(logprobs, rollout_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
-    sampled = select(rollout_logprobs.detach().to(tokens.logprobs.dtype), mask)
-    moved = tokens.logprobs.detach().exp() - sampled.exp()
+    logprobs = full_precision(logprobs)
+    measured = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+    check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    sampled = torch.where(rollout_logprobs.isnan(), old_logprobs, rollout_logprobs).detach()
+    tokens = policy_tokens(logprobs, sampled, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+    moved = tokens.logprobs.detach().exp() - select(full_precision(sampled), mask).exp()
     too_high = (moved > mask_high) & (tokens.advantages > 0.0)
     too_low = (moved < -mask_low) & (tokens.advantages < 0.0)
     token_loss = -select(tokens.ratio * tokens.advantages, ~(too_high | too_low))
@@ -142,7 +175,7 @@ def dppo_loss(
     low, high = masked_mean(too_low.float(), tokens.mask), masked_mean(too_high.float(), tokens.mask)
     return policy_loss_output(
         token_loss,
-        tokens,
+        measured,
         weights=weights,
         aggregation=aggregation,
         denominator=denominator,

@@ -1,5 +1,6 @@
 """One LightningModule per loss."""
 
+from rlhfkit.modules import presets
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.distillation import DistillationModule
 from rlhfkit.modules.dpo import DPOModule
@@ -35,4 +36,5 @@ __all__ = [
     "SFTModule",
     "ScalarModule",
     "SimPOModule",
+    "presets",
 ]

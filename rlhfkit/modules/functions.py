@@ -1,7 +1,8 @@
 """Functions as hyperparameters: remembered by name, so that checkpoints hold plain text and no pickled code."""
 
+import difflib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 
@@ -23,12 +24,15 @@ def function_name(function: Callable[..., Any]) -> str:
     return name if found is function else f"<{name}: not importable>"
 
 
-def resolve_function(function: str | Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """A callable, or what a dotted name stands for.
+def resolve_function(
+    function: str | Callable[..., Any], argument: str, *, home: str | None = None
+) -> Callable[..., Any]:
+    """A callable, or what a name stands for.
 
     Args:
-        function: E.g. ``"rlhfkit.losses.cispo_loss"``, as in YAML.
+        function: E.g. ``"my_package.my_loss"``, as in YAML.
         argument: Name of the argument, for messages.
+        home: Package in which a name without a dot is looked up, e.g. ``"rlhfkit.losses"`` for ``"cispo_loss"``.
 
     Raises:
         ValueError: If nothing callable has that name.
@@ -40,10 +44,36 @@ def resolve_function(function: str | Callable[..., Any], argument: str) -> Calla
             f"{argument} was the function {function}, which a checkpoint cannot hold: pass it again, e.g. "
             f"load_from_checkpoint(..., {argument}=my_function), or define it at the top of a module"
         )
+    name = f"{home}.{function}" if home is not None and "." not in function else function
     try:
-        found = pkgutil.resolve_name(function)
+        found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{argument}={function!r} cannot be imported: {error}") from error
+        raise ValueError(f"{argument}={function!r} cannot be imported: {error}{_meant(name, home)}") from error
     if not callable(found):
         raise ValueError(f"{argument}={function!r} is a {type(found).__name__}, not a function")
     return cast(Callable[..., Any], found)
+
+
+def refuse_without_effect(given: Mapping[str, bool], beside: str) -> None:
+    """Raise if an argument was given that another one leaves without any effect.
+
+    Args:
+        given: By the name of an argument, whether it was given.
+        beside: The other one, as the user wrote it.
+
+    Raises:
+        ValueError: If any was.
+    """
+    names = [name for name, chosen in given.items() if chosen]
+    if names:
+        raise ValueError(f"{', '.join(names)} would have no effect beside {beside}: leave out the one or the other")
+
+
+def _meant(name: str, home: str | None) -> str:
+    """A hint where the name is nearly that of a public function of the home."""
+    if home is None or not name.startswith(f"{home}."):
+        return ""
+    public = pkgutil.resolve_name(home).__all__
+    asked = name.removeprefix(f"{home}.")
+    near = [each for each in public if each.startswith(f"{asked}_")] or difflib.get_close_matches(asked, public, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

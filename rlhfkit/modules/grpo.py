@@ -1,18 +1,16 @@
 """``GRPOModule``: group relative policy optimization (Shao et al., 2024, arXiv:2402.03300) and its relatives."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlhfkit.data.experience import Experience
-from rlhfkit.losses import AdvantageScale, discounted_returns, group_advantages, whiten
-from rlhfkit.modules.functions import function_name, resolve_function
-from rlhfkit.modules.on_policy import OnPolicyModule
-
-Estimator = Callable[[Tensor, Tensor], Tensor]
-"""Rewards (B,), NaN where missing, and group ids (B,) of a whole iteration to advantages (B,)."""
+from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss, discounted_returns, group_advantages, whiten
+from rlhfkit.modules.advantage_function import AdvantageFunction
+from rlhfkit.modules.functions import refuse_without_effect
+from rlhfkit.modules.on_policy import KLPlace, OnPolicyModule
 
 
 class GRPOModule(OnPolicyModule):
@@ -22,19 +20,22 @@ class GRPOModule(OnPolicyModule):
     that advantage on every token, plus an optional KL penalty towards the model it started from.
 
     Published relatives (Dr.GRPO, DAPO, RLOO, REINFORCE++, GSPO, CISPO ...) are other arguments, collected in
-    :mod:`rlhfkit.modules.presets`::
+    :mod:`rlhfkit.presets <rlhfkit.modules.presets>`::
 
         GRPOModule("Qwen/Qwen3-0.6B", **presets.CISPO)
-        GRPOModule("Qwen/Qwen3-0.6B", estimator=my_function_of_rewards_and_groups)
+        GRPOModule("Qwen/Qwen3-0.6B", advantages="rloo_advantages", policy_loss="sapo_loss")
 
-    Override :meth:`advantages` where the estimator needs more than rewards, and :meth:`loss` for another objective.
+    Override :meth:`loss` for an objective that is no policy loss.
 
     Args:
         model: Folder or hub name of the policy.
-        estimator: Advantage of each sample: a function of rewards (B,) and group ids (B,), or its dotted name;
-            ``None``: :func:`~rlhfkit.losses.group_advantages`.
+        advantages: As in :class:`OnPolicyModule`; ``None``: :func:`~rlhfkit.losses.group_advantages`. To what a
+            function of rewards and groups returns, ``gamma``, ``whiten_advantages`` and ``token_level_rewards`` are
+            applied as to that; what a function of the experience returns is used as it is.
         advantage_scale: What the centred reward is divided by: the standard deviation of its ``group``, of the
-            ``batch``, or ``none`` (Dr.GRPO, Liu et al., 2025, arXiv:2503.20783). Only for the estimator ``None``.
+            ``batch``, or ``none`` (Dr.GRPO, Liu et al., 2025, arXiv:2503.20783). Only without ``advantages``.
+        policy_loss: As in :class:`OnPolicyModule`. The default is DAPO's, whose clip (0.2 and 0.28) and aggregation
+            (``token-mean``) are TRL's and verl's recipes too; ``grpo_loss`` has those of the GRPO paper.
         gamma: Discount of later tokens' rewards, in [0, 1].
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1 (REINFORCE++).
         token_level_rewards: Where samples say which token earned what (``Sample.token_rewards``), the advantage of a
@@ -45,42 +46,55 @@ class GRPOModule(OnPolicyModule):
         ValueError: If an argument is out of range.
     """
 
+    usual_kl_place: ClassVar[KLPlace] = "sequence"
+
     def __init__(
         self,
         model: str,
         *,
-        estimator: str | Estimator | None = None,
+        advantages: str | Callable[..., Tensor] | None = None,
         advantage_scale: AdvantageScale = "group",
+        policy_loss: str | Callable[..., LossOutput] = dapo_loss,
         gamma: float = 1.0,
         whiten_advantages: bool = False,
         token_level_rewards: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, **kwargs)
+        super().__init__(model, advantages=advantages, policy_loss=policy_loss, **kwargs)
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale=advantage_scale)  # checks the scale
         if not 0.0 <= gamma <= 1.0:
             raise ValueError(f"gamma must be in [0, 1], got {gamma}")
-        if token_level_rewards and estimator is None and advantage_scale != "none":
+        if token_level_rewards and advantages is None and advantage_scale != "none":
             raise ValueError(
                 "token_level_rewards takes what was earned before a token from its sample's advantage, which has to be "
-                f"in units of the reward: advantage_scale={advantage_scale!r} has others, use 'none' or an estimator"
+                f"in units of the reward: advantage_scale={advantage_scale!r} has others, use 'none' or advantages=..."
             )
-        self._estimator: Estimator | None = None if estimator is None else resolve_function(estimator, "estimator")
-        self.hparams["estimator"] = None if self._estimator is None else function_name(self._estimator)
+        self._estimator: AdvantageFunction | None = None
+        given = self.advantage_function
+        if given is not None:
+            without_effect = {"advantage_scale": advantage_scale != "group"}
+            if not given.of_rewards:
+                without_effect |= {"gamma": gamma != 1.0, "whiten_advantages": whiten_advantages}
+                without_effect |= {"token_level_rewards": token_level_rewards}
+            refuse_without_effect(without_effect, f"advantages={given.name}")
+        if given is not None and given.of_rewards:
+            # A part of advantages(), which discounts and whitens, and not in its place.
+            self._estimator, self.advantage_function = given, None
 
-    def estimate(self, rewards: Tensor, group: Tensor) -> Tensor:
+    def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Advantage of each sample from rewards alone.
 
         Args:
             rewards: (B,), NaN where missing.
             group: (B,) int64, equal for samples of one prompt.
+            lengths: (B,) actions of each sample; 1 when ``None``.
 
         Returns:
             (B,).
         """
         if self._estimator is None:
             return group_advantages(rewards, group, scale=self.hparams["advantage_scale"])
-        return self._estimator(rewards, group)
+        return self._estimator.estimate(rewards, group, torch.ones_like(group) if lengths is None else lengths)
 
     def advantages(self, experience: Experience) -> Tensor:
         """Advantage of each sample or token; override it for an estimator that needs more than rewards and groups.
@@ -91,13 +105,12 @@ class GRPOModule(OnPolicyModule):
         Returns:
             (B,), or (B, T-1) when tokens differ; 0 where the reward is missing.
         """
-        scores = self.estimate(experience.rewards, experience.group)
-        in_reward = self.hparams["kl_coef"] and self.hparams["kl_in_reward"]
+        mask = experience.action_mask
+        scores = self.estimate(self.sample_rewards(experience), experience.group, mask.sum(-1))
         earned = experience.token_rewards if self.hparams["token_level_rewards"] else None
-        of_samples = earned is None and not in_reward and self.hparams["gamma"] == 1.0
+        of_samples = earned is None and self.kl_in_reward != "token" and self.hparams["gamma"] == 1.0
         if of_samples and not self.hparams["whiten_advantages"]:
             return scores
-        mask = experience.action_mask
         rewards = self.token_rewards(experience, scores, earned=earned)
         returns = discounted_returns(rewards, mask, gamma=self.hparams["gamma"])
         return whiten(returns, mask) if self.hparams["whiten_advantages"] else returns
@@ -111,6 +124,8 @@ class GRPOModule(OnPolicyModule):
         Raises:
             ValueError: If there is nothing to compare a sample with.
         """
+        if self.advantage_function is not None:
+            return  # it may not compare samples at all
         alone = self.estimate(torch.ones(1), torch.zeros(1, dtype=torch.int64))
         if group_size < 2 and not bool(alone.any()):
             raise ValueError(

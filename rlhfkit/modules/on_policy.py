@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,44 +18,57 @@ from rlhfkit.losses import (
     kl_estimate,
     kl_loss,
     masked_mean,
+    masked_sum,
     ppo_loss,
+    select,
     sum_losses,
     token_rewards,
 )
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.advantage_function import AdvantageFunction
 from rlhfkit.modules.mismatch import rollout_mismatch
+from rlhfkit.modules.policy_loss import PolicyLoss
 from rlhfkit.modules.pretraining import check_pretraining_data, pretraining_loss
 from rlhfkit.modules.rewarded import RewardedModule
 from rlhfkit.modules.routing import with_router_loss
 from rlhfkit.modules.trust import KLStop, pass_by
 
+KLPlace = Literal["token", "sequence"]
+"""Whose reward a KL penalty in the reward is subtracted from."""
+
 
 class OnPolicyModule(RewardedModule):
     """A policy that learns from its own samples.
 
-    A subclass says what the advantages are (:meth:`advantages`), or a function that is passed in. The loss is a
-    surrogate (PPO's unless told), plus a KL penalty towards the model it started from, an entropy bonus, and the
+    A subclass says what the advantages are (:meth:`advantages`), or a function that is passed in. The loss is a policy
+    loss (PPO's unless told), plus a KL penalty towards the model it started from, an entropy bonus, and the
     cross-entropy of other text, where asked for.
 
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default).
-        advantages: Your own estimator, in place of the subclass's: a function of the iteration's
-            :class:`~rlhfkit.data.Experience` that returns what :meth:`advantages` does, or its dotted name.
-        surrogate: The policy loss: a function of :mod:`rlhfkit.losses`, your own of the same form
+        advantages: Estimator in place of the subclass's: a function of the iteration's
+            :class:`~rlhfkit.data.Experience` that returns what :meth:`advantages` does, or one of rewards (B,) and
+            group ids (B,) such as those of :mod:`rlhfkit.losses`, see
+            :class:`~rlhfkit.modules.advantage_function.AdvantageFunction`; or its name: ``"rloo_advantages"``,
+            ``"my_package.my_function"``. It sees the rewards that are learned from: after penalties, normalisation and
+            clip, and minus the KL penalty of the whole answer where that is in the reward.
+        policy_loss: A function of :mod:`rlhfkit.losses`, your own of the same form
             ``(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, or
-            its dotted name.
-        surrogate_arguments: More keyword arguments of it.
-        clip_low: Passed to the surrogate: the ratio is clipped at 1 - clip_low from below (PPO's 0.2); ``None``: the
-            surrogate has no such argument, or keep its default.
-        clip_high: The ratio is clipped at 1 + clip_high from above (0.28: DAPO, Yu et al., 2025, arXiv:2503.14476).
-        aggregation: How token losses become one number (``token-mean``: DAPO and TRL's default); see
-            :func:`~rlhfkit.losses.aggregate`.
+            its name: ``"gspo_loss"``, ``"my_package.my_loss"``. It is given what its signature names, the engine's
+            ``rollout_logprobs`` or ``ref_logprobs`` too, and its own defaults hold unless another argument says
+            otherwise.
+        policy_loss_arguments: More keyword arguments of it.
+        clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
+        clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
+        aggregation: How token losses become one number, see :func:`~rlhfkit.losses.aggregate`; ``None``: the default of
+            the policy loss.
         max_length: Tokens; the constant of the ``constant-length`` aggregation.
         kl_coef: Weight of the KL penalty; 0 (TRL's default) loads no reference model.
-        kl_estimator: ``k1``, ``k2`` or ``k3`` (GRPO's); ``k1`` is usual in the reward.
+        kl_estimator: ``k1``, ``k2`` or ``k3``; ``None``: k1 in the reward (InstructGPT), k3 in the loss (GRPO). In the
+            loss k1 has a gradient of mean 0 and is refused, except with the ratio as its weight
+            (``policy_loss="grpo_loss", policy_loss_arguments={"kl_importance_weight": True}``).
         kl_target: Nats per token that the KL to the reference should have: after each iteration
             ``β *= 1 + clip(KL / target - 1, ±0.2) n / horizon`` for n samples (Ziegler et al., 2019, arXiv:1909.08593,
             section 2.2, whose KL is that of a whole answer); ``None``: ``kl_coef`` stays. ``policy/kl_coef`` is logged.
@@ -64,13 +77,17 @@ class OnPolicyModule(RewardedModule):
             update's tokens), that update and the later ones of the iteration leave it as it is, bitwise; the critic
             goes on, unless it shares the policy's trunk. 0.015 in Spinning Up; ``None``: never, as in OpenRLHF.
             ``policy/kl_stopped`` is the share of updates that were not made.
-        kl_in_reward: Subtract the penalty from the reward of each token (InstructGPT, OpenRLHF's default for PPO)
-            instead of adding it to the loss.
+        kl_in_reward: Subtract the penalty from the reward instead of adding it to the loss: ``token``, from the reward
+            of each token (InstructGPT, OpenRLHF's default for PPO), after any baseline of its sample; ``sequence``, the
+            answer's total from the reward of the sample, before the baseline (RLOO; TRL's, and verl's for all that
+            compare samples). ``True`` is the module's usual way, ``None`` its default: ``token`` for PPO, in the loss
+            for others.
         entropy_coef: Weight of an entropy bonus.
         ptx_coef: Weight of the cross-entropy of text that ``PromptDataModule(pretraining_data=...)`` mixes into every
             update (PTX: InstructGPT, Ouyang et al., 2022, arXiv:2203.02155, section 3.5; 0.05 in OpenRLHF).
         correction: Importance correction for what engine and trainer disagree on: a name of
-            :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
+            :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`. Not
+            for policy losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
         log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
         **kwargs: See :class:`RewardedModule` and :class:`PolicyModule`.
 
@@ -78,24 +95,29 @@ class OnPolicyModule(RewardedModule):
         ValueError: If an argument is out of range.
     """
 
+    kl_usually_in_reward: ClassVar[bool] = False
+    """Where the KL penalty goes unless ``kl_in_reward`` says it."""
+    usual_kl_place: ClassVar[KLPlace] = "token"
+    """What ``kl_in_reward=True`` means."""
+
     def __init__(
         self,
         model: str,
         *,
         lr: float = 1e-6,
-        advantages: str | Callable[[Experience], Tensor] | None = None,
-        surrogate: str | Callable[..., LossOutput] = ppo_loss,
-        surrogate_arguments: Mapping[str, Any] | None = None,
-        clip_low: float | None = 0.2,
-        clip_high: float | None = 0.28,
-        aggregation: Aggregation = "token-mean",
+        advantages: str | Callable[..., Tensor] | None = None,
+        policy_loss: str | Callable[..., LossOutput] = ppo_loss,
+        policy_loss_arguments: Mapping[str, Any] | None = None,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+        aggregation: Aggregation | None = None,
         max_length: int | None = None,
         kl_coef: float = 0.0,
-        kl_estimator: KLEstimator = "k3",
+        kl_estimator: KLEstimator | None = None,
         kl_target: float | None = None,
         kl_horizon: int = 10000,
         kl_stop: float | None = None,
-        kl_in_reward: bool = False,
+        kl_in_reward: bool | KLPlace | None = None,
         entropy_coef: float = 0.0,
         ptx_coef: float = 0.0,
         correction: str | Mapping[str, Any] | None = None,
@@ -105,15 +127,23 @@ class OnPolicyModule(RewardedModule):
         super().__init__(model, lr=lr, **kwargs)
         # Not read from hparams: a subclass may well have a hyperparameter of that name for a bonus of its own.
         self.entropy_coef = entropy_coef
-        self._advantages = None if advantages is None else resolve_function(advantages, "advantages")
-        self.hparams["advantages"] = None if self._advantages is None else function_name(self._advantages)
-        self.surrogate = resolve_function(surrogate, "surrogate")
-        self.hparams["surrogate"] = function_name(self.surrogate)
-        clips = {"clip_low": clip_low, "clip_high": clip_high}
-        self.surrogate_arguments = {name: value for name, value in clips.items() if value is not None}
-        self.surrogate_arguments |= dict(surrogate_arguments or {})
+        self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
+        """What takes the place of :meth:`advantages`."""
+        self.hparams["advantages"] = None if self.advantage_function is None else self.advantage_function.name
+        self.policy_loss = PolicyLoss(
+            policy_loss,
+            policy_loss_arguments,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            aggregation=aggregation,
+            max_length=max_length,
+        )
+        self.hparams["policy_loss"] = self.policy_loss.name
         if kl_coef < 0:
             raise ValueError(f"kl_coef must be 0 (no reference model) or more, got {kl_coef}")
+        self.kl_in_reward = self._kl_place(kl_coef, kl_in_reward)
+        """From what the KL penalty is subtracted; ``None``: it is in the loss, or there is none."""
+        self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")
         if kl_target is not None and (kl_target <= 0 or not kl_coef):
             raise ValueError(f"kl_target={kl_target} must be positive, and needs a positive kl_coef to start from")
         if kl_horizon < 1:
@@ -126,14 +156,45 @@ class OnPolicyModule(RewardedModule):
         if isinstance(correction, str) and correction not in CORRECTION_PRESETS:
             raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, got {correction!r}")
         self.correction = CORRECTION_PRESETS[correction] if isinstance(correction, str) else correction
+        self._check_combinations()
         self._check_loss()
+
+    def _kl_place(self, kl_coef: float, kl_in_reward: bool | KLPlace | None) -> KLPlace | None:
+        if kl_in_reward not in (None, True, False, *get_args(KLPlace)):
+            raise ValueError(
+                f"kl_in_reward must be true, false, {' or '.join(map(repr, get_args(KLPlace)))}, got {kl_in_reward!r}"
+            )
+        if kl_in_reward and not kl_coef:
+            raise ValueError(
+                f"kl_in_reward={kl_in_reward!r} says where the KL penalty goes, and kl_coef=0 that there is none: give "
+                "a kl_coef (0.01 in OpenRLHF's PPO, 0.05 in TRL's RLOO) or leave kl_in_reward out"
+            )
+        wanted = self.kl_usually_in_reward if kl_in_reward is None else kl_in_reward
+        if not wanted or not kl_coef:
+            return None
+        return self.usual_kl_place if wanted is True else wanted
+
+    def _check_combinations(self) -> None:
+        """Refuse arguments of which one would silently have no effect, or a wrong one."""
+        in_loss = bool(self.kl_coef) and self.kl_in_reward is None
+        weighted = self.policy_loss.penalizes_kl and self.policy_loss.arguments.get("kl_importance_weight")
+        if in_loss and self.kl_estimator == "k1" and not weighted:
+            raise ValueError(
+                "kl_estimator='k1' in the loss has a gradient of mean 0, which is noise and no penalty: use 'k2' or "
+                "'k3', or kl_in_reward=True, or policy_loss='grpo_loss' with "
+                "policy_loss_arguments={'kl_importance_weight': True}"
+            )
+        if self.correction is not None and self.policy_loss.takes("rollout_logprobs"):
+            raise ValueError(
+                f"{self.policy_loss.name} is given the engine's log-probs and accounts for them itself, so that a "
+                "correction would count them twice: leave correction out, or take another policy_loss"
+            )
+        if self.correction is not None and not self.policy_loss.takes("weights"):
+            raise ValueError(f"{self.policy_loss.name} takes no weights, which a correction consists of")
 
     def _check_loss(self) -> None:
         """Evaluate the loss of one token: every bad knob shows here, not an hour into the run."""
         probe = torch.zeros(1, 1)
-        given = {"log_entropy", "entropy_coef", "kl_coef"} & {*self.surrogate_arguments}
-        if given:
-            raise ValueError(f"{', '.join(sorted(given))} belong to the module, not into surrogate_arguments")
         batch = Experience(
             input_ids=torch.zeros(1, 2, dtype=torch.int64),
             attention_mask=torch.ones(1, 2, dtype=torch.bool),
@@ -151,7 +212,7 @@ class OnPolicyModule(RewardedModule):
         try:
             OnPolicyModule.loss(self, batch, PolicyOutput(probe, probe))
         except TypeError as error:
-            raise ValueError(f"{self.hparams['surrogate']} does not take what it is given: {error}") from error
+            raise ValueError(f"{self.policy_loss.name} does not take what it is given: {error}") from error
 
     def build_policy(self) -> nn.Module:
         """Load the policy without dropout: the ratio compares it with itself, which dropout would make noise."""
@@ -167,8 +228,7 @@ class OnPolicyModule(RewardedModule):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether :meth:`advantages` needs log-probs before the iteration of all samples, the first update's too."""
-        in_reward = self.needs_reference and bool(self.hparams["kl_in_reward"])
-        return in_reward or self.hparams["kl_target"] is not None
+        return self.kl_in_reward is not None or self.hparams["kl_target"] is not None
 
     # ------------------------------------------------------------------ one iteration
 
@@ -213,7 +273,10 @@ class OnPolicyModule(RewardedModule):
             experience = dataclasses.replace(experience, old_logprobs=old_logprobs)
         if self.needs_reference:
             experience = dataclasses.replace(experience, ref_logprobs=self.reference_logprobs(experience))
-        advantages = (self._advantages or self.advantages)(experience)
+        if self.advantage_function is None:
+            advantages = self.advantages(experience)
+        else:
+            advantages = self.advantage_function(experience, self._penalized(experience))
         if advantages.dim() == 1:
             advantages = advantages[:, None].expand_as(experience.action_mask)
         if self.hparams["kl_target"] is not None:
@@ -249,8 +312,21 @@ class OnPolicyModule(RewardedModule):
         with self.reference_model() as reference:
             return self.sharded_logprobs(reference, experience)
 
+    def sample_rewards(self, experience: Experience) -> Tensor:
+        """(B,) rewards, minus the KL penalty of the whole answer where that is subtracted from the sample's reward.
+
+        Args:
+            experience: B sequences.
+        """
+        return self._penalized(experience) if self.kl_in_reward == "sequence" else experience.rewards
+
+    def _penalized(self, experience: Experience) -> Tensor:
+        if self.kl_in_reward is None:
+            return experience.rewards
+        return experience.rewards - self.kl_coef * masked_sum(self._kl(experience), experience.action_mask, -1)
+
     def token_rewards(self, experience: Experience, rewards: Tensor, *, earned: Tensor | None = None) -> Tensor:
-        """Rewards per token: the sample's on its last action, and the KL penalty on each where it is in the reward.
+        """Rewards per token: the sample's on its last action, and the KL penalty on each where it is subtracted there.
 
         Args:
             experience: B sequences.
@@ -261,7 +337,7 @@ class OnPolicyModule(RewardedModule):
             (B, T-1); 0 outside the mask.
         """
         kl, kl_coef = None, 0.0
-        if self.needs_reference and self.hparams["kl_in_reward"]:
+        if self.kl_in_reward == "token":
             kl, kl_coef = self._kl(experience), self.kl_coef
         return token_rewards(rewards, experience.action_mask, kl=kl, kl_coef=kl_coef, earned=earned)
 
@@ -272,7 +348,7 @@ class OnPolicyModule(RewardedModule):
         return kl_estimate(
             experience.old_logprobs,
             experience.ref_logprobs,
-            estimator=self.hparams["kl_estimator"],
+            estimator=self.kl_estimator,
             mask=experience.action_mask,
         )
 
@@ -300,26 +376,23 @@ class OnPolicyModule(RewardedModule):
             out: What the current policy says about them.
         """
         assert batch.advantages is not None
-        mask, old = batch.action_mask, self.old_logprobs(batch, out)
-        by_tokens = self.hparams["aggregation"] == "token-mean"
-        sizes: dict[str, Any] = {
-            "aggregation": self.hparams["aggregation"],
-            "denominator": batch.token_denominator if by_tokens else batch.sequence_denominator,
-            "max_length": self.hparams["max_length"],
+        mask, old, sizes = batch.action_mask, self.old_logprobs(batch, out), self.reduction(batch)
+        offered: dict[str, Any] = {
+            "weights": None,
+            "rollout_logprobs": batch.rollout_logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            "denominator": sizes["denominator"],
         }
-        weights: Tensor | None = None
         measured: Mapping[str, Tensor] = {}
         if self.correction is not None:
-            weights, _, measured = importance_weights(old, batch.rollout_logprobs, mask, **self.correction)
-        parts = [
-            self.surrogate(
-                out.logprobs, old, batch.advantages, mask, weights=weights, **sizes, **self.surrogate_arguments
-            )
-        ]
-        if batch.ref_logprobs is not None:
-            coef = 0.0 if self.hparams["kl_in_reward"] else self.kl_coef
-            estimator = self.hparams["kl_estimator"]
-            parts.append(kl_loss(out.logprobs, batch.ref_logprobs, mask, coef=coef, estimator=estimator, **sizes))
+            offered["weights"], measured = self._correction_weights(batch, old)
+        kl_coef = 0.0 if batch.ref_logprobs is None or self.kl_in_reward is not None else self.kl_coef
+        if self.policy_loss.penalizes_kl:
+            offered |= {"kl_coef": kl_coef, "kl_estimator": self.kl_estimator}
+        parts = [self.policy_loss(out.logprobs, old, batch.advantages, mask, **offered)]
+        if batch.ref_logprobs is not None and not self.policy_loss.penalizes_kl:
+            kl = kl_loss(out.logprobs, batch.ref_logprobs, mask, coef=kl_coef, estimator=self.kl_estimator, **sizes)
+            parts.append(kl)
         if self.entropy_coef:
             assert out.entropy is not None
             parts.append(entropy_bonus(out.entropy, mask, coef=self.entropy_coef, **sizes))
@@ -327,6 +400,31 @@ class OnPolicyModule(RewardedModule):
         if self.hparams["kl_target"] is not None:
             measured = {**measured, "policy/kl_coef": torch.tensor(self.kl_coef)}
         return LossOutput(result.loss, {**result.metrics, **measured})
+
+    def reduction(self, batch: Experience) -> dict[str, Any]:
+        """How the terms of the loss become one number: arguments of :func:`~rlhfkit.losses.aggregate`.
+
+        Args:
+            batch: Knows the counts of its whole optimizer step.
+        """
+        by_tokens = self.policy_loss.aggregation == "token-mean"
+        return {
+            "aggregation": self.policy_loss.aggregation,
+            "denominator": batch.token_denominator if by_tokens else batch.sequence_denominator,
+            "max_length": self.hparams["max_length"],
+        }
+
+    def _correction_weights(self, batch: Experience, old: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Importance weights of tokens (B, T-1), or of sequences (B, 1), and their metrics."""
+        assert self.correction is not None
+        mask = batch.action_mask
+        weights, _, measured = importance_weights(old, batch.rollout_logprobs, mask, **self.correction)
+        levels = {self.correction.get("level", "token"), self.correction.get("reject_level") or "sequence"}
+        if "token" not in levels:
+            # One number for each sequence, not the same one on every token: VESPO takes the product of a sequence's.
+            weights = select(weights, mask, fill=-torch.inf).amax(-1, keepdim=True)
+            weights = select(weights, mask.any(-1, keepdim=True), fill=1.0)
+        return weights, measured
 
     @staticmethod
     def old_logprobs(batch: Experience, out: PolicyOutput) -> Tensor:

@@ -11,6 +11,7 @@ from rlhfkit.data.experience import Experience
 from rlhfkit.losses import (
     LossOutput,
     aggregate,
+    dapo_loss,
     discounted_returns,
     logits_logprobs,
     on_policy_distillation_advantages,
@@ -18,7 +19,7 @@ from rlhfkit.losses import (
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import PolicyOutput
 from rlhfkit.models.comparison import compare_logits, teacher_logits
-from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.functions import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.grpo import GRPOModule
 from rlhfkit.modules.teacher import load_teacher
 
@@ -53,7 +54,7 @@ class OnPolicyDistillationModule(GRPOModule):
     """A policy that becomes a teacher where it goes itself: on samples of its own, unlike :class:`DistillationModule`.
 
     Without a ``divergence`` the teacher is a critic of tokens: the advantage of each is ``log q - log p``, minus the
-    one-sample reverse KL of student p to teacher q, and the loss is the surrogate of :class:`OnPolicyModule` (Lu and
+    one-sample reverse KL of student p to teacher q, and the loss is the policy loss of :class:`GRPOModule` (Lu and
     Thinking Machines Lab, "On-Policy Distillation", 2025). With one, whole next-token distributions are compared at
     each sampled token (GKD, Agarwal et al., 2023, arXiv:2306.13649), with less noise and one more output layer to
     compute. Student and teacher must have the same tokens; both are compared at the temperature of sampling.
@@ -80,7 +81,9 @@ class OnPolicyDistillationModule(GRPOModule):
         top_k: Compare the teacher's K likeliest tokens only; all when ``None``. Only with a ``divergence``.
         remainder: What becomes of the others: ``bucket`` makes them one category, ``renormalize`` leaves them out.
         chunk_size: Sampled tokens whose logits exist at a time, with a ``divergence``; changes memory and speed only.
-        **kwargs: See :class:`GRPOModule`.
+        **kwargs: See :class:`GRPOModule`. What would have no effect is refused: without a ``reward_coef`` all that
+            belongs to the reward's advantage, and with a ``divergence`` then also ``policy_loss``, its knobs, and
+            ``correction``.
 
     Raises:
         ValueError: If an argument is out of range; when the models are loaded, if their tokens differ.
@@ -115,10 +118,14 @@ class OnPolicyDistillationModule(GRPOModule):
             raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
         if divergence is None and top_k is not None:
             raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
-        if self._advantages is not None:
-            raise ValueError("advantages=... would take the place of the teacher's; for the reward's use estimator=...")
-        if self.needs_reference and self.hparams["kl_in_reward"] and not reward_coef:
+        if self.advantage_function is not None:
+            raise ValueError(
+                "advantages=... of the whole experience would take the place of the teacher's; for the reward's give a "
+                "function of rewards and groups"
+            )
+        if self.kl_in_reward is not None and not reward_coef:
             raise ValueError("kl_in_reward needs a reward_coef, or the penalty is lost: use kl_in_reward=False")
+        self._check_effects(divergence)
         named = divergence is None or (isinstance(divergence, str) and "." not in divergence)
         self.divergence: Any = divergence
         if not named:
@@ -128,6 +135,31 @@ class OnPolicyDistillationModule(GRPOModule):
         if divergence is not None:
             rows = torch.zeros(1, max(top_k or 0, 2))
             self.compare(rows, rows, 1.0)  # shows every bad knob here, not an hour into the run
+
+    def _check_effects(self, divergence: object) -> None:
+        """Refuse what a divergence, or the absence of a reward, would leave without any effect."""
+        hparams, rewarded = self.hparams, bool(self.hparams["reward_coef"])
+        if divergence is not None:
+            # Whole distributions are compared: no advantage of tokens, and without a reward no policy loss either.
+            given = {"distillation_gamma": hparams["distillation_gamma"] != 0.0}
+            if not rewarded:
+                given |= {
+                    "policy_loss": self.policy_loss.function is not dapo_loss,
+                    "policy_loss_arguments": bool(hparams["policy_loss_arguments"]),
+                    "clip_low": hparams["clip_low"] is not None,
+                    "clip_high": hparams["clip_high"] is not None,
+                    "correction": self.correction is not None,
+                }
+            refuse_without_effect(given, f"divergence={divergence!r}" + ("" if rewarded else " without a reward_coef"))
+        if not rewarded:
+            of_rewards = {
+                "advantages": self._estimator is not None,
+                "advantage_scale": hparams["advantage_scale"] != "group",
+                "gamma": hparams["gamma"] != 1.0,
+                "whiten_advantages": hparams["whiten_advantages"],
+                "token_level_rewards": hparams["token_level_rewards"],
+            }
+            refuse_without_effect(of_rewards, "reward_coef=0, they belong to the reward's advantage")
 
     def configure_model(self) -> None:
         """Build the student, its reference if the KL penalty needs one, and the teacher."""
@@ -255,13 +287,9 @@ class OnPolicyDistillationModule(GRPOModule):
             assert batch.teacher_logprobs is not None
             gap = (self.old_logprobs(batch, out) - batch.teacher_logprobs).where(mask, 0.0)
             return LossOutput(base.loss, {**base.metrics, "distillation/reverse_kl": self.token_mean(gap, batch)})
-        by_tokens = self.hparams["aggregation"] == "token-mean"
+        sizes = self.reduction(batch)
         divergence = aggregate(
-            out.divergence,
-            mask,
-            self.hparams["aggregation"],
-            batch.token_denominator if by_tokens else batch.sequence_denominator,
-            max_length=self.hparams["max_length"],
+            out.divergence, mask, sizes["aggregation"], sizes["denominator"], max_length=sizes["max_length"]
         )
         mean = self.token_mean(out.divergence.detach(), batch)
         loss = base.loss + self.hparams["distillation_coef"] * divergence

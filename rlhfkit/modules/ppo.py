@@ -1,13 +1,13 @@
 """``PPOModule``: proximal policy optimisation with a critic (Schulman et al., 2017; Ouyang et al., 2022)."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.experience import Experience
-from rlhfkit.losses import KLEstimator, LossOutput, RewardMoments, gae, normalize_rewards, value_loss, whiten
+from rlhfkit.losses import LossOutput, RewardMoments, gae, normalize_rewards, value_loss, whiten
 from rlhfkit.models import PolicyOutput, policy_output, unwrap
 from rlhfkit.models.forward import VALUE_HEAD
 from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
@@ -47,10 +47,8 @@ class PPOModule(OnPolicyModule):
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1.
         critic_warmup_steps: Optimizer steps in which only the critic learns; the policy and its optimizer state stay
             bitwise as they are.
-        clip_high: As in :class:`OnPolicyModule` (PPO's 0.2).
-        kl_coef: As in :class:`OnPolicyModule` (0.01: OpenRLHF's default).
-        kl_estimator: As in :class:`OnPolicyModule` (k1: InstructGPT's).
-        kl_in_reward: As in :class:`OnPolicyModule`.
+        kl_coef: As in :class:`OnPolicyModule` (0.01: OpenRLHF's default), in the reward of each token unless
+            ``kl_in_reward`` says otherwise.
         **kwargs: See :class:`OnPolicyModule`, :class:`RewardedModule` and :class:`PolicyModule`.
 
     Raises:
@@ -58,6 +56,7 @@ class PPOModule(OnPolicyModule):
     """
 
     critic: nn.Module
+    kl_usually_in_reward: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,20 +73,10 @@ class PPOModule(OnPolicyModule):
         normalize_values: bool = False,
         whiten_advantages: bool = True,
         critic_warmup_steps: int = 0,
-        clip_high: float | None = 0.2,
         kl_coef: float = 0.01,
-        kl_estimator: KLEstimator = "k1",
-        kl_in_reward: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            model,
-            clip_high=clip_high,
-            kl_coef=kl_coef,
-            kl_estimator=kl_estimator,
-            kl_in_reward=kl_in_reward,
-            **kwargs,
-        )
+        super().__init__(model, kl_coef=kl_coef, **kwargs)
         for name, rate in {"critic_lr": critic_lr, "value_coef": value_coef}.items():
             if rate <= 0:
                 raise ValueError(f"{name} must be positive, got {rate}")
@@ -188,7 +177,7 @@ class PPOModule(OnPolicyModule):
 
     def _gae(self, experience: Experience, lam: float) -> tuple[Tensor, Tensor]:
         assert experience.values is not None
-        rewards = self.token_rewards(experience, experience.rewards, earned=experience.token_rewards)
+        rewards = self.token_rewards(experience, self.sample_rewards(experience), earned=experience.token_rewards)
         return gae(rewards, experience.values, experience.action_mask, gamma=self.hparams["gamma"], lam=lam)
 
     def value_output(self, batch: Experience) -> Tensor:

@@ -208,9 +208,9 @@ def test_verl_policy_losses(name):
     elif kind == "cispo":
         output = cispo_loss(*inputs, ratio_min=0.8, ratio_max=1.28, **reduction)
     elif kind == "gpg" and mode == "token-mean":
-        output = gpg_loss(leaf, inputs[2], mask)
+        output = gpg_loss(*inputs)
     elif kind == "gpg":
-        output = reinforce_loss(leaf, inputs[2], mask, **reduction)
+        output = reinforce_loss(*inputs, **reduction)
     elif kind == "gspo":
         # Quirk: verl's GSPO averages over tokens first, whatever aggregation is asked for.
         output = gspo_loss(*inputs, clip_low=0.2, clip_high=0.28)
@@ -279,7 +279,8 @@ def test_molt_policy_losses(name):
 
 def test_prime_rl_dppo():
     leaf = FIELD_INPUTS["new"].clone().requires_grad_()
-    output = dppo_loss(leaf, FIELD_INPUTS["rollout"], FIELD_INPUTS["adv_seq"], FIELD_INPUTS["mask"], denominator=1.0)
+    inputs = leaf, FIELD_INPUTS["old"], FIELD_INPUTS["adv_seq"], FIELD_INPUTS["mask"]
+    output = dppo_loss(*inputs, rollout_logprobs=FIELD_INPUTS["rollout"], denominator=1.0)
     check(output, leaf, FIELD["prime_rl"]["dppo_default(mask .2/.2, kl_tau 1e-3, adv_tau 1)"])
 
 
@@ -291,9 +292,10 @@ def test_prime_rl_on_policy_distillation():
     dropped = leaf.detach().exp() - FIELD_INPUTS["rollout"].exp() < -0.2
     output = dppo_loss(
         leaf,
-        FIELD_INPUTS["rollout"],
+        FIELD_INPUTS["old"],
         torch.where(dropped, 0.0, advantages),
         mask,
+        rollout_logprobs=FIELD_INPUTS["rollout"],
         mask_low=1.0,
         mask_high=1.0,
         denominator=1.0,
@@ -309,7 +311,7 @@ def test_areal_losses():
     gspo = gspo_loss(*inputs, clip_low=0.2, clip_high=0.2, aggregation="token-mean")
     check(gspo, leaf, areal["gspo(seq) eps .2"])
     # The case leaves the proximal policy equal to the one that sampled, so the weights are 1.
-    decoupled = decoupled_ppo_loss(leaf, inputs[1], inputs[1], *inputs[2:], dual_clip=3.0)
+    decoupled = decoupled_ppo_loss(*inputs, rollout_logprobs=inputs[1], dual_clip=3.0)
     check(decoupled, leaf, areal["decoupled_ppo(no rs) eps .2 c 3"])
 
 

@@ -12,7 +12,8 @@ def test_reinforce_estimates_the_gradient_of_the_expected_reward():
     logprobs = logits.log_softmax(-1)
     expected = gradient(-(logprobs.exp() * reward).sum(), logits)
     # All six one-token answers, each weighted with its probability.
-    loss = reinforce_loss(logprobs[:, None], reward, torch.ones(6, 1), weights=logprobs.exp(), denominator=1.0).loss
+    inputs = logprobs[:, None], logprobs[:, None], reward, torch.ones(6, 1)
+    loss = reinforce_loss(*inputs, weights=logprobs.exp(), denominator=1.0).loss
     torch.testing.assert_close(gradient(loss, logits), expected)
 
 
@@ -23,15 +24,17 @@ def test_reinforce_with_importance_weights_is_unbiased_off_policy():
     expected = gradient(-(logprobs.exp() * reward).sum(), logits)
     correction = importance_weights(logprobs[:, None], behaviour[:, None], mask, mode="none", high=None)
     weights = correction.weights[:, 0] * behaviour.exp()
-    loss = reinforce_loss(logprobs[:, None], reward, mask, weights=weights, denominator=1.0).loss
+    inputs = logprobs[:, None], behaviour[:, None], reward, mask
+    loss = reinforce_loss(*inputs, weights=weights, denominator=1.0).loss
     torch.testing.assert_close(gradient(loss, logits), expected)
 
 
 def test_gpg_is_reinforce_over_tokens():
     batch = policy_batch()
-    got = gpg_loss(batch.logprobs, batch.advantages, batch.mask).loss
+    got = gpg_loss(*batch)
     expected = -(batch.advantages * batch.logprobs)[batch.mask].mean()
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got.loss, expected)
+    assert torch.equal(got.metrics["policy/approx_kl"], ppo_loss(*batch).metrics["policy/approx_kl"])
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens_at_the_bound():

@@ -31,14 +31,6 @@ from rlhfkit.losses import (
 from .policy_cases import Batch, gradient, policy_batch
 
 
-def reinforce(logprobs, old_logprobs, advantages, mask, **knobs):
-    return reinforce_loss(logprobs, advantages, mask, **knobs)
-
-
-def gpg(logprobs, old_logprobs, advantages, mask, **knobs):
-    return gpg_loss(logprobs, advantages, mask, **knobs)
-
-
 def other_policy(logprobs, shift):
     """Log-probs of yet another policy, without rounding them to half precision."""
     return (logprobs.float() if logprobs.dtype.itemsize < 4 else logprobs) - shift
@@ -46,7 +38,13 @@ def other_policy(logprobs, shift):
 
 def decoupled(logprobs, old_logprobs, advantages, mask, **knobs):
     rollout = other_policy(old_logprobs, 0.05)
-    return decoupled_ppo_loss(logprobs, old_logprobs, rollout, advantages, mask, **knobs)
+    return decoupled_ppo_loss(logprobs, old_logprobs, advantages, mask, rollout_logprobs=rollout, **knobs)
+
+
+def dppo(logprobs, old_logprobs, advantages, mask, **knobs):
+    # Its ratio is to the policy that sampled, which the properties move as the old one.
+    before = other_policy(old_logprobs, 0.05)
+    return dppo_loss(logprobs, before, advantages, mask, rollout_logprobs=old_logprobs, **knobs)
 
 
 def grpo_with_kl(logprobs, old_logprobs, advantages, mask, **knobs):
@@ -85,9 +83,9 @@ LOSSES = {
     "vespo": vespo_loss,
     "cispo": cispo_loss,
     "sapo": sapo_loss,
-    "reinforce": reinforce,
-    "gpg": gpg,
-    "dppo": dppo_loss,
+    "reinforce": reinforce_loss,
+    "gpg": gpg_loss,
+    "dppo": dppo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
@@ -251,8 +249,6 @@ def test_compiles_without_graph_breaks(name):
 @pytest.mark.parametrize("argument", range(4))
 def test_shapes_that_do_not_fit_raise(name, argument):
     batch = list(policy_batch(10))
-    if name in {"reinforce", "gpg"} and argument == 1:
-        argument = 0  # they have no old log-probs
     batch[argument] = batch[argument][:, :-1]
     with pytest.raises(ValueError, match=r"shape|one value per sequence"):
         LOSSES[name](*batch)

@@ -9,7 +9,7 @@ from .policy_cases import gradient, policy_batch
 def test_decoupled_ppo_is_ppo_around_the_proximal_policy_weighted_to_the_behaviour_policy():
     batch = policy_batch().leaf()
     rollout = batch.old_logprobs + 0.5 * torch.randn(5, 7, dtype=torch.float64)
-    got = decoupled_ppo_loss(batch.logprobs, batch.old_logprobs, rollout, *batch[2:], high=1.5, clip_high=0.28)
+    got = decoupled_ppo_loss(*batch, rollout_logprobs=rollout, high=1.5, clip_high=0.28)
     weight = torch.exp(batch.old_logprobs - rollout)
     weight = torch.where(weight > 1.5, 0.0, weight)
     expected = ppo_loss(*batch, clip_high=0.28, weights=weight)
@@ -25,7 +25,8 @@ def test_dppo_drops_by_the_difference_of_probabilities_and_only_in_the_direction
     behaviour = torch.tensor([[0.6, 0.001, 0.6, 0.6]], dtype=torch.float64)
     logprobs = policy.log().requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
-    output = dppo_loss(logprobs, behaviour.log(), advantages, torch.ones(1, 4), log_ratio_coef=0.0, denominator=1.0)
+    inputs = logprobs, logprobs.detach(), advantages, torch.ones(1, 4)
+    output = dppo_loss(*inputs, rollout_logprobs=behaviour.log(), log_ratio_coef=0.0, denominator=1.0)
     # The rare token's ratio is 20 and its difference 0.019: PPO would clip it, this does not.
     expected = torch.tensor([[0.0, -20.0, 0.0, -0.5]], dtype=torch.float64)
     torch.testing.assert_close(gradient(output.loss, logprobs), expected)
@@ -36,7 +37,8 @@ def test_dppo_drops_by_the_difference_of_probabilities_and_only_in_the_direction
 
 def test_dppo_pulls_dropped_tokens_back():
     logprobs = torch.tensor([[-0.1]], dtype=torch.float64, requires_grad=True)
-    output = dppo_loss(logprobs, torch.tensor([[-1.1]]), torch.ones(1), torch.ones(1, 1), log_ratio_coef=0.5)
+    inputs = logprobs, logprobs.detach(), torch.ones(1), torch.ones(1, 1)
+    output = dppo_loss(*inputs, rollout_logprobs=torch.tensor([[-1.1]]), log_ratio_coef=0.5)
     assert output.metrics["policy/clip_fraction"].item() == 1.0
     assert gradient(output.loss, logprobs).item() == pytest.approx(2 * 0.5 * 1.0)
 
@@ -94,8 +96,8 @@ def test_at_least_one_token_is_always_penalised():
 @pytest.mark.parametrize(
     ("loss", "arguments", "message"),
     [
-        (dppo_loss, {"mask_low": 1.5}, "probabilities"),
-        (dppo_loss, {"log_ratio_coef": -1.0}, "log_ratio_coef"),
+        (dppo_loss, {"mask_low": 1.5, "rollout_logprobs": torch.zeros(5, 7)}, "probabilities"),
+        (dppo_loss, {"log_ratio_coef": -1.0, "rollout_logprobs": torch.zeros(5, 7)}, "log_ratio_coef"),
         (clip_cov_loss, {"fraction": 0.0}, "fraction"),
         (clip_cov_loss, {"covariance_low": 5.0}, "covariance_low < covariance_high"),
         (clip_cov_loss, {"priority": torch.rand(5)}, "priority"),

@@ -1,5 +1,6 @@
 """Knobs of modules that learn from their own samples, against the loss functions called by hand."""
 
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -10,27 +11,32 @@ import torch
 from rl_runs import digits, setup_run
 from torch import Tensor
 
-from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
+import rlhfkit.losses
+from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec, presets
 from rlhfkit.data import Experience
 from rlhfkit.losses import (
     LossOutput,
+    decoupled_ppo_loss,
     discounted_returns,
+    dppo_loss,
     dr_grpo_loss,
     entropy_bonus,
+    gpg_advantages,
+    gpg_loss,
     group_advantages,
     grpo_loss,
     gspo_loss,
     importance_weights,
     kl_estimate,
+    opo_advantages,
     ppo_loss,
     rloo_advantages,
-    sapo_loss,
+    rloo_loss,
     token_rewards,
     whiten,
 )
 from rlhfkit.losses import cispo_loss as lifted_cispo_loss
 from rlhfkit.models import PolicyOutput
-from rlhfkit.modules import presets
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy import OnPolicyModule
 
@@ -91,13 +97,14 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
         case "dr_grpo":
             centred = group_advantages(rewards, group, scale="none")
             return dr_grpo_loss(logprobs, old, centred, mask, max_length=6, denominator=sequences).loss
+        case "gpg":
+            return gpg_loss(logprobs, old, gpg_advantages(rewards, group), mask, denominator=tokens).loss
         case "dapo":
             return ppo_loss(logprobs, old, standard, mask, clip_high=0.28, denominator=tokens).loss
         case "rloo":
-            leave_one_out = token_rewards(rloo_advantages(rewards, group), mask, kl=k1, kl_coef=0.05)
-            kinds: Any = {"ratio_level": "sequence-sum", "aggregation": "sequence-mean-token-mean"}
-            returns = discounted_returns(leave_one_out, mask)
-            return ppo_loss(logprobs, old, returns, mask, denominator=sequences, **kinds).loss
+            penalised = rewards - 0.05 * (k1 * mask).sum(-1)
+            others = [penalised[rows].sum() - penalised[rows] for rows in (slice(3), slice(3, 6))]
+            return rloo_loss(logprobs, old, penalised - torch.cat(others) / 2, mask, denominator=sequences).loss
         case "reinforce++":
             returns = discounted_returns(token_rewards(rewards, mask, kl=k1, kl_coef=0.01), mask)
             return ppo_loss(logprobs, old, whiten(returns, mask), mask, denominator=tokens).loss
@@ -109,8 +116,17 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
             return gspo_loss(logprobs, old, standard, mask, denominator=sequences).loss
         case "cispo":
             return lifted_cispo_loss(logprobs, old, standard, mask, ratio_max=5.0, denominator=tokens).loss
-        case "sapo":
-            return sapo_loss(logprobs, old, standard, mask, denominator=sequences).loss
+        case "sapo" | "luspo" | "gmpo":
+            return getattr(rlhfkit.losses, f"{name}_loss")(logprobs, old, standard, mask, denominator=sequences).loss
+        case "vespo" | "clip_cov" | "kl_cov":
+            return getattr(rlhfkit.losses, f"{name}_loss")(logprobs, old, standard, mask, denominator=tokens).loss
+        case "dppo":
+            knobs = {"rollout_logprobs": batch.rollout_logprobs, "denominator": tokens}
+            return dppo_loss(logprobs, old, group_advantages(rewards, group, scale="none"), mask, **knobs).loss
+        case "decoupled_ppo":
+            knobs = {"rollout_logprobs": batch.rollout_logprobs, "denominator": tokens}
+            whitened = whiten(rewards[:, None].expand_as(mask), mask)
+            return decoupled_ppo_loss(logprobs, old, whitened, mask, **knobs).loss
     raise AssertionError(name)
 
 
@@ -124,8 +140,10 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
         batch.ref_logprobs, reference = None, batch.ref_logprobs
     logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
     logprobs.requires_grad_()
+    torch.manual_seed(0)  # Clip-Cov draws
     made = loss_of(module, batch, PolicyOutput(logprobs, None))
     gradient = torch.autograd.grad(made, logprobs)[0]
+    torch.manual_seed(0)
     if batch.ref_logprobs is None:
         batch.ref_logprobs = reference
     expected = by_hand(name, batch, logprobs)
@@ -133,9 +151,11 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-8)
     assert gradient.abs().sum() > 0
     assert set(presets.PRESETS[name]) <= set(module.hparams)
+    named = f"{name}_loss" if hasattr(rlhfkit.losses, f"{name}_loss") else "ppo_loss"
+    assert module.hparams["policy_loss"].endswith(f".{named}")  # a preset calls the loss of its name
 
 
-def test_correction_weights_the_surrogate_and_entropy_is_rewarded() -> None:
+def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
     batch = experience()
     batch.ref_logprobs = None
     assert batch.old_logprobs is not None
@@ -198,14 +218,74 @@ def test_a_subclass_with_a_bonus_of_its_own_counts_it_once() -> None:
 
 
 def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_for_again() -> None:
-    module = GRPOModule("anywhere", estimator=my_estimator)
-    assert module.hparams["estimator"] == f"{__name__}.my_estimator"
+    module = GRPOModule("anywhere", advantages=my_estimator)
+    assert module.hparams["advantages"] == f"{__name__}.my_estimator"
     again = GRPOModule(**module.hparams)
     rewards = torch.tensor([1.0, 3.0])
     assert again.estimate(rewards, torch.zeros(2)).tolist() == [2.0, 6.0]
-    local = GRPOModule("anywhere", estimator=lambda rewards, group: rewards)
-    with pytest.raises(ValueError, match=r"estimator was the function .* pass it again"):
+    local = GRPOModule("anywhere", advantages=lambda rewards, group: rewards)
+    with pytest.raises(ValueError, match=r"advantages was the function .* pass it again"):
         GRPOModule(**local.hparams)
+
+
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule, OnPolicyModule])
+@pytest.mark.parametrize("name", ["rloo_advantages", "rlhfkit.losses.opo_advantages"])
+def test_advantages_may_be_a_function_of_rewards_and_groups_for_every_module(kind: Any, name: str) -> None:
+    batch = experience()
+    module = kind("anywhere", advantages=name, kl_coef=0.0)
+    batch.values, batch.ref_logprobs = torch.zeros(6, 6), None
+    filled = OnPolicyModule.fill_in(module, batch)
+    if name == "rloo_advantages":
+        expected = rloo_advantages(batch.rewards, batch.group)
+    else:
+        expected = opo_advantages(batch.rewards, batch.group, batch.action_mask.sum(-1))
+    assert filled.advantages is not None
+    torch.testing.assert_close(filled.advantages, expected[:, None].expand(6, 6))
+    assert kind(**module.hparams).hparams == module.hparams
+
+
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
+def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_the_answer(kind: Any) -> None:
+    batch, seen = experience(), []
+
+    def look(given: Experience) -> Tensor:
+        seen.append(given.rewards)
+        return given.rewards
+
+    module = kind("anywhere", advantages=look, kl_coef=0.1, kl_in_reward=True)
+    module.reference_logprobs = lambda experience: batch.ref_logprobs
+    filled = OnPolicyModule.fill_in(module, batch)
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    penalty = 0.1 * ((batch.old_logprobs - batch.ref_logprobs) * batch.action_mask).sum(-1)
+    torch.testing.assert_close(seen[0], batch.rewards - penalty)
+    assert torch.equal(filled.rewards, batch.rewards)
+
+
+def test_the_kl_penalty_of_rloo_is_part_of_the_reward_that_is_left_out() -> None:
+    """Rewards 1 0 1 0 and a first answer of ten tokens that each cost half a nat: 0.05 * 10 * 0.5 = 0.25."""
+    mask = torch.ones(4, 10, dtype=torch.bool)
+    old = torch.full((4, 10), -1.0)
+    batch = dataclasses.replace(
+        experience(),
+        input_ids=torch.zeros(4, 11, dtype=torch.int64),
+        attention_mask=torch.ones(4, 11, dtype=torch.bool),
+        action_mask=mask,
+        rollout_logprobs=old,
+        versions=torch.zeros(4, 10, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        group=torch.zeros(4, dtype=torch.int64),
+        sample_index=torch.arange(4),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        update=torch.ones(4, dtype=torch.int64),
+        old_logprobs=old,
+        ref_logprobs=old - 0.5 * (torch.arange(4) == 0)[:, None],
+    )
+    advantages = GRPOModule("anywhere", **presets.RLOO).advantages(batch)
+    # Ahmadian et al.: reward 0.75 0 1 0, each minus the mean of the other three.
+    assert advantages.tolist() == pytest.approx([5 / 12, -7 / 12, 3 / 4, -7 / 12], abs=1e-6)
+    per_token = GRPOModule("anywhere", **presets.RLOO | {"kl_in_reward": "token"}).advantages(batch)
+    assert per_token[0].mean().item() == pytest.approx(2 / 3 - 0.25 * 11 / 20, abs=1e-6)  # what it was: 0.529
 
 
 def shorter_is_better(batch: Experience) -> Tensor:
@@ -245,8 +325,14 @@ def test_every_knob_shows_in_the_hyperparameters() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"surrogate": "rlhfkit.losses.no_such_loss"}, "cannot be imported"),
-        ({"surrogate": "rlhfkit.losses.cispo_loss"}, r"does not take what it is given.*clip_low"),
+        ({"advantages": "reinforce_advantages"}, r"takes \(rewards, mask\)"),
+        ({"advantages": "pass_at_k_advantages"}, r"needs k: give functools.partial"),
+        ({"advantages": "rloo"}, "did you mean 'rloo_advantages'"),
+        ({"advantages": my_estimator, "advantage_scale": "none"}, "advantage_scale would have no effect beside"),
+        ({"advantages": shorter_is_better, "gamma": 0.9}, "gamma would have no effect beside advantages"),
+        ({"kl_in_reward": True}, r"kl_in_reward=True .* kl_coef=0 .* give a kl_coef"),
+        ({"kl_in_reward": "answer", "kl_coef": 0.1}, "'token' or 'sequence', got 'answer'"),
+        ({"kl_estimator": "k1", "kl_coef": 0.1}, r"gradient of mean 0.*use 'k2' or 'k3', or kl_in_reward=True"),
         ({"correction": "tiss"}, "correction must be one of tis"),
         ({"kl_target": 0.1}, "kl_target"),
         ({"gamma": 1.5}, "gamma must be in"),

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlhfkit import LoRA, OnPolicyDistillationModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import Experience, LoRA, OnPolicyDistillationModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.losses import group_advantages
 
 CLIP, LR, TEMPERATURE = 0.2, 0.05, 0.8
@@ -25,6 +25,10 @@ class PlainSGD(OnPolicyDistillationModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+
+
+def look_at_lengths(batch: Experience) -> Tensor:
+    return batch.action_mask.sum(-1).float()
 
 
 def sampling(size: int = 4, tokens: int = 6) -> SamplingSpec:
@@ -219,7 +223,15 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"distillation_gamma": 1.5}, "distillation_gamma"),
         ({"reward_coef": -1.0}, "reward_coef must be 0"),
         ({"chunk_size": 0}, "chunk_size"),
-        ({"advantages": "rlhfkit.losses.group_advantages"}, "take the place of the teacher"),
+        ({"advantages": look_at_lengths}, "take the place of the teacher"),
+        ({"advantages": "rloo_advantages"}, "advantages would have no effect beside reward_coef=0"),
+        ({"gamma": 0.9}, "gamma would have no effect beside reward_coef=0"),
+        ({"divergence": "jsd", "distillation_gamma": 0.5}, "distillation_gamma would have no effect beside divergence"),
+        (
+            {"divergence": "jsd", "correction": "tis"},
+            "correction would have no effect beside divergence='jsd' without a",
+        ),
+        ({"divergence": "jsd", "policy_loss": "sapo_loss"}, "policy_loss would have no effect beside divergence"),
         ({"kl_coef": 0.1, "kl_in_reward": True}, "kl_in_reward needs a reward_coef"),
     ],
 )

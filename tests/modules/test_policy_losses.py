@@ -1,0 +1,266 @@
+"""Every policy loss of rlhfkit.losses as ``policy_loss`` of a module, against the function called by hand."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rlhfkit.losses
+from rlhfkit import GRPOModule, PPOModule
+from rlhfkit.data import Experience
+from rlhfkit.losses import (
+    LossOutput,
+    dppo_loss,
+    grpo_loss,
+    gspo_loss,
+    importance_weights,
+    kl_loss,
+    ppo_loss,
+    vespo_loss,
+)
+from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.on_policy import OnPolicyModule
+
+from .test_on_policy import experience
+
+INPUTS = ["logprobs", "old_logprobs", "advantages", "mask"]
+COMMON = {"weights", "aggregation", "denominator", "max_length"}
+EVERY: dict[str, Callable[..., LossOutput]] = {
+    name: getattr(rlhfkit.losses, name)
+    for name in rlhfkit.losses.__all__
+    if name.endswith("_loss") and "old_logprobs" in inspect.signature(getattr(rlhfkit.losses, name)).parameters
+}
+TOKENS, SEQUENCES = 20.0, 4.5  # of the optimizer step that the batch is half of
+
+
+def prepared(seed: int = 0) -> tuple[Experience, Tensor]:
+    """A batch with advantages of both signs, and log-probs of a policy that has moved."""
+    batch, generator = experience(seed), torch.Generator().manual_seed(seed + 1)
+    assert batch.old_logprobs is not None
+    batch.advantages = torch.randn(6, 6, generator=generator)
+    logprobs = batch.old_logprobs.double() + 0.3 * torch.randn(6, 6, generator=generator)
+    return batch, logprobs.requires_grad_()
+
+
+def value_and_gradient(loss: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
+
+
+def through(module: OnPolicyModule, batch: Experience, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    return value_and_gradient(module.loss(batch, PolicyOutput(logprobs, None)).loss, logprobs)
+
+
+def test_all_of_them_are_found_and_have_one_signature() -> None:
+    assert len(EVERY) == 19
+    for name, loss in EVERY.items():
+        parameters = inspect.signature(loss).parameters
+        assert list(parameters)[:4] == INPUTS, name
+        others = [each for each in parameters.values() if each.name not in INPUTS]
+        assert {each.kind for each in others} == {inspect.Parameter.KEYWORD_ONLY}, name
+        # By its definition the token mean of a micro-batch knows no count of the step.
+        assert parameters.keys() >= COMMON - ({"denominator"} if name == "bnpo_loss" else set()), name
+
+
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_module_calls_the_loss_as_by_hand_with_its_own_defaults(name: str, kind: Any) -> None:
+    loss, (batch, logprobs) = EVERY[name], prepared()
+    assert batch.advantages is not None
+    assert batch.old_logprobs is not None
+    module = kind("anywhere", policy_loss=name, kl_coef=0.0, **({"max_length": 6} if name == "dr_grpo_loss" else {}))
+    batch.ref_logprobs = None
+    torch.manual_seed(0)  # Clip-Cov draws
+    got = through(module, batch, logprobs)
+    parameters = inspect.signature(loss).parameters
+    knobs: dict[str, Any] = {"max_length": 6} if name == "dr_grpo_loss" else {}
+    if "rollout_logprobs" in parameters:
+        knobs["rollout_logprobs"] = batch.rollout_logprobs
+    if "denominator" in parameters:
+        knobs["denominator"] = TOKENS if parameters["aggregation"].default == "token-mean" else SEQUENCES
+    torch.manual_seed(0)
+    by_hand = loss(logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **knobs)
+    expected = value_and_gradient(by_hand.loss, logprobs)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert expected[1].abs().sum() > 0
+    assert kind(**module.hparams).policy_loss.name == module.hparams["policy_loss"] == f"{loss.__module__}.{name}"
+
+
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"decoupled_ppo_loss", "dppo_loss"}))
+def test_a_correction_weighs_every_loss_that_is_not_given_the_engines_log_probs(name: str, kind: Any) -> None:
+    loss, (batch, logprobs) = EVERY[name], prepared()
+    assert batch.advantages is not None
+    assert batch.old_logprobs is not None
+    batch.ref_logprobs = None
+    knobs: dict[str, Any] = {"max_length": 6} if name == "dr_grpo_loss" else {}
+    correction = {"level": "sequence", "mode": "truncate", "high": 1.1}
+    module = kind("anywhere", policy_loss=name, kl_coef=0.0, correction=correction, **knobs)
+    torch.manual_seed(0)
+    got = through(module, batch, logprobs)
+    mask = batch.action_mask
+    log_ratio = torch.where(mask, batch.old_logprobs - batch.rollout_logprobs, 0.0).sum(-1)
+    if "denominator" in inspect.signature(loss).parameters:
+        by_tokens = inspect.signature(loss).parameters["aggregation"].default == "token-mean"
+        knobs["denominator"] = TOKENS if by_tokens else SEQUENCES
+    torch.manual_seed(0)
+    by_hand = loss(
+        logprobs, batch.old_logprobs, batch.advantages, mask, weights=log_ratio.exp().clamp(max=1.1), **knobs
+    )
+    for mine, theirs in zip(got, value_and_gradient(by_hand.loss, logprobs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_gspo_keeps_its_own_clip_and_a_given_one_holds() -> None:
+    batch, logprobs = prepared()
+    batch.ref_logprobs = None
+    assert batch.old_logprobs is not None
+    assert batch.advantages is not None
+    inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
+    clipped = {}
+    for arguments in ({}, {"clip_low": 0.2, "clip_high": 0.28}):
+        module = GRPOModule("anywhere", policy_loss="gspo_loss", **arguments)
+        out = module.loss(batch, PolicyOutput(logprobs, None))
+        expected = gspo_loss(*inputs, denominator=SEQUENCES, **arguments)
+        assert torch.equal(out.loss, expected.loss)
+        clipped[len(arguments)] = float(out.metrics["policy/clip_fraction"])
+    assert clipped[0] > clipped[2]  # 3e-4 and 4e-4 of the paper are narrow
+
+
+def test_the_default_loss_of_grpo_is_dapos_and_that_of_ppo_is_ppos() -> None:
+    batch, logprobs = prepared()
+    assert batch.old_logprobs is not None
+    assert batch.advantages is not None
+    batch.ref_logprobs = None
+    inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
+    for kind, clip_high in ((GRPOModule, 0.28), (PPOModule, 0.2), (OnPolicyModule, 0.2)):
+        made = kind("anywhere", kl_coef=0.0).loss(batch, PolicyOutput(logprobs, None)).loss
+        assert torch.equal(made, ppo_loss(*inputs, clip_low=0.2, clip_high=clip_high, denominator=TOKENS).loss)
+
+
+def test_dppo_sees_the_engines_log_probs_in_the_first_update_too() -> None:
+    batch, _ = prepared()
+    assert batch.old_logprobs is not None
+    assert batch.advantages is not None
+    batch.ref_logprobs, current = None, batch.old_logprobs
+    batch.old_logprobs = None  # the policy's own are the old ones
+    batch.rollout_logprobs = torch.where(batch.action_mask, current + 0.8 * batch.advantages.sign(), 0.0)
+    batch.advantages = -batch.advantages  # each token has gone from the engine the way it is pushed
+    module = GRPOModule(
+        "anywhere", policy_loss="dppo_loss", policy_loss_arguments={"mask_low": 0.05, "mask_high": 0.05}
+    )
+    metrics = module.loss(batch, PolicyOutput(current, None)).metrics
+    assert float(metrics["policy/clip_fraction"]) > 0.5  # 0 where the trainer's own were given
+    assert float(metrics["policy/approx_kl"]) == 0.0
+    unknown = torch.full_like(current, torch.nan)
+    same = dppo_loss(current, current, batch.advantages, batch.action_mask, rollout_logprobs=unknown)
+    assert float(same.metrics["policy/clip_fraction"]) == 0.0
+
+
+def test_a_loss_with_a_kl_penalty_of_its_own_makes_it_and_others_have_it_added() -> None:
+    batch, logprobs = prepared()
+    assert batch.old_logprobs is not None
+    assert batch.advantages is not None
+    assert batch.ref_logprobs is not None
+    inputs, reference = (logprobs, batch.old_logprobs, batch.advantages, batch.action_mask), batch.ref_logprobs
+    weighted = {"policy_loss": "grpo_loss", "policy_loss_arguments": {"kl_importance_weight": True}}
+    knobs: dict[str, Any] = {"ref_logprobs": reference, "kl_coef": 0.3, "denominator": SEQUENCES}
+    got = through(GRPOModule("anywhere", kl_coef=0.3, **weighted), batch, logprobs)
+    expected = grpo_loss(*inputs, kl_importance_weight=True, **knobs).loss
+    for mine, theirs in zip(got, value_and_gradient(expected, logprobs), strict=True):
+        assert torch.equal(mine, theirs)
+    got = through(GRPOModule("anywhere", policy_loss="gspo_loss", kl_coef=0.3), batch, logprobs)
+    penalty = kl_loss(
+        logprobs,
+        reference,
+        batch.action_mask,
+        coef=0.3,
+        aggregation="sequence-mean-token-mean",
+        denominator=SEQUENCES,
+    )
+    expected = gspo_loss(*inputs, denominator=SEQUENCES).loss + penalty.loss
+    for mine, theirs in zip(got, value_and_gradient(expected, logprobs), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_weights_of_tokens_and_of_sequences_enter_the_kernel_of_vespo_as_what_they_are() -> None:
+    batch, logprobs = prepared()
+    assert batch.old_logprobs is not None
+    assert batch.advantages is not None
+    batch.ref_logprobs, mask = None, batch.action_mask
+    for level in ("token", "geometric"):
+        correction = {"level": level, "mode": "none", "high": None}
+        module = GRPOModule("anywhere", policy_loss="vespo_loss", correction=correction)
+        weights = importance_weights(batch.old_logprobs, batch.rollout_logprobs, mask, **correction).weights
+        if level == "geometric":
+            weights = torch.stack([row[kept][0] for row, kept in zip(weights, mask, strict=True)])
+        inputs = logprobs, batch.old_logprobs, batch.advantages, mask
+        expected = vespo_loss(*inputs, weights=weights, denominator=TOKENS).loss
+        torch.testing.assert_close(module.loss(batch, PolicyOutput(logprobs, None)).loss, expected)
+
+
+def plain(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, scale: float = 1.0) -> LossOutput:
+    """A loss of one's own that knows nothing of weights, counts or clips."""
+    return LossOutput(-scale * (new * advantages * mask).sum(), {})
+
+
+def passed_on(*inputs: Tensor, **knobs: Any) -> LossOutput:
+    return ppo_loss(*inputs, **knobs)
+
+
+def wrapped(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **knobs: Any) -> LossOutput:
+    return ppo_loss(new, old, advantages, mask, **knobs)
+
+
+def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
+    batch, logprobs = prepared()
+    assert batch.old_logprobs is not None
+    assert batch.advantages is not None
+    batch.ref_logprobs = None
+    module = GRPOModule("anywhere", policy_loss=plain, policy_loss_arguments={"scale": 2.0})
+    expected = -2.0 * (logprobs * batch.advantages * batch.action_mask).sum()
+    torch.testing.assert_close(module.loss(batch, PolicyOutput(logprobs, None)).loss, expected)
+    assert GRPOModule(**module.hparams).policy_loss.function is plain
+    with_knobs = GRPOModule("anywhere", policy_loss=wrapped, clip_high=0.3)
+    inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
+    made = with_knobs.loss(batch, PolicyOutput(logprobs, None)).loss
+    assert torch.equal(made, ppo_loss(*inputs, clip_high=0.3, denominator=TOKENS).loss)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy_loss": "gspo"}, r"policy_loss='gspo' cannot be imported.*did you mean 'gspo_loss'"),
+        ({"policy_loss": "rlhfkit.losses.no_such_loss"}, "cannot be imported"),
+        ({"policy_loss": "dpo_loss"}, r"dpo_loss is no policy loss: it takes \(chosen, rejected"),
+        ({"policy_loss": passed_on}, "is no policy loss"),
+        ({"policy_loss": "cispo_loss", "clip_low": 0.2}, r"cispo_loss does not take clip_low; it takes ratio_min"),
+        ({"policy_loss_arguments": {"ratio_max": 5.0}}, r"dapo_loss does not take ratio_max; it takes clip_low"),
+        ({"policy_loss_arguments": {"denominator": 5.0}}, "must not have denominator: give the module nothing"),
+        ({"policy_loss_arguments": {"kl_coef": 0.1}}, r"must not have kl_coef: give the module kl_coef"),
+        ({"policy_loss_arguments": {"clip_low": 0.1}, "clip_low": 0.2}, "clip_low is given twice"),
+        ({"policy_loss": "dr_grpo_loss"}, "max_length"),
+        ({"policy_loss": "dppo_loss", "correction": "tis"}, "would count them twice"),
+        ({"policy_loss": plain, "correction": "tis"}, "takes no weights"),
+        ({"policy_loss": "gspo_loss", "clip_low": 2.0}, "clip_low"),
+    ],
+)
+def test_what_a_loss_cannot_be_given_is_an_error_when_the_module_is_made(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOModule("anywhere", **arguments)
+
+
+def test_a_knob_that_is_named_like_one_of_the_module_belongs_to_the_loss_where_it_is_its_own() -> None:
+    batch, logprobs = prepared()
+    assert batch.old_logprobs is not None
+    assert batch.advantages is not None
+    batch.ref_logprobs = None
+    module = GRPOModule("anywhere", policy_loss="kl_cov_loss", policy_loss_arguments={"kl_coef": 7.0, "fraction": 0.3})
+    inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
+    expected = rlhfkit.losses.kl_cov_loss(*inputs, kl_coef=7.0, fraction=0.3, denominator=TOKENS).loss
+    assert torch.equal(module.loss(batch, PolicyOutput(logprobs, None)).loss, expected)
