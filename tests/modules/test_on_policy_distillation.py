@@ -81,7 +81,8 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
     trainer, module, data, rollouts = setup_run(
         tmp_path,
         module=PlainSGD,
-        module_arguments={"teacher": str(tmp_path / "teacher"), "lr": LR, "clip_high": CLIP, "distillation_coef": 0.7}
+        module_arguments={"teacher": str(tmp_path / "teacher"), "lr": LR, "distillation_coef": 0.7}
+        | ({"clip_high": CLIP} if rewarded or not compared else {})
         | knobs
         | {"reward_coef": 0.3 * rewarded},
         data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
