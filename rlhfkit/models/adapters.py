@@ -36,15 +36,24 @@ def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
         base: Folder or hub name of the model, written into the adapter's files.
 
     Raises:
-        ValueError: If the targets are no layers of the model, or the embedding or the output layer is among them.
+        ValueError: If the targets are no layers of the model, or the embedding or the output layer is among them, or
+            experts are and dropout or DoRA is asked for.
     """
     from peft import LoraConfig
 
-    targets = _linear_layers(model) if lora.targets == "all-linear" else lora.targets
+    every = lora.targets == "all-linear"
+    targets = _linear_layers(model) if every else lora.targets
+    experts = _expert_weights(model) if every and lora.experts else []
+    if experts and (lora.dropout or lora.dora):
+        raise ValueError(
+            f"{type(model).__name__} holds its experts in one tensor ({experts[0]}), whose adapters can have neither "
+            "dropout nor dora: leave these out, or train no experts (LoRA(experts=False))"
+        )
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=cast(int, lora.alpha),  # a factor; peft's annotation is too narrow
         target_modules=sorted([targets] if isinstance(targets, str) else targets),
+        target_parameters=experts or None,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
@@ -73,7 +82,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     config = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{folder} holds an adapter of type {config.peft_type}; only LoRA (and DoRA) can be trained")
-    extras = {"modules_to_save": None, "bias": "none", "target_parameters": None, "trainable_token_indices": None}
+    extras = {"modules_to_save": None, "bias": "none", "trainable_token_indices": None}
     used = [name for name, unused in extras.items() if getattr(config, name) not in (unused, [])]
     if used:
         raise NotImplementedError(
@@ -96,6 +105,16 @@ def _linear_layers(model: nn.Module) -> tuple[str, ...]:
     backbone = cast(Any, model).base_model
     linear = (nn.Linear, Conv1D)
     return tuple({name.rpartition(".")[2] for name, layer in backbone.named_modules() if isinstance(layer, linear)})
+
+
+def _expert_weights(model: nn.Module) -> list[str]:
+    """Last names of the tensors (experts, rows, columns) that hold a layer's experts, such as ``experts.down_proj``."""
+    found = set()
+    for name, module in model.named_modules():
+        if "expert" in type(module).__name__.lower():
+            whole = {key: getattr(one, "ds_shape", one.shape) for key, one in module.named_parameters(recurse=False)}
+            found |= {f"{name.rpartition('.')[2]}.{key}" for key, shape in whole.items() if len(shape) == 3}
+    return sorted(found)
 
 
 def _inject(model: nn.Module, config: Any, adapter: str) -> None:

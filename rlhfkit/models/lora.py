@@ -23,6 +23,10 @@ class LoRA:
     """The scale is ``alpha / rank`` (16: OpenRLHF's default)."""
     targets: str | tuple[str, ...] = "all-linear"
     """Last names of the layers that get an adapter; ``all-linear``: all of the backbone, not the output layer."""
+    experts: bool = True
+    """With ``all-linear``, also the experts of a mixture, each with matrices of ``rank``. Transformers holds a layer's
+    experts in one tensor, and peft adds the adapters to it before it is used: a second copy of it exists until the
+    backward pass. Neither ``dropout`` nor ``dora`` can be had for them."""
     dropout: float = 0.0
     """On the adapters' inputs; switched off, with a warning, where probabilities are compared."""
     rslora: bool = False

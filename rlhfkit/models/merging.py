@@ -1,5 +1,6 @@
 """Weights as a model without adapters would have them: adapters added, 4 bits expanded; the model is left alone."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -53,6 +54,10 @@ class MergedWeight:
         adapter = _active(self.layer)
         # Summed in float32 at least and rounded once, as far as the type allows what the two parts do in a forward.
         exact = torch.promote_types(weight.dtype, torch.float32)
+        if _of_experts(self.layer):
+            left, right, scale = self.layer.get_delta_factors(adapter)
+            product = torch.baddbmm(weight.to(exact), left.to(exact), right.to(exact), alpha=scale)
+            return product.detach().to(weight.dtype)
         merged = weight.to(exact) + self.layer.get_delta_weight(adapter).detach().to(exact)
         if _is_dora(self.layer, adapter):
             length = self.layer.lora_magnitude_vector[adapter].weight.detach().to(exact)
@@ -87,7 +92,7 @@ def merged_weights(module: nn.Module) -> list[MergedWeight]:
         owner, _, kind = name.rpartition(".")
         if name.startswith(f"{VALUE_HEAD}.") or (layers and _of_adapter(name)):
             continue
-        layer = layers.get(owner.removesuffix(_BASE)) if owner.endswith(_BASE) and kind == "weight" else None
+        layer = _layer_around(layers, owner, kind)
         for wrapper in (*_WRAPPER_NAMES, "base_layer.") if layers else _WRAPPER_NAMES:
             name = name.replace(wrapper, "")
         found.append(MergedWeight(name, parameter, layer))
@@ -127,6 +132,21 @@ def _of_adapter(name: str) -> bool:
             "leave out modules_to_save, lora_bias and embeddings"
         )
     return ".lora_" in name
+
+
+def _layer_around(layers: Mapping[str, Any], owner: str, kind: str) -> Any:
+    """The LoRA layer of a parameter; those of several tensors of one module (experts) lie inside one another."""
+    while owner.endswith(_BASE):
+        owner = owner.removesuffix(_BASE)
+        layer = layers.get(owner)
+        if layer is not None and getattr(layer, "parameter_name", "weight") == kind:
+            return layer
+    return None
+
+
+def _of_experts(layer: Any) -> bool:
+    """Whether a LoRA layer belongs to a tensor that holds several weights."""
+    return hasattr(layer, "parameter_name") and layer.num_experts > 1
 
 
 def _active(layer: Any) -> str:
