@@ -11,7 +11,7 @@ import pytest
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import CodeExecution, score_samples
 from rlhfkit.rewards.failures import RewardFailure
-from rlhfkit.rewards.programs.execution import _checked
+from rlhfkit.rewards.programs.examine import Examination, SandboxFailed
 from rlhfkit.rewards.programs.tests import ProgramTests, last_code_block, read_tests, same_output
 from rlhfkit.rewards.sandbox import Outcome
 
@@ -114,20 +114,21 @@ def test_programs_do_not_see_answers_secrets_or_one_another(
         assert not (tmp_path / "out").exists()
 
 
-def test_a_program_that_breaks_its_sandbox_follows_the_policy(caplog: pytest.LogCaptureFixture) -> None:
-    vandal = sample("import os\nfor name in os.listdir(): os.remove(name)\nos.chmod('.', 0)", SUMS)
-    strict = CodeExecution(workers=1, on_failure="stop")
-    with pytest.raises(RewardFailure, match="the program of prompt 4, sample 0 could not be run to its end: error"):
-        strict([vandal])
-    assert CodeExecution(workers=1)([vandal]) == [0.0]
+def test_a_program_that_ends_its_sandbox_follows_the_policy(caplog: pytest.LogCaptureFixture) -> None:
+    eats = "import os, time\nfor _ in range(4): os.fork()\neaten = b'x' * (100 << 20)\ntime.sleep(9)"
+    with pytest.raises(RewardFailure, match=r"prompt 4, sample 0 could not be run to its end: died: .* GiB of memory"):
+        CodeExecution(workers=1, memory_gib=0.5, on_failure="stop")([sample(eats, SUMS)])
+    assert CodeExecution(workers=1, memory_gib=0.5)([sample(eats, SUMS)]) == [0.0]
     assert "the program of prompt 4, sample 0 could not be run" in caplog.text
 
 
-@pytest.mark.parametrize("value", [None, 1, {}, {"timeout": False, "passed": [0, 5]}, {"timeout": 0, "outputs": [1]}])
-def test_forged_results_are_errors(value: object) -> None:
-    checked = _checked(Outcome("ok", value), ProgramTests(assertions=("assert a", "assert b")))
-    assert checked.status == "error"
-    assert "its sandbox answered" in checked.message
+@pytest.mark.parametrize(
+    "value", [None, 1, {}, {"text": 1, "timeout": False}, {"text": "a"}, {"text": "", "timeout": 0}]
+)
+def test_what_no_worker_of_ours_answers_is_an_error(value: object) -> None:
+    examination = Examination(lambda job, timeout: Outcome("ok", value), ADD, timeout=1.0, alone=False)
+    with pytest.raises(SandboxFailed, match="its sandbox answered"):
+        examination.passed(ProgramTests(assertions=("assert add(1, 2) == 3",)), same_output)
 
 
 def test_rows_without_tests_are_named(reward: CodeExecution) -> None:

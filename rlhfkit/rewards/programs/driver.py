@@ -1,48 +1,102 @@
 """The interpreter that a program runs in. Run as a program by :mod:`rlhfkit.rewards.programs.worker`.
 
-It is started without ``site``, which can take longer than the program, and does what a program may expect of that.
+It is started without ``site``, which can take longer than the program, and does what a program may expect of that. What
+it needs after the program has begun is bound before, so that a program which changes a module harms itself only.
 
-An assertion counts as passed when this file writes its number, with a secret word, after it. So a program that exits
-early, with whatever code, has passed nothing. (One that looks for the word in our frames finds it: see
-``CodeExecution``.)
+- ``run``: the program is ``__main__``, with its standard input and output.
+- ``calls``: the program is a module whose functions are called with what comes down one pipe; values go up another.
+  What is expected is not in this process, nor on this side of the sandbox.
+- ``assertions``: code of tests is run with the program. This is the only way for tests that are more than calls, and a
+  program that wants to can forge its result (see ``CodeExecution``).
 """
 
+import importlib.util
+import json
 import os
 import site
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
 
 def main() -> None:
-    """Arguments: folders of packages; then, for assertions, the file descriptor for what passed."""
-    sys.path += sys.argv[1].split(os.pathsep)
+    """Arguments: folders of packages, what to do, the descriptors to read from and to write to."""
+    packages, mode, reading, writing = sys.argv[1:]
+    sys.path += packages.split(os.pathsep)
     site.setquit()
-    arguments, sys.argv = sys.argv, ["program.py"]
-    if len(arguments) == 2:
-        with open("program.py", encoding="utf-8") as file:
-            source = file.read()
+    sys.argv = ["program.py"]
+    requests = open(int(reading), "rb")  # noqa: SIM115  # read to the end of the process
+    if mode == "run":
+        source = json.loads(requests.readline())
+        requests.close()
         exec(compile(source, "program.py", "exec"), _module("__main__"))
+    elif mode == "calls":
+        _calls(requests, int(writing))
     else:
-        _assertions(int(arguments[2]))
+        _assertions(requests, int(writing))
 
 
-def _assertions(marks: int) -> None:
-    import json
+def _calls(requests: Any, answers: int) -> None:
+    values = _values()
+    loads, dumps, as_value, as_text, write = json.loads, json.dumps, values.loads, values.dumps, os.write
+    call, encode, readline, failure = _call, str.encode, requests.readline, BaseException
 
-    job = json.loads(sys.stdin.buffer.read())
-    write, leave = os.write, os._exit
+    def answer(text: str) -> None:
+        data = encode(text + "\n")
+        while data:
+            data = data[write(answers, data) :]
+
+    source = loads(readline())
     names = _module("program")  # not __main__: what a script does when run is not tested here
-    exec(compile(job["program"], "program.py", "exec"), names)
-    for number, test in enumerate(job["tests"]):
+    exec(compile(source, "program.py", "exec"), names)
+    answer("{}")
+    while line := readline():
+        request = loads(line)
         try:
-            exec(compile(test, f"test {number}", "exec"), names)
-        except BaseException:  # SystemExit too
+            text = as_text(call(names, request, as_value))
+        except failure as error:  # SystemExit too
+            text = dumps({"raised": type(error).__name__})
+        answer(text)
+    os._exit(0)  # whatever threads the program has left
+
+
+def _call(names: dict[str, Any], request: dict[str, Any], as_value: Callable[[str], Any]) -> Any:
+    function = names[request["function"]]
+    if request["method"] is not None:
+        function = getattr(function(), request["method"])
+    return function(*as_value(request["arguments"]), **as_value(request["keywords"]))
+
+
+def _assertions(requests: Any, marks: int) -> None:
+    write, leave, failure, build, run = os.write, os._exit, BaseException, compile, exec
+    readline, loads, encode = requests.readline, json.loads, str.encode
+    names = _module("program")
+    run(build(loads(readline()), "program.py", "exec"), names)
+    write(marks, b"\n")
+    while line := readline():  # one by one: the program has begun before a test or its word is here
+        test = loads(line)
+        try:
+            run(build(test["code"], "test", "exec"), names)
+        except failure:
+            write(marks, b"\n")
             continue
-        write(marks, f"{job['word']} {number}\n".encode())
-    leave(0)  # whatever threads the program has left
+        write(marks, encode(test["word"] + "\n"))
+    leave(0)
 
 
-def _module(name: str) -> dict[str, object]:
+def _values() -> types.ModuleType:
+    """The file beside this one."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "values.py")
+    spec = importlib.util.spec_from_file_location("rlhfkit_values", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["rlhfkit_values"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> dict[str, Any]:
     """The names of a new module that can be imported."""
     module = sys.modules[name] = types.ModuleType(name)
     return module.__dict__

@@ -4,21 +4,20 @@ import logging
 import math
 import os
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
+from rlhfkit.rewards.programs.examine import SLACK, Ask, Examination, SandboxFailed
 from rlhfkit.rewards.programs.tests import ProgramTests, last_code_block, read_tests, same_output
 from rlhfkit.rewards.sandbox.pool import Sandbox
 from rlhfkit.rewards.sandbox.process import Limits, Outcome, Work
 
 log = logging.getLogger(__name__)
-
-_SLACK = 10.0  # seconds beyond the time limits of a program's runs, for starting them
 
 
 class CodeExecution:
@@ -98,21 +97,23 @@ class CodeExecution:
         self.timeout = timeout
         self.on_failure = checked_on_failure(on_failure)
         self.name = name
+        output_limit = int(output_mib * 2**20)
         packages = os.pathsep.join(dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib"))))
         work = Work(
             name=f"reward {name!r}",
             program=Path(__file__).with_name("worker.py"),
             factory="runner",
-            arguments=(packages, timeout, int(output_mib * 2**20)),
+            arguments=(packages, output_limit),
             packages=False,
+            largest_answer=6 * output_limit + 4096,  # a byte may take six as JSON
         )
         self.sandbox = Sandbox(
             work,
             workers=(os.cpu_count() or 1) if workers is None else workers,
-            timeout=timeout + _SLACK,
+            timeout=timeout + SLACK,
             limits=Limits(
                 memory_gib=memory_gib,
-                cpu_seconds=math.ceil(timeout + _SLACK),
+                cpu_seconds=math.ceil(timeout + SLACK),
                 processes=processes,
                 file_mib=file_mib,
                 network=network,
@@ -120,6 +121,7 @@ class CodeExecution:
             fresh=True,
         )
         self._metrics = CallMetrics(name)
+        self._warned = False
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Score samples.
@@ -130,24 +132,44 @@ class CodeExecution:
             RuntimeError: If no process can be started.
         """
         tests = [self._tests(sample.prompt) for sample in samples]
+        self._warn_of_free_assertions(samples, tests)
         programs = [self.extract(sample.text) for sample in samples]
-        jobs = [
-            {"program": self._code(sample.prompt, program), "assertions": test.assertions, "inputs": test.inputs}
-            for sample, test, program in zip(samples, tests, programs, strict=True)
-            if program is not None
-        ]
-        most = max((len(test.inputs) for test in tests), default=1)
-        outcomes = iter(self.sandbox.map(jobs, timeout=self.timeout * max(most, 1) + _SLACK))
-        rewards: list[float | None] = []
-        for sample, test, program in zip(samples, tests, programs, strict=True):
-            if program is None:
-                rewards.append(0.0)
-                continue
-            outcome = _checked(next(outcomes), test)
-            ran = outcome.status == "ok"
-            self._metrics.add(replace(outcome, status="timeout") if ran and outcome.value["timeout"] else outcome)
-            rewards.append(self._score(test, outcome.value) if ran else self._after_failure(sample, outcome))
-        return rewards
+        examined = iter(
+            self.sandbox.sessions(
+                [
+                    partial(self._examine, sample, test, program)
+                    for sample, test, program in zip(samples, tests, programs, strict=True)
+                    if program is not None
+                ]
+            )
+        )
+        return [0.0 if program is None else next(examined) for program in programs]
+
+    def _examine(self, sample: Sample, tests: ProgramTests, program: str, ask: Ask) -> float | None:
+        """The reward of one program; called in a thread of its own, with a sandbox of its own."""
+        alone = "processes" in (self.sandbox.walls or ())
+        examination = Examination(ask, self._code(sample.prompt, program), self.timeout, alone)
+        try:
+            passed = examination.passed(tests, self.compare)
+        except SandboxFailed as failure:
+            self._metrics.add(failure.outcome)
+            return self._after_failure(sample, failure.outcome)
+        self._metrics.add(Outcome("timeout" if examination.late else "ok", seconds=examination.seconds))
+        return float(passed == tests.count) if self.all_or_nothing else passed / tests.count
+
+    def _warn_of_free_assertions(self, samples: Sequence[Sample], tests: Sequence[ProgramTests]) -> None:
+        """Say once that there are tests whose result the program can forge."""
+        for sample, test in zip(samples, tests, strict=True):
+            free = [code for code, judged in zip(test.assertions, test.judged, strict=True) if judged is None]
+            if free and not self._warned:
+                self._warned = True
+                log.warning(
+                    "reward %r: %d of the %d tests of prompt %d are more than calls with plain values, so they run "
+                    "inside the program's interpreter, where a program can make them pass without being right (an "
+                    "object that equals everything is enough): %r. Write tests as `assert f(arguments) == expected`, "
+                    "or as inputs and outputs; those are judged outside",
+                    *(self.name, len(free), test.count, sample.prompt.index, free[0][:200]),
+                )
 
     def metrics(self) -> dict[str, float]:
         """Since it was last asked, see :class:`CallMetrics`: the programs, those with a run out of time, seconds."""
@@ -180,28 +202,8 @@ class CodeExecution:
             raise ValueError(
                 f"reward {self.name!r}, column {self.tests!r} of prompt {prompt.index}: {error}"
             ) from error
-        first = slice(self.max_tests)
-        return ProgramTests(tests.assertions[first], tests.inputs[first], tests.outputs[first])
+        return tests.first(self.max_tests)
 
     def _code(self, prompt: Prompt, program: str) -> str:
         before = str(prompt.metadata.get(self.setup) or "") if self.setup is not None else ""
         return f"{before}\n{program}" if before else program
-
-    def _score(self, tests: ProgramTests, result: Mapping[str, Any]) -> float:
-        if tests.assertions:
-            passed = len(set(result.get("passed", [])))
-        else:
-            pairs = zip(result.get("outputs", []), tests.outputs, strict=False)  # fewer after a run out of time
-            passed = sum(output is not None and self.compare(output, expected) for output, expected in pairs)
-        return float(passed == tests.count) if self.all_or_nothing else passed / tests.count
-
-
-def _checked(outcome: Outcome, tests: ProgramTests) -> Outcome:
-    """The outcome, or an error if its value is not what our side of the sandbox writes: programs are near it."""
-    value = outcome.value if isinstance(outcome.value, dict) else {}
-    passed, outputs = value.get("passed", []), value.get("outputs", [])
-    possible = isinstance(passed, list) and all(number in range(len(tests.assertions)) for number in passed)
-    written = isinstance(outputs, list) and all(output is None or isinstance(output, str) for output in outputs)
-    if outcome.status != "ok" or ("timeout" in value and possible and written):
-        return outcome
-    return Outcome("error", message=f"its sandbox answered {str(outcome.value)[:200]}", seconds=outcome.seconds)

@@ -1,14 +1,16 @@
 """Programs and their tests as they are written: code blocks in completions, tests in the columns of data sets."""
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhfkit.rewards.programs.judge import Assertions, CallTest, judged_outside
+
 _FORMS = (
     "a list of assert statements, or a list of {'input': ..., 'output': ...}, or {'inputs': [...], 'outputs': [...]}, "
-    "or JSON text of one of these, or the code of one test"
+    "or a list of {'function': ..., 'arguments': [...], 'expected': ...}, or JSON text of one of these, or the code of "
+    "one test"
 )
 _PYTHON = ("", "python", "python3", "py")
 
@@ -19,9 +21,23 @@ def last_code_block(text: str) -> str | None:
     Args:
         text: A completion.
     """
-    blocks = re.findall(r"^```([^\n`]*)\n(.*?)^```[ \t]*$", text, re.DOTALL | re.MULTILINE)
-    programs: list[str] = [block for language, block in blocks if language.strip().lower() in _PYTHON]
+    programs = [block for language, block in _blocks(text) if language.strip().lower() in _PYTHON]
     return programs[-1] if programs else None
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and content of closed blocks; one look at each line, as a policy writes many fences."""
+    language: str | None = None
+    content: list[str] = []
+    for line in text.split("\n"):
+        if language is None:
+            if line.startswith("```") and "`" not in line[3:]:
+                language, content = line[3:], []
+        elif line.startswith("```") and not line[3:].strip(" \t"):
+            yield language, "".join(content)
+            language = None
+        else:
+            content.append(line + "\n")
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -40,16 +56,30 @@ def same_output(output: str, expected: str) -> bool:
 
 @dataclass(frozen=True)
 class ProgramTests:
-    """What a program must do: hold to assertions, or give outputs for inputs."""
+    """What a program must do: hold to assertions, give outputs for inputs, or give values for arguments."""
 
     assertions: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    calls: tuple[CallTest, ...] = ()
 
     @property
     def count(self) -> int:
         """How many."""
-        return len(self.assertions) + len(self.inputs)
+        return len(self.assertions) + len(self.inputs) + len(self.calls)
+
+    @property
+    def judged(self) -> tuple[Assertions | None, ...]:
+        """Each assertion as one that is judged outside of the program, ``None`` where it has to run with it."""
+        return tuple(map(judged_outside, self.assertions))
+
+    def first(self, count: int | None) -> "ProgramTests":
+        """Only so many.
+
+        Args:
+            count: Of each kind; ``None``: all.
+        """
+        return ProgramTests(self.assertions[:count], self.inputs[:count], self.outputs[:count], self.calls[:count])
 
 
 def read_tests(given: Any) -> ProgramTests:
@@ -57,7 +87,8 @@ def read_tests(given: Any) -> ProgramTests:
 
     Args:
         given: A list of assert statements, a list of ``{"input": ..., "output": ...}``, ``{"inputs": [...], "outputs":
-            [...]}``, JSON text of one of these, or the code of one test.
+            [...]}``, a list of ``{"function": ..., "arguments": [...], "expected": ...}``, JSON text of one of these,
+            or the code of one test.
 
     Raises:
         ValueError: If it is something else, or empty.
@@ -76,6 +107,11 @@ def read_tests(given: Any) -> ProgramTests:
     if _texts(given):
         return ProgramTests(assertions=tuple(given))
     if isinstance(given, list | tuple) and given and all(isinstance(test, Mapping) for test in given):
+        if all(isinstance(test.get("function"), str) and "expected" in test for test in given):
+            arguments = [test.get("arguments") for test in given]
+            if all(isinstance(one, list | tuple) for one in arguments):
+                pairs = zip(given, arguments, strict=True)
+                return ProgramTests(calls=tuple(CallTest(t["function"], tuple(a), t["expected"]) for t, a in pairs))
         inputs, outputs = [test.get("input") for test in given], [test.get("output") for test in given]
         if _texts(inputs) and _texts(outputs):
             return ProgramTests(inputs=tuple(inputs), outputs=tuple(outputs))

@@ -10,14 +10,17 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhfkit.rewards.sandbox.process import Limits, Outcome, SandboxProcess, Work
 
 log = logging.getLogger(__name__)
+
+Ask = Callable[[Any, float], Outcome]
+Result = TypeVar("Result")
 
 START_TIMEOUT = 120.0
 """Seconds until a process must be ready, its imports done."""
@@ -84,15 +87,7 @@ class Sandbox:
         Raises:
             RuntimeError: If no process can be started.
         """
-        process = self._idle.get()  # each call is bounded, so this is
-        try:
-            outcome = process.ask(job, self.timeout if timeout is None else timeout)
-            self._check_network(process)
-            return outcome
-        finally:
-            if self.fresh:
-                process.end()
-            self._idle.put(process)
+        return self._session(lambda ask: ask(job, self.timeout if timeout is None else timeout))
 
     def map(self, jobs: Sequence[Any], *, timeout: float | None = None) -> list[Outcome]:
         """Calls at the same time, as many as there are workers.
@@ -107,13 +102,44 @@ class Sandbox:
         Raises:
             RuntimeError: If a process cannot be started.
         """
-        if not jobs:
+        limit = self.timeout if timeout is None else timeout
+        return self.sessions([lambda ask, job=job: ask(job, limit) for job in jobs])  # type: ignore[misc]
+
+    def sessions(self, tasks: Sequence[Callable[[Ask], Result]]) -> list[Result]:
+        """Tasks at the same time, each with a process to itself that it may call several times.
+
+        Args:
+            tasks: Each gets a function that calls the process with a job and a time limit in seconds. A process that
+                ends is replaced by a new one at the next call.
+
+        Returns:
+            What they return, in their order.
+
+        Raises:
+            RuntimeError: If a process cannot be started.
+        """
+        if not tasks:
             return []
-        threads = ThreadPoolExecutor(min(self.workers, len(jobs)), thread_name_prefix="rlhfkit-sandbox")
+        threads = ThreadPoolExecutor(min(self.workers, len(tasks)), thread_name_prefix="rlhfkit-sandbox")
         try:
-            return list(threads.map(lambda job: self.run(job, timeout=timeout), jobs))
+            return list(threads.map(self._session, tasks))
         finally:
             threads.shutdown(cancel_futures=True)  # after an error the rest is not tried
+
+    def _session(self, task: Callable[[Ask], Result]) -> Result:
+        process = self._idle.get()  # each call is bounded, so this is
+
+        def ask(job: Any, timeout: float) -> Outcome:
+            outcome = process.ask(job, timeout)
+            self._check_network(process)
+            return outcome
+
+        try:
+            return task(ask)
+        finally:
+            if self.fresh:
+                process.end()
+            self._idle.put(process)
 
     @property
     def walls(self) -> list[str] | None:

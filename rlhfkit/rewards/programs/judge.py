@@ -1,0 +1,431 @@
+"""Tests that are judged outside of the program: which functions are called with what, and what has to hold then.
+
+A test is an expression over calls, such as ``add(1, 2) == 3`` or ``sorted(primes(10)) == [2, 3, 5, 7]``. The program
+gets the arguments of one call at a time and gives a value, as plain data; everything else is computed here, by an
+evaluator of our own that knows a few operators and functions on plain data and runs nobody's code. The program never
+sees what is expected.
+"""
+
+import ast
+import builtins
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+from rlhfkit.rewards.programs.values import LONGEST_RANGE, Other
+
+_LARGEST_POWER = 4096  # bits
+_LONGEST = 1_000_000  # elements of a repeated sequence
+
+
+class Call(Protocol):
+    """Calls a function of the program."""
+
+    def __call__(self, function: str, method: str | None, arguments: list[Any], keywords: dict[str, Any], /) -> Any:
+        """Its value; raises :class:`TestFailed` if there is none."""
+        ...
+
+
+class TestFailed(Exception):
+    """The test does not hold: something raised, or Python would have."""
+
+    __test__ = False  # no test of pytest
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two plain values have the same types and are equal, all the way down.
+
+    Numbers that are not booleans compare by value (``2 == 2.0``, which tests rely on), sets and frozensets by elements.
+
+    Args:
+        left: From :func:`rlhfkit.rewards.programs.values.loads`, or a literal.
+        right: Another.
+    """
+    if isinstance(left, Other) or isinstance(right, Other):
+        return False
+    if _number(left) and _number(right):
+        return bool(left == right)
+    if isinstance(left, set | frozenset) and isinstance(right, set | frozenset):
+        return frozenset(map(_typed, left)) == frozenset(map(_typed, right))
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(same(one, other) for one, other in zip(left, right, strict=True))
+    if isinstance(left, dict):
+        others = {_typed(key): value for key, value in right.items()}
+        return len(left) == len(right) and all(
+            _typed(key) in others and same(value, others[_typed(key)]) for key, value in left.items()
+        )
+    return bool(left == right)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float, complex)
+
+
+def _typed(value: Any) -> Any:
+    """A hashable value that equals another's only where :func:`same` says so."""
+    if _number(value):
+        return "number", value
+    if isinstance(value, tuple | frozenset):
+        return type(value), type(value)(map(_typed, value))
+    return type(value), value
+
+
+@dataclass(frozen=True)
+class CallTest:
+    """A function of the program, arguments, and the value that it has to give."""
+
+    function: str
+    arguments: tuple[Any, ...]
+    expected: Any = field(hash=False)
+
+    def holds(self, call: Call) -> bool:
+        """Whether it gives that.
+
+        Args:
+            call: Calls the program.
+
+        Raises:
+            TestFailed: If it gives nothing.
+        """
+        return same(call(self.function, None, list(self.arguments), {}), self.expected)
+
+
+@dataclass(frozen=True)
+class Assertions:
+    """Assertions that are judged outside; the test passes if all of them hold."""
+
+    conditions: tuple[ast.expr, ...]
+    names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Functions of the program by what the test calls them; others are called by their names."""
+    shadowed: str = ""
+    """A function of the program that has the name of one of Python's."""
+
+    def holds(self, call: Call) -> bool:
+        """Whether they do.
+
+        Args:
+            call: Calls the program.
+
+        Raises:
+            TestFailed: If one cannot be computed.
+        """
+        return all(_truth(_Evaluator(self, call).value(condition)) for condition in self.conditions)
+
+
+def _truth(value: Any) -> bool:
+    return value.truth if isinstance(value, Other) else bool(value)
+
+
+@lru_cache(4096)
+def judged_outside(test: str) -> Assertions | None:
+    """A test as assertions that can be judged outside; ``None`` where it is more than that.
+
+    Args:
+        test: Assert statements, or ``def check(candidate): ...`` of such statements and a call of it (HumanEval).
+    """
+    try:
+        statements = _meaningful(ast.parse(test).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    names: dict[str, str] = {}
+    match statements:
+        case [
+            ast.FunctionDef(
+                name=check, args=ast.arguments(args=[ast.arg(arg=candidate)], defaults=[]), body=body, decorator_list=[]
+            ),
+            ast.Expr(ast.Call(func=ast.Name(id=called), args=[ast.Name(id=function)], keywords=[])),
+        ] if check == called:
+            statements, names = _meaningful(body), {candidate: function}
+    conditions = tuple(one.test for one in statements if isinstance(one, ast.Assert))
+    if not conditions or len(conditions) != len(statements):
+        return None
+    called_names = [name for condition in conditions for name in _called(condition)]
+    shadowed = ""
+    if all(name in _BUILTINS and name not in names for name in called_names):
+        if not called_names:
+            return None  # it asks nothing of the program
+        shadowed = called_names[0]  # such as a task to write `sum`
+    parsed = Assertions(conditions, names, shadowed)
+    return parsed if all(map(_Checker(parsed).known, conditions)) else None
+
+
+def _meaningful(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Those that do something, but for ``import math`` and constants that are given names and not used."""
+
+    def idle(one: ast.stmt) -> bool:
+        match one:
+            case ast.Expr(ast.Constant()) | ast.Pass() | ast.Import(names=[ast.alias(name="math", asname=None)]):
+                return True
+            case ast.Assign(targets=[ast.Name(id="METADATA")]):
+                return True
+        return False
+
+    return [one for one in statements if not idle(one)]
+
+
+def _called(expression: ast.expr) -> list[str]:
+    """Names of what is called, the outermost and leftmost first."""
+    return [
+        node.func.id for node in ast.walk(expression) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+
+
+# ---------------------------------------------------------------------- what is known
+
+
+def _numbers_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    def limited(*values: Any) -> Any:
+        if not all(_number(value) or isinstance(value, bool) for value in values):
+            raise TypeError("not numbers")
+        return function(*values)
+
+    return limited
+
+
+def _times(left: Any, right: Any) -> Any:
+    for sequence, count in ((left, right), (right, left)):
+        if isinstance(sequence, str | bytes | list | tuple) and isinstance(count, int):
+            if len(sequence) * count > _LONGEST:
+                raise ValueError("too long")
+            return sequence * count
+    return _numbers_only(operator.mul)(left, right)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _LARGEST_POWER:
+        raise ValueError("too large")
+    return _numbers_only(operator.pow)(base, exponent)
+
+
+def _sum(values: Any) -> Any:
+    if not all(_number(value) or isinstance(value, bool) for value in values):
+        raise TypeError("not numbers")
+    return sum(values)
+
+
+def _range(*bounds: Any) -> range:
+    made = range(*bounds)
+    if len(made) > LONGEST_RANGE:
+        raise ValueError("too long")
+    return made
+
+
+def _isinstance(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds)
+
+
+_BUILTINS = frozenset(dir(builtins))
+_TYPES: dict[str, type] = {
+    one.__name__: one for one in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs, "all": lambda values: all(map(_truth, values)), "any": lambda values: any(map(_truth, values)),
+    "bool": _truth, "dict": dict, "float": float, "frozenset": frozenset, "int": int, "isinstance": _isinstance,
+    "len": len, "list": list, "max": max, "min": min, "range": _range, "round": round, "set": set, "sorted": sorted,
+    "str": str, "sum": _sum, "tuple": tuple,
+}  # fmt: skip
+_MATHS: dict[str, Any] = {
+    name: getattr(math, name)
+    for name in (
+        "ceil",
+        "cos",
+        "e",
+        "exp",
+        "floor",
+        "inf",
+        "isclose",
+        "isnan",
+        "log",
+        "nan",
+        "pi",
+        "sin",
+        "sqrt",
+        "tan",
+    )
+}
+_KEYWORDS = {"reverse", "rel_tol", "abs_tol", "ndigits", "start"}
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _times, ast.Div: _numbers_only(operator.truediv),
+    ast.FloorDiv: _numbers_only(operator.floordiv), ast.Mod: _numbers_only(operator.mod), ast.Pow: _power,
+    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+}  # fmt: skip
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.Not: lambda value: not _truth(value), ast.USub: operator.neg, ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}  # fmt: skip
+_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
+
+
+@dataclass
+class _Checker:
+    """Says whether an expression is one that the evaluator knows."""
+
+    test: Assertions
+
+    def known(self, node: ast.AST | None) -> bool:
+        match node:
+            case None | ast.Constant():
+                return True
+            case ast.Name(id=name):
+                return name in _TYPES
+            case ast.Attribute(value=ast.Name(id="math"), attr=name):
+                return name in _MATHS
+            case ast.Call(func=function, args=arguments, keywords=keywords):
+                if any(isinstance(argument, ast.Starred) for argument in arguments):
+                    return False
+                given = [*arguments, *(keyword.value for keyword in keywords)]
+                return self._callable(function, keywords) and all(map(self.known, given))
+            case ast.Compare(left=left, ops=ops, comparators=right):
+                return all(map(self.known, [left, *right])) and all(map(_known_comparison, ops, right))
+            case ast.BinOp(left=left, op=op, right=right_one):
+                return type(op) in _BINARY and self.known(left) and self.known(right_one)
+            case ast.UnaryOp(operand=operand):
+                return self.known(operand)
+            case ast.BoolOp(values=values):
+                return all(map(self.known, values))
+            case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
+                return all(map(self.known, elements))
+            case ast.Dict(keys=keys, values=values):
+                return None not in keys and all(map(self.known, [*keys, *values]))
+            case ast.Subscript(value=value, slice=ast.Slice(lower=low, upper=high, step=step)):
+                return all(map(self.known, [value, low, high, step]))
+            case ast.Subscript(value=value, slice=index):
+                return self.known(value) and self.known(index)
+        return False
+
+    def _callable(self, function: ast.expr, keywords: list[ast.keyword]) -> bool:
+        match function:
+            case ast.Name(id=name):
+                names = {keyword.arg for keyword in keywords}
+                if name == self.test.shadowed or name in self.test.names or name not in _BUILTINS:
+                    return None not in names
+                return name in _FUNCTIONS and names <= _KEYWORDS
+            case ast.Attribute(value=ast.Name(id="math"), attr=name):
+                return callable(_MATHS.get(name))
+            case ast.Attribute(value=ast.Call(func=ast.Name(id=name), args=[], keywords=[])):  # Solution().solve(...)
+                return name not in _BUILTINS and None not in {keyword.arg for keyword in keywords}
+        return False
+
+
+def _known_comparison(op: ast.cmpop, right: ast.expr) -> bool:
+    if isinstance(op, ast.Is | ast.IsNot):  # of what is the same object in every process
+        return isinstance(right, ast.Constant) and right.value in (None, True, False) and type(right.value) is not int
+    return True
+
+
+# ---------------------------------------------------------------------- the evaluator
+
+
+@dataclass
+class _Evaluator:
+    """Computes an expression that is known, on plain data."""
+
+    test: Assertions
+    call: Call
+
+    def value(self, node: ast.AST) -> Any:
+        """Of an expression.
+
+        Raises:
+            TestFailed: If it has none.
+        """
+        try:
+            return self._value(node)
+        except TestFailed:
+            raise
+        except Exception as error:  # a wrong type, a missing key: what the same test would have raised
+            raise TestFailed(f"{type(error).__name__}: {error}") from None
+
+    def _value(self, node: ast.AST | None) -> Any:
+        match node:
+            case None:
+                return None
+            case ast.Constant(value=constant):
+                return constant
+            case ast.Name(id=name):
+                return _TYPES[name]
+            case ast.Attribute(attr=name):
+                return _MATHS[name]
+            case ast.Call():
+                return self._called(node)
+            case ast.Compare(left=left, ops=ops, comparators=right):
+                return self._compared(self._value(left), ops, right)
+            case ast.BinOp(left=left, op=op, right=right_one):
+                return _BINARY[type(op)](self._value(left), self._value(right_one))
+            case ast.UnaryOp(op=unary, operand=operand):
+                return _UNARY[type(unary)](self._value(operand))
+            case ast.BoolOp(op=op, values=values):
+                return self._either(values) if isinstance(op, ast.Or) else self._both(values)
+            case ast.List(elts=elements):
+                return list(map(self._value, elements))
+            case ast.Tuple(elts=elements):
+                return tuple(map(self._value, elements))
+            case ast.Set(elts=elements):
+                return set(map(self._value, elements))
+            case ast.Dict(keys=keys, values=values):
+                return dict(zip(map(self._value, keys), map(self._value, values), strict=True))
+            case ast.Subscript(value=value, slice=ast.Slice(lower=low, upper=high, step=step)):
+                return self._value(value)[slice(*map(self._value, (low, high, step)))]
+            case ast.Subscript(value=value, slice=index):
+                return self._value(value)[self._value(index)]
+        raise TestFailed("not known")
+
+    def _either(self, values: list[ast.expr]) -> Any:
+        value: Any = None
+        for one in values:
+            value = self._value(one)
+            if _truth(value):
+                break
+        return value
+
+    def _both(self, values: list[ast.expr]) -> Any:
+        value: Any = None
+        for one in values:
+            value = self._value(one)
+            if not _truth(value):
+                break
+        return value
+
+    def _called(self, node: ast.Call) -> Any:
+        arguments = list(map(self._value, node.args))
+        keywords = {str(keyword.arg): self._value(keyword.value) for keyword in node.keywords}
+        match node.func:
+            case ast.Name(id=name):
+                if name in self.test.names or name == self.test.shadowed or name not in _FUNCTIONS:
+                    return self.call(self.test.names.get(name, name), None, arguments, keywords)
+                return _FUNCTIONS[name](*arguments, **keywords)
+            case ast.Attribute(value=ast.Name(), attr=name):
+                return _MATHS[name](*arguments, **keywords)
+            case ast.Attribute(value=ast.Call(func=ast.Name(id=name)), attr=method):
+                return self.call(name, method, arguments, keywords)
+        raise TestFailed("not known")
+
+    def _compared(self, left: Any, ops: list[ast.cmpop], comparators: list[ast.expr]) -> bool:
+        for op, right in zip(ops, map(self._value, comparators), strict=True):
+            if not _holds(op, left, right):
+                return False
+            left = right
+        return True
+
+
+def _holds(op: ast.cmpop, left: Any, right: Any) -> bool:
+    match op:
+        case ast.Eq():
+            return same(left, right)
+        case ast.NotEq():
+            return not (isinstance(left, Other) or isinstance(right, Other) or same(left, right))
+        case ast.Is():
+            return left is right
+        case ast.IsNot():
+            return left is not right
+        case ast.In() | ast.NotIn():
+            within = left in right if isinstance(right, str | bytes) else any(same(left, one) for one in right)
+            return within is isinstance(op, ast.In)
+    return bool(_ORDER[type(op)](left, right))

@@ -1,0 +1,56 @@
+"""No program gets a reward that it has not earned, and none takes another's: each cheat is a program of ``cheats``."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rewards.cheats import (
+    ASSERTIONS,
+    CHANGED_INTERPRETER,
+    FORGERIES,
+    HONEST,
+    HONEST_OUTPUT,
+    OUTPUTS,
+    PRINTING,
+    SEARCHES,
+    SECRETS,
+)
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.rewards import CodeExecution
+
+CALLED = {**CHANGED_INTERPRETER, **SEARCHES, **FORGERIES}
+
+
+def sample(program: str, tests: object) -> Sample:
+    text = f"```python\n{program}\n```"
+    return Sample(Prompt(4, [1], metadata={"tests": tests}), 0, [2], [0.0], [0], "stop", text=text)
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[CodeExecution]:
+    made = CodeExecution(timeout=3.0, workers=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def rewards(reward: CodeExecution) -> dict[str, tuple[object, object, object]]:
+    """Of each cheat, between an honest program before it and one behind it."""
+    cheats = [(name, program, ASSERTIONS, HONEST) for name, program in CALLED.items()]
+    cheats += [(f"{name}, printing", program, OUTPUTS, HONEST_OUTPUT) for name, program in PRINTING.items()]
+    batch = [sample(program, tests) for _, cheat, tests, honest in cheats for program in (honest, cheat)]
+    given = reward([*batch, sample(HONEST, ASSERTIONS)])
+    return {name: (given[2 * i], given[2 * i + 1], given[2 * i + 2]) for i, (name, *_) in enumerate(cheats)}
+
+
+def test_there_are_at_least_forty() -> None:
+    assert len(CALLED) + len(PRINTING) >= 40
+
+
+@pytest.mark.parametrize("name", [*CALLED, *(f"{name}, printing" for name in PRINTING)])
+def test_a_cheat_gets_nothing_and_harms_nobody(rewards: dict[str, tuple[object, object, object]], name: str) -> None:
+    assert rewards[name] == (1.0, 0.0, 1.0)
+
+
+def test_no_cheat_holds_the_answers() -> None:
+    assert not [name for name, program in CALLED.items() for answer in SECRETS.values() if answer in program]
