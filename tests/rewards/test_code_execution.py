@@ -62,6 +62,29 @@ def test_all_or_nothing_of_the_first_tests_with_setup() -> None:
     assert strict([right, half]) == [1.0, 0.0]
 
 
+def test_assertions_that_are_more_than_calls_run_with_the_program_and_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = CodeExecution(workers=1)
+    tests = [
+        "assert add(1, 2) == 3",
+        "for n in (1, 2):\n    assert add(n, n) == 2 * n",
+        "assert add(*[1, 2]) == 4",
+        "import sys; sys.exit(0)",
+    ]
+    assert one([sample(ADD, tests), sample(ADD, tests)]) == [2 / 4, 2 / 4]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "3 of the 4 tests of prompt 4 are more than calls with plain values, so they run inside" in warning
+    assert "a program can make them pass without being right" in warning
+
+
+def test_calls_are_given_as_data(reward: CodeExecution) -> None:
+    right = {"function": "add", "arguments": [1, 2], "expected": 3}
+    listed = {"function": "add", "arguments": [[1], [2]], "expected": [1, 2]}
+    wrong = {"function": "add", "arguments": [(1,), (2,)], "expected": [1, 2]}
+    assert reward([sample(ADD, [right, listed, wrong]), sample(ADD, json.dumps([right, listed]))]) == [2 / 3, 1.0]
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -166,6 +189,12 @@ def test_the_last_closed_block_of_python_is_the_program() -> None:
     assert last_code_block(text) == "c\nd\n"
     assert last_code_block("a = 1") is None
     assert last_code_block("```python\ncut off") is None
+
+
+def test_many_open_fences_cost_no_time() -> None:
+    started = time.monotonic()
+    assert last_code_block("```python\n" * 200_000) is None
+    assert time.monotonic() - started < 5  # with a search from each of them it was minutes
 
 
 def test_outputs_agree_but_for_white_space_at_ends() -> None:

@@ -116,7 +116,7 @@ def test_forms_of_known_data_sets_are_judged_outside() -> None:
         "assert type(f(1)) == int",
         "assert f(*[1]) == 1",
         "assert f(1) is f(1)",
-        "assert eval('f(1)') == 1",
+        "assert eval('f(1)') == f(1)",
         "assert f(1) ==",
         "assert " + "(" * 500 + "f(1)" + ")" * 500,
         "f(1)",

@@ -26,16 +26,21 @@ class CodeExecution:
     Each program runs in a sandbox of its own that ends with it, each of its runs in a new interpreter. A program that
     does not come back, dies or eats memory fails its tests, as does a completion without a program.
 
-    **This limits resources and accidents. It is no wall against a determined attacker**: a program runs as a process of
-    this machine's kernel, and one that searches its interpreter can forge the result of assertions (not of outputs,
-    which are compared elsewhere). Run the trainer in a container or virtual machine that holds nothing of value if what
-    is trained may attack. ``docs/rewards.md`` says what each machine gives; the network is cut off where Linux lets us,
-    and a warning says where not.
+    Tests are judged outside of the sandbox: the program gets inputs, or the arguments of one call at a time, and what
+    it gives is compared here, as plain data, by type and value. Expected values never enter the sandbox. Assertions of
+    the form ``assert f(arguments) == expected`` (and sets, ``sorted``, ``abs(... - x) < e``, ``math.isclose``,
+    HumanEval's ``check``) are calls of this kind. **What is more than that runs inside the program's interpreter, where
+    a program can forge its result**; a warning names the first such test.
+
+    A program runs as a process of this machine's kernel, so a hole in the kernel is a hole here: run the trainer in a
+    container or virtual machine that holds nothing of value if what is trained may attack. ``docs/security.md`` says
+    what holds on which machine.
 
     Example::
 
         CodeExecution(tests="test_list", setup="test_setup_code")  # MBPP's columns
         CodeExecution(tests="input_output", all_or_nothing=True)  # APPS', those without function names
+        # [{"function": "add", "arguments": [1, 2], "expected": 3}] is a column of calls
     """
 
     bounded: ClassVar[bool] = True
@@ -69,7 +74,7 @@ class CodeExecution:
             compare: Whether an output and the expected one agree.
             all_or_nothing: 1 if all tests pass, else 0, instead of the fraction.
             max_tests: Only the first so many.
-            timeout: Seconds for one run: one input, or all assertions together. After a run that took longer the other
+            timeout: Seconds for one run: one input, or all calls together. After a run that took longer the other
                 tests of the program count as failed.
             workers: Programs at a time; ``None``: one per core.
             on_failure: What becomes of samples whose program could not be run or whose result was lost, which a program
@@ -77,7 +82,7 @@ class CodeExecution:
             memory_gib: Address space of each process in GiB, and memory of all processes of a program together.
             processes: Processes and threads of a program.
             file_mib: MiB that a program may write.
-            output_mib: MiB that a run may print.
+            output_mib: MiB that a run may print, and a value may have as text.
             network: Whether programs may use the network.
             name: In logs.
 
