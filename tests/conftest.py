@@ -13,6 +13,7 @@ import torch
 from shared_pool import SharedPool
 from tiny_models import tiny_model
 
+from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.health import HealthPolicy
 
 
@@ -34,7 +35,10 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def vllm_pool(vllm_model: Path, ray_session: None) -> Iterator[SharedPool]:
-    """Two vLLM engines on the CPU, started with ``vllm_model``; tests bring weights with ``load``."""
+    """Two vLLM engines on the CPU, started with ``vllm_model``; tests bring weights with ``load``.
+
+    They report log-probs before temperature and truncation, so those at temperatures other than 1 are NaN.
+    """
     pool = SharedPool(
         num_engines=2,
         device="cpu",
@@ -49,6 +53,7 @@ def vllm_pool(vllm_model: Path, ray_session: None) -> Iterator[SharedPool]:
         # A tiny model fits into one bucket of the usual size; these make it several, which split fused layers.
         bucket_bytes=2**15,
     )
+    pool.arrange_logprobs(SamplingSpec(top_p=0.9))
     pool.start(str(vllm_model), dtype=torch.float32)
     yield pool
     pool.really_close()

@@ -56,7 +56,6 @@ class Invariants(Callback):
         if bool((mask & ~experience.attention_mask[:, 1:]).any()):
             problems.append("padding is marked as chosen by the policy")
         for name in (
-            "rollout_logprobs",
             "old_logprobs",
             "ref_logprobs",
             "teacher_logprobs",
@@ -67,7 +66,11 @@ class Invariants(Callback):
             values = getattr(experience, name)
             if values is not None and not bool(values[mask].isfinite().all()):
                 problems.append(f"{name} are not all finite")
-        if bool((experience.rollout_logprobs[mask] > 1e-4).any()):
+        of_engine = experience.rollout_logprobs[mask]
+        # NaN everywhere: the engine does not know them. NaN somewhere: they are broken.
+        if not bool(of_engine.isfinite().all() or of_engine.isnan().all()):
+            problems.append("rollout_logprobs are not all finite")
+        if bool((of_engine > 1e-4).any()):
             problems.append("the engine's log-probs are above 0: they are no log-probs")
         return problems
 

@@ -26,7 +26,7 @@ from rlhfkit.callbacks.summary import iteration_metrics, staleness_metrics, vali
 from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, arrange_logprobs
 
 
 class RolloutCallback(Callback):
@@ -239,6 +239,7 @@ class RolloutCallback(Callback):
                     "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
                     "max_staleness it would sample in that time: use one"
                 )
+            self._check_logprobs(pl_module)
             shape_of(trainer, self.group_size)
             self.filler.check(trainer)
             if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
@@ -246,6 +247,23 @@ class RolloutCallback(Callback):
                     f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
                     "PromptDataModule(rollout_batch_size=...) instead"
                 )
+
+    def _check_logprobs(self, module: L.LightningModule) -> None:
+        """Refuse to compare log-probs of a truncated distribution with the trainer's, which are of the whole one."""
+        comparable = arrange_logprobs(self.engine, self.sampling)
+        if comparable or not getattr(module, "uses_rollout_logprobs", False):
+            return
+        default = SamplingSpec()
+        fields = ("temperature", "top_p", "top_k", "min_p", "min_new_tokens")
+        values = {name: getattr(self.sampling, name) for name in fields}
+        changed = [f"{name}={value}" for name, value in values.items() if value != getattr(default, name)]
+        raise ValueError(
+            f"{type(module).__name__} weighs tokens by the engine's log-probs (correction=...), and with "
+            f"SamplingSpec({', '.join(changed)}) {type(self.engine).__name__} does not know them as they were before "
+            "truncation, so that every weight would be wrong: do not truncate (top_p=1, top_k=0, min_p=0, "
+            "min_new_tokens=0), or sample at temperature=1, where vLLM knows them too, or use LocalEngine, or no "
+            "correction"
+        )
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

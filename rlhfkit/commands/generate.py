@@ -1,5 +1,6 @@
 """``rlhfkit generate``: completions of many prompts, as JSON lines. The first step of the classic recipes."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from rlhfkit.datamodules.prompt_rows import PromptRows
 from rlhfkit.datamodules.sources import Source, describe, read_rows
 from rlhfkit.models.load import base_model_name, load_causal_lm, load_tokenizer, precision_dtype
 from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingSpec
+from rlhfkit.rollout.engine import arrange_logprobs
 
 WRITTEN = ("completion", "index", "sample_index", "finish_reason", "logprob", "prompt_ids", "completion_ids")
 """Columns that ``generate`` adds to those of the data."""
@@ -115,6 +117,7 @@ def generate(
             if starts:
                 dtype = precision_dtype(precision)
                 base = base_model_name(model)
+                arrange_logprobs(engine, sampling)
                 engine.start(base, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=base == model)
                 if base != model:  # the model and its adapter, merged
                     adapted = load_causal_lm(model, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -155,12 +158,13 @@ def _carried_columns(rows: PromptRows, prompt: str, columns: Sequence[str] | Non
 
 def _sample_line(sample: Sample, text: str, token_ids: bool) -> dict[str, Any]:
     """What is written about one completion."""
+    logprob = sum(sample.logprobs)
     line: dict[str, Any] = {
         "completion": text,
         "index": sample.prompt.index,
         "sample_index": sample.sample_index,
         "finish_reason": sample.finish_reason,
-        "logprob": sum(sample.logprobs),
+        "logprob": None if math.isnan(logprob) else logprob,
     }
     if token_ids:
         line |= {"prompt_ids": sample.prompt.token_ids, "completion_ids": sample.token_ids}

@@ -54,7 +54,8 @@ class Sample:
     token_ids: list[int]
     """Tokens after the prompt, the end-of-sequence token included when it was sampled."""
     logprobs: list[float]
-    """Log-probability of each token under the distribution it was sampled from (temperature and truncation applied)."""
+    """Log-probability of each token under the policy at the sampling temperature, before truncation (top-p and the
+    like); NaN where the engine does not know it."""
     versions: list[int]
     """Policy version (optimizer updates so far) that made each token."""
     finish_reason: FinishReason
@@ -90,7 +91,7 @@ class Experience(PaddedBatch):
     action_mask: Tensor = step_field()
     """(B, T-1) bool, true where token t+1 was chosen by the policy and is to be trained on."""
     rollout_logprobs: Tensor = step_field()
-    """(B, T-1) float32, from the engine; 0 outside the action mask."""
+    """(B, T-1) float32, the engine's before truncation, NaN where it does not know them; 0 outside the action mask."""
     versions: Tensor = step_field(fill=-1)
     """(B, T-1) int64, policy version per token; -1 outside the action mask."""
     rewards: Tensor = row_field()

@@ -9,6 +9,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Mapping
+from math import isnan
 from types import TracebackType
 from typing import Any, Self
 
@@ -274,7 +275,8 @@ class OpenAIEndpoint:
             texts = [tokenizer.decode([token]) for token in sampled.token_ids]
             logprobs = [
                 {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(texts, sampled.logprobs, strict=True)
+                # The API says -9999 where a log-prob is not known; NaN is no JSON.
+                for text, logprob in zip(texts, (-9999.0 if isnan(p) else p for p in sampled.logprobs), strict=True)
             ]
         return completion_body(
             turn.reply,

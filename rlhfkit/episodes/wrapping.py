@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from rlhfkit.data.experience import Prompt, Sample
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, arrange_logprobs
 
 
 class EngineWrapper:
@@ -50,6 +50,10 @@ class EngineWrapper:
     ) -> None:
         """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
         self.engine.start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
+
+    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Whether log-probs can be compared; see :class:`~rlhfkit.rollout.engine.UntruncatedLogprobs`."""
+        return arrange_logprobs(self.engine, sampling)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample; see :meth:`RolloutEngine.generate`."""

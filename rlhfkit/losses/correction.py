@@ -100,8 +100,9 @@ def importance_weights(
 
     Args:
         logprobs: (B, T) the trainer's log-probs before the iteration (``old_logprobs``); detached here.
-        rollout_logprobs: (B, T) the engine's, of the distribution that was sampled from. NaN stands for one the engine
-            did not give: such a token has ratio 1 and enters no metric.
+        rollout_logprobs: (B, T) the engine's, at the same temperature and before truncation (top-p and the like), as
+            those of the trainer are. NaN stands for one the engine did not give: such a token has ratio 1 and enters
+            no metric.
         mask: (B, T), true where a token counts. Masked entries may hold anything.
         level: ``token``, ``sequence`` or ``geometric``.
         mode: ``truncate``, ``clip``, ``mask`` or ``none``.

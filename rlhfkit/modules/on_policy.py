@@ -230,6 +230,11 @@ class OnPolicyModule(RewardedModule):
         """Whether :meth:`advantages` needs log-probs before the iteration of all samples, the first update's too."""
         return self.kl_in_reward is not None or self.hparams["kl_target"] is not None
 
+    @property
+    def uses_rollout_logprobs(self) -> bool:
+        """Whether the loss needs the engine's log-probs; ``RolloutCallback`` checks that they can be compared."""
+        return self.correction is not None
+
     # ------------------------------------------------------------------ one iteration
 
     def advantages(self, experience: Experience) -> Tensor:

@@ -63,6 +63,16 @@ class SamplingSpec:
         for name in ("stop", "stop_token_ids"):  # YAML and notebooks hand over lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens that the policy gives a probability are never drawn.
+
+        True with ``top_p``, ``top_k`` or ``min_p`` (greedy sampling ignores them), and with ``min_new_tokens``, before
+        which no completion may end.
+        """
+        tail = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        return tail or self.min_new_tokens > 0
+
 
 def sample_seed(seed: int, iteration: int, prompt_index: int, sample_index: int) -> int:
     """Seed of one sample, a function of what the sample is and of nothing else (rank, engine, batch, order).
@@ -112,7 +122,9 @@ class RolloutEngine(Protocol):
 
     An engine may do more, and says so: ``updates_in_flight = True``: :meth:`load` may be called while another thread is
     in :meth:`generate`, whose samples go on with the new weights and know the version of each token; ``stream``: it
-    gives groups as they end, and can drop the rest (:class:`~rlhfkit.rollout.streams.StreamingEngine`).
+    gives groups as they end, and can drop the rest (:class:`~rlhfkit.rollout.streams.StreamingEngine`);
+    ``arrange_logprobs``: truncated samples come with log-probs that the trainer's can be compared with
+    (:class:`UntruncatedLogprobs`).
     """
 
     shared: bool
@@ -144,6 +156,8 @@ class RolloutEngine(Protocol):
 
         Returns:
             ``len(prompts) * group_size`` samples, the samples of a prompt side by side, in the order of the prompts.
+            Their ``logprobs`` are those of the policy at the sampling temperature **before** truncation
+            (``SamplingSpec.truncates``), or NaN where the engine does not know them.
 
         Raises:
             ValueError: If a prompt leaves no room in the model's context.
@@ -182,6 +196,36 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Free everything; a second call does nothing."""
         ...
+
+
+@runtime_checkable
+class UntruncatedLogprobs(Protocol):
+    """An engine that can say what a token's log-prob was before ``top_p``, ``top_k`` and the like were applied.
+
+    The trainer computes log-probs over the whole vocabulary. Those of the truncated distribution are larger by the
+    log of the mass that was kept, at every token, even where engine and trainer hold the same weights.
+    """
+
+    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Prepare for samples of this kind; asked before :meth:`RolloutEngine.start`, by every rank.
+
+        Args:
+            sampling: How training will sample.
+
+        Returns:
+            Whether their log-probs will be those of the policy at the sampling temperature, nothing truncated.
+        """
+        ...
+
+
+def arrange_logprobs(engine: RolloutEngine, sampling: SamplingSpec) -> bool:
+    """Whether an engine's log-probs of such samples can be compared with the trainer's.
+
+    Args:
+        engine: Asked if it is an :class:`UntruncatedLogprobs`; one that is not can where nothing is truncated.
+        sampling: How training will sample.
+    """
+    return engine.arrange_logprobs(sampling) if isinstance(engine, UntruncatedLogprobs) else not sampling.truncates
 
 
 def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) -> None:

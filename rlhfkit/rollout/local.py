@@ -130,6 +130,10 @@ class LocalEngine:
         with self._weights():  # there are some
             return LocalStream(self, sampling, iteration)
 
+    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Always possible: log-probs are taken before truncation; see :class:`UntruncatedLogprobs`."""
+        return True
+
     def decode(self, rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Decoding:
         """Completions side by side.
 

@@ -158,6 +158,7 @@ class VLLMPool:
         self._sync: WeightSync | None = None
         self._apart: Apart | None = None
         self._stops: tuple[int, ...] = ()
+        self._logprobs_mode = self.engine_arguments.get("logprobs_mode", "processed_logprobs")
 
     # ---------------------------------------------------------------- start and end
 
@@ -220,6 +221,7 @@ class VLLMPool:
             backend=self._sender.backend,
             load_weights=load_weights,
             sleeps=self.colocate,
+            logprobs_mode=self._logprobs_mode,
         )
         self._fleet = Fleet(
             self._places(device, seats),
@@ -340,6 +342,23 @@ class VLLMPool:
 
     # ---------------------------------------------------------------- sampling
 
+    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Whether log-probs can be compared with the trainer's; see :class:`UntruncatedLogprobs`. Every rank calls it.
+
+        vLLM gives log-probs either before temperature and truncation or after both, chosen when it starts. So those of
+        truncated samples are known at temperature 1 (or 0) only, and if this was asked before :meth:`start`.
+        """
+        if not self._started and "logprobs_mode" not in self.engine_arguments:
+            raw = sampling.truncates and sampling.temperature in (0.0, 1.0)
+            self._logprobs_mode = "raw_logprobs" if raw else "processed_logprobs"
+        return self._knows_logprobs(sampling)
+
+    def _knows_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Whether what vLLM reports is the log-prob at the sampling temperature with nothing truncated."""
+        if self._logprobs_mode == "raw_logprobs":
+            return sampling.temperature in (0.0, 1.0)
+        return not sampling.truncates
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample on whichever engine has the least to do; see :meth:`RolloutEngine.generate`. Rank 0, any thread.
 
@@ -364,7 +383,14 @@ class VLLMPool:
                 f"vLLM samples at temperature 0 (greedy) or {low} to {high}, got SamplingSpec.temperature="
                 f"{sampling.temperature}"
             )
-        return PoolStream(fleet, sampling, iteration, self._stops, self.generate_timeout)
+        return PoolStream(
+            fleet,
+            sampling,
+            iteration,
+            self._stops,
+            self.generate_timeout,
+            knows_logprobs=self._knows_logprobs(sampling),
+        )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens; see :meth:`RolloutEngine.score`. Rank 0 only.

@@ -1,5 +1,6 @@
 """``PoolStream``: groups of a ``VLLMPool`` as they are finished."""
 
+import math
 from collections.abc import Sequence
 
 from rlhfkit.data.experience import Prompt, Sample
@@ -19,15 +20,24 @@ class PoolStream:
         iteration: Goes into each sample's seed.
         stops: The model's end-of-sequence tokens.
         timeout: Seconds without anything being finished.
+        knows_logprobs: Whether the engines report log-probs before truncation; else the samples have NaN.
     """
 
     def __init__(
-        self, fleet: Fleet, sampling: SamplingSpec, iteration: int, stops: tuple[int, ...], timeout: float
+        self,
+        fleet: Fleet,
+        sampling: SamplingSpec,
+        iteration: int,
+        stops: tuple[int, ...],
+        timeout: float,
+        *,
+        knows_logprobs: bool,
     ) -> None:
         self._fleet = fleet
         self._sampling = sampling
         self._iteration = iteration
         self._stops = stops
+        self._knows_logprobs = knows_logprobs
         self._jobs = Jobs(fleet, timeout)
         self._prompts: list[Prompt] = []
         self._parts: dict[int, tuple[int, range]] = {}  # job -> prompt and positions in its group
@@ -68,7 +78,10 @@ class PoolStream:
     def _take(self, place: int, indices: range, completions: list[Completion]) -> None:
         group = self._samples.setdefault(place, [])
         for index, completion in zip(indices, completions, strict=True):
-            group.append(_sample(self._prompts[place], index, completion))
+            sample = _sample(self._prompts[place], index, completion)
+            if not self._knows_logprobs:
+                sample.logprobs = [math.nan] * len(sample.logprobs)
+            group.append(sample)
         if len(group) == self._sampling.group_size:
             self._complete.append(place)
 

@@ -91,6 +91,10 @@ class ReplayEngine:
         """Take note of the version alone; see :meth:`RolloutEngine.load`."""
         self.version = version
 
+    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Log-probs are as they were recorded; see :class:`~rlhfkit.rollout.engine.UntruncatedLogprobs`."""
+        return True
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """The recorded samples of these prompts; see :meth:`RolloutEngine.generate`.
 

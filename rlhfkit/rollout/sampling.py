@@ -1,4 +1,4 @@
-"""Drawing the next token: truncation, log-probs of the distribution drawn from, and one uniform number per token.
+"""Drawing the next token: truncation, log-probs before truncation, and one uniform number per token.
 
 Shapes: B rows, V vocabulary.
 """
@@ -46,17 +46,19 @@ def draw(
         forbidden: (K,) token ids that must not be drawn, or ``None``.
 
     Returns:
-        Tokens (B,) int64 and their log-probs (B,) float32 under the distribution drawn from.
+        Tokens (B,) int64 and their log-probs (B,) float32 at the temperature (1 if greedy) before anything was
+        truncated or forbidden, which is what the trainer computes too.
     """
     logits = logits.float()
+    logprobs = (logits / (spec.temperature or 1.0)).log_softmax(-1)
     if forbidden is not None:
         logits = logits.index_fill(-1, forbidden, -torch.inf)
     if spec.temperature == 0:
         token = logits.argmax(-1)
-        logprobs = logits.log_softmax(-1)
     else:
-        logprobs = truncate(logits, spec).log_softmax(-1)
-        cumulative = logprobs.double().exp().cumsum(-1)
+        whole = forbidden is None and not spec.truncates
+        drawn_from = logprobs if whole else truncate(logits, spec).log_softmax(-1)
+        cumulative = drawn_from.double().exp().cumsum(-1)
         target = uniforms[:, None] * cumulative[:, -1:]
         token = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return token, logprobs.gather(-1, token[:, None])[:, 0]

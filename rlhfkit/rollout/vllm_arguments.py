@@ -19,6 +19,7 @@ def engine_arguments(
     backend: str,
     load_weights: bool,
     sleeps: bool,
+    logprobs_mode: str,
 ) -> dict[str, Any]:
     """Arguments of ``vllm.EngineArgs``.
 
@@ -34,6 +35,8 @@ def engine_arguments(
         backend: Of the weight transfer.
         load_weights: Read the model's own weights; else they come with the first sync.
         sleeps: Whether it gives GPU memory back in between.
+        logprobs_mode: ``"processed_logprobs"``: of the distribution that is sampled from, after temperature and
+            truncation. ``"raw_logprobs"``: of the model, before both. vLLM gives one of them.
     """
     arguments: dict[str, Any] = {
         "model": model,
@@ -44,8 +47,7 @@ def engine_arguments(
         "gpu_memory_utilization": gpu_memory_utilization,
         "seed": 0,
         "disable_log_stats": True,
-        # Log-probs of the distribution that was sampled from: after temperature and truncation.
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": logprobs_mode,
         # Nothing of the model's generation_config.json is applied behind our back; every request says everything.
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": backend},

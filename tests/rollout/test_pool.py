@@ -1,6 +1,8 @@
 """``VLLMPool`` on real engines: samples, weights, and what happens when something breaks."""
 
 import copy
+import dataclasses
+import math
 import re
 import subprocess
 import sys
@@ -53,12 +55,11 @@ def trainer_logits(model: nn.Module, sample: Sample) -> Tensor:
     return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
 
 
-def worst_difference(model: nn.Module, samples: list[Sample], spec: SamplingSpec | None = None) -> float:
+def worst_difference(model: nn.Module, samples: list[Sample]) -> float:
     """Largest difference between the engine's and the trainer's log-probs of sampled tokens."""
     worst = 0.0
     for sample in samples:
-        logits = trainer_logits(model, sample)
-        logprobs = (logits if spec is None else truncate(logits, spec)).log_softmax(-1)
+        logprobs = trainer_logits(model, sample).log_softmax(-1)
         expected = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         worst = max(worst, float((expected - torch.tensor(sample.logprobs)).abs().max()))
     return worst
@@ -260,20 +261,26 @@ class TestSamples:
     @pytest.mark.parametrize(
         "spec",
         [
-            SamplingSpec(group_size=2, max_new_tokens=16, temperature=0.5),
-            SamplingSpec(group_size=2, max_new_tokens=16, temperature=1.5, top_k=20),
+            SamplingSpec(group_size=2, max_new_tokens=16, top_k=20),
             SamplingSpec(group_size=2, max_new_tokens=16, top_p=0.8),
             SamplingSpec(group_size=2, max_new_tokens=16, min_p=0.05),
+            SamplingSpec(group_size=2, max_new_tokens=16, min_new_tokens=10),
+            SamplingSpec(group_size=2, max_new_tokens=16, temperature=0.0),
             SamplingSpec(group_size=2, max_new_tokens=16, temperature=0.8, top_k=30, top_p=0.9, min_p=0.02),
         ],
-        ids=["temperature", "top_k", "top_p", "min_p", "all"],
+        ids=["top_k", "top_p", "min_p", "min_new_tokens", "greedy", "all"],
     )
-    def test_logprobs_are_those_of_the_truncated_distribution(
+    def test_tokens_are_truncated_and_their_logprobs_are_those_before(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt], spec: SamplingSpec
     ) -> None:
-        samples = pool.generate(prompts, spec, iteration=0)
-        # Logits divided by T bring their rounding errors with them.
-        assert worst_difference(load_trainer_model(vllm_model), samples, spec) <= EXACT / min(1.0, spec.temperature)
+        model, samples = load_trainer_model(vllm_model), pool.generate(prompts, spec, iteration=0)
+        if spec.temperature in (0.0, 1.0):
+            assert worst_difference(model, samples) <= EXACT
+        else:  # vLLM reports log-probs at temperature 1 in this mode, which are no use
+            assert all(math.isnan(logprob) for sample in samples for logprob in sample.logprobs)
+        for sample in samples:
+            left = truncate(trainer_logits(model, sample), dataclasses.replace(spec, temperature=spec.temperature or 1))
+            assert left.gather(-1, torch.tensor(sample.token_ids)[:, None]).isfinite().all()
 
     def test_stops_keep_the_token_that_ended_the_completion(self, pool: SharedPool, prompts: list[Prompt]) -> None:
         tokenizer = tiny_tokenizer()
@@ -354,6 +361,7 @@ def test_two_zero3_ranks_publish_and_notice_every_failure_alike(tmp_path: Path) 
     first, second = run_ranks("serve", tiny_model(tmp_path / "model"), tmp_path)
     assert len(first["differences"]) == 2
     assert max(first["differences"]) <= EXACT
+    assert first["at_temperature_0.5"] <= 2 * EXACT  # logits divided by T bring their rounding errors with them
     # After a failure between the ranks nobody knows a version, and the next load heals it. So does the load that finds
     # the engine dead: it waits for the new one. The second death is one too many (max_restarts=1).
     assert first["versions"] == second["versions"] == [1, 2, None, 5, None]
@@ -371,6 +379,14 @@ def test_two_zero3_ranks_publish_and_notice_every_failure_alike(tmp_path: Path) 
 
 class TestWithoutEngines:
     """What needs no vLLM."""
+
+    def test_logprobs_before_truncation_are_arranged_where_vllm_can_report_them(self) -> None:
+        pool = VLLMPool()
+        specs = [SamplingSpec(), SamplingSpec(top_p=0.9), SamplingSpec(temperature=0.7)]
+        assert [pool.arrange_logprobs(spec) for spec in specs] == [True, True, True]
+        assert not pool.arrange_logprobs(SamplingSpec(temperature=0.7, top_p=0.9))
+        chosen = VLLMPool(engine_arguments={"logprobs_mode": "processed_logprobs"})
+        assert [chosen.arrange_logprobs(spec) for spec in specs] == [True, False, True]
 
     def test_it_is_a_rollout_engine(self) -> None:
         assert isinstance(VLLMPool(), RolloutEngine)

@@ -1,5 +1,7 @@
 """Truncation rules and the draw, against closed forms."""
 
+import math
+
 import pytest
 import torch
 
@@ -29,10 +31,35 @@ def test_truncation_keeps_what_its_rule_says(spec: SamplingSpec, tokens: list[in
     assert kept(spec) == tokens
 
 
-def test_logprobs_are_renormalised_after_truncation() -> None:
-    token, logprob = draw(PROBABILITIES.log(), torch.tensor([0.99], dtype=torch.float64), SamplingSpec(top_k=2))
+@pytest.mark.parametrize("spec", [SamplingSpec(top_k=2), SamplingSpec(top_p=0.65), SamplingSpec(min_p=0.5)])
+def test_logprobs_are_those_before_truncation(spec: SamplingSpec) -> None:
+    token, logprob = draw(PROBABILITIES.log(), torch.tensor([0.99], dtype=torch.float64), spec)
     assert token.item() == 3
-    assert logprob.item() == pytest.approx(torch.tensor(0.3 / 0.7).log().item(), abs=1e-6)
+    assert logprob.item() == pytest.approx(math.log(0.3), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_are_those_before_tokens_were_forbidden(temperature: float) -> None:
+    spec = SamplingSpec(temperature=temperature, min_new_tokens=1)
+    token, logprob = draw(PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), spec, torch.tensor([1, 2]))
+    assert token.item() == 3
+    assert logprob.item() == pytest.approx(math.log(0.3), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "truncates"),
+    [
+        (SamplingSpec(), False),
+        (SamplingSpec(temperature=0.5), False),
+        (SamplingSpec(top_p=0.9), True),
+        (SamplingSpec(top_k=5), True),
+        (SamplingSpec(min_p=0.1), True),
+        (SamplingSpec(min_new_tokens=2), True),
+        (SamplingSpec(temperature=0.0, top_p=0.9, top_k=5, min_p=0.1), False),
+    ],
+)
+def test_a_spec_knows_whether_it_takes_tokens_away(spec: SamplingSpec, truncates: bool) -> None:
+    assert spec.truncates is truncates
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 0), (0.049, 0), (0.051, 1), (0.46, 2), (0.61, 3), (0.999, 4)])

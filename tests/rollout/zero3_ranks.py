@@ -83,6 +83,22 @@ def publish(folder: Path, model: str) -> dict[str, Any]:
     return report
 
 
+def sampled_difference(policy: Any, pool: Any) -> float:
+    """Of log-probs of tokens sampled at temperature 0.5, between engine and trainer, on every rank."""
+    from rlhfkit.data.experience import Prompt
+    from rlhfkit.rollout.engine import SamplingSpec
+
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        spec = SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.5)
+        made = pool.generate([Prompt(index=0, token_ids=[5, 9, 40])], spec, iteration=0)
+    dist.broadcast_object_list(made)
+    ids = torch.tensor([made[0].prompt.token_ids + made[0].token_ids])
+    with torch.no_grad():
+        logprobs = (policy(ids).logits[0, 2:-1] / 0.5).log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+    return float((logprobs - torch.tensor(made[0].logprobs)).abs().max())
+
+
 def serve(folder: Path, model: str) -> dict[str, Any]:
     """Train and publish to a real vLLM engine, then break things: every rank must notice alike."""
     from rlhfkit.rollout.health import HealthPolicy
@@ -121,6 +137,8 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
         pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), version)
         report["versions"].append(pool.version)
         report["differences"].append(difference())
+
+    report["at_temperature_0.5"] = sampled_difference(policy, pool)
 
     class LastRankFails(ModuleWeights):
         def __iter__(self) -> Any:

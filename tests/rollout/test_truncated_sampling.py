@@ -1,0 +1,144 @@
+"""Truncated sampling (top-p and the like): log-probs stay comparable with the trainer's, or a correction is refused."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, prompts_file, setup_run
+from tiny_models import tiny_model
+
+from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, Sample, SamplingSpec, VLLMPool
+from rlhfkit.episodes.wrapping import EngineWrapper
+from rlhfkit.losses import CORRECTION_PRESETS, importance_weights
+from rlhfkit.rollout.engine import arrange_logprobs
+from rlhfkit.rollout.transfer import ModuleWeights
+
+NUCLEUS = SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400, top_p=0.9)
+
+
+class Weigh(L.Callback):
+    """Weights of every correction in the first update, where engine and trainer hold the same weights."""
+
+    def __init__(self) -> None:
+        self.worst: dict[str, float] = {}
+        self.tokens = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            own = pl_module.policy_output(batch).logprobs
+        self.tokens = max(self.tokens, int(batch.action_mask.sum(-1).max()))
+        for name, arguments in CORRECTION_PRESETS.items():
+            weights = importance_weights(own, batch.rollout_logprobs, batch.action_mask, **arguments).weights
+            worst = float((weights - 1.0)[batch.action_mask].abs().max())
+            self.worst[name] = max(self.worst.get(name, 0.0), worst)
+
+
+def run(folder: Path, engine: Any, model: str, sampling: SamplingSpec = NUCLEUS) -> tuple[Weigh, dict[str, float]]:
+    """One iteration of one update with the strictest of the corrections."""
+    weigh = Weigh()
+    rollouts = RolloutCallback(digits, engine=engine, sampling=sampling)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, weigh],
+    )  # fmt: skip
+    data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=4, micro_batch_size=8)
+    trainer.fit(GRPOModule(model, lr=1e-6, correction="geo-mask"), data)
+    return weigh, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def check(weigh: Weigh, metrics: dict[str, float]) -> None:
+    """400 tokens of one policy: what is left of the weights of whole sequences is rounding."""
+    assert weigh.tokens == 400
+    assert weigh.worst.keys() == CORRECTION_PRESETS.keys()
+    assert max(weigh.worst.values()) <= 2e-4, weigh.worst
+    assert metrics["rollout/logprob_difference"] <= 1e-5
+    assert metrics["rollout_corr/masked_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("engine", [LocalEngine(), EngineWrapper(LocalEngine())], ids=["local", "wrapped"])
+def test_every_correction_weighs_1_where_the_policies_are_equal(tmp_path: Path, engine: Any) -> None:
+    check(*run(tmp_path, engine, str(tiny_model(tmp_path / "model"))))
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_every_correction_weighs_1_with_vllm(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
+    check(*run(tmp_path, vllm_pool, str(vllm_model)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"min_new_tokens": 20},
+        {"temperature": 0.0, "min_new_tokens": 20},
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_logprobs_are_those_of_the_whole_distribution(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    engine = LocalEngine()
+    engine.start(str(folder), dtype=torch.float32)
+    engine.load(ModuleWeights(model), version=0)
+    spec = SamplingSpec(group_size=4, max_new_tokens=30, **arguments)
+    for sample in engine.generate([Prompt(0, [7, 9, 30])], spec, iteration=0):
+        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        expected = (model(input_ids=ids).logits[0, 2:-1] / (spec.temperature or 1.0)).log_softmax(-1)
+        expected = expected.gather(-1, ids[0, 3:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=2e-5)
+
+
+class OnlyTruncated(LocalEngine):
+    """An engine that does not know log-probs before truncation."""
+
+    arrange_logprobs = None  # type: ignore[assignment]
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        samples = super().generate(prompts, sampling, iteration=iteration)
+        for sample in samples:
+            sample.logprobs = [math.nan] * len(sample.logprobs)
+        return samples
+
+
+@pytest.mark.parametrize(
+    ("engine", "sampling"),
+    [
+        (OnlyTruncated(), SamplingSpec(group_size=2, max_new_tokens=4, top_p=0.9)),
+        (EngineWrapper(OnlyTruncated()), SamplingSpec(group_size=2, max_new_tokens=4, top_k=5)),
+        (VLLMPool(), SamplingSpec(group_size=2, max_new_tokens=4, temperature=0.7, min_p=0.1)),
+    ],
+    ids=["an engine that cannot", "wrapped", "vllm at another temperature"],
+)
+def test_a_correction_by_logprobs_that_nobody_knows_is_refused_before_anything_is_loaded(
+    tmp_path: Path, engine: Any, sampling: SamplingSpec
+) -> None:
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module_arguments={"correction": "tis"},
+        rollouts=RolloutCallback(digits, engine=engine, sampling=sampling),
+    )
+    with pytest.raises(ValueError, match=r"SamplingSpec\((temp|top_|min_).* before truncation, so that every weight"):
+        trainer.fit(module, data)
+    assert not hasattr(module, "policy")
+
+
+def test_without_a_correction_they_are_not_needed_and_the_mismatch_is_not_known(tmp_path: Path) -> None:
+    rollouts = RolloutCallback(
+        digits, engine=OnlyTruncated(), sampling=SamplingSpec(group_size=4, max_new_tokens=4, top_p=0.9)
+    )
+    assert not arrange_logprobs(rollouts.engine, rollouts.sampling)
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
+    trainer.fit(module, data)
+    assert math.isfinite(trainer.callback_metrics["loss"])
+    assert math.isnan(trainer.callback_metrics["rollout/logprob_difference"])
