@@ -5,7 +5,10 @@ import math
 from typing import Any
 
 from rlhfkit.callbacks.generation import Generation, ScoredStream, grouped
+from rlhfkit.callbacks.model_scores import add_model_scores, scores_samples
 from rlhfkit.callbacks.ranks import everywhere
+from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.rewards.base import part_names
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.filling import FilledIteration, fill_iteration
@@ -39,12 +42,32 @@ class IterationFiller:
         self.dynamic_sampling = dynamic_sampling
         self.oversampling = oversampling
 
-    def check(self, trainer: Any) -> None:
-        """Raise if this is not possible with so many ranks.
+    def check(self, trainer: Any, *, ahead: bool = False) -> None:
+        """Raise if this is not possible with this reward, or with so many ranks.
+
+        Args:
+            trainer: With the module and the DataModule.
+            ahead: Whether it happens in a thread beside training.
 
         Raises:
-            ValueError: With oversampling, if every rank has an engine of its own.
+            ValueError: If dynamic sampling goes by a part that the reward does not have; if the module would have to
+                score in a thread; with oversampling, if every rank has an engine of its own.
         """
+        parts = part_names(self.generation.reward)
+        if self.dynamic_sampling is not None and parts is not None:
+            self.dynamic_sampling.check_parts([*parts, *(["model"] if scores_samples(trainer) else [])])
+        if ahead and self.scores_early(trainer):
+            raise ValueError(
+                "dynamic_sampling, and an order of prompts that goes by rewards, need the scores of the module's "
+                "reward_model while samples are made. With max_staleness that is in a thread beside training, which "
+                "must not use the module: give the callback a ModelReward in place of reward_model, or max_staleness=0"
+            )
+        if self.oversampling and self.scores_early(trainer) and trainer.world_size > 1:
+            raise ValueError(
+                f"oversampling={self.oversampling:g} takes the groups that are finished first on rank 0, and all "
+                f"{trainer.world_size} ranks together score them with the module's reward_model: give the callback a "
+                "ModelReward in place of reward_model, or oversampling=0"
+            )
         if self.oversampling and self.per_rank(trainer):
             raise ValueError(
                 f"oversampling={self.oversampling:g} takes the groups that are finished first, and with an engine in "
@@ -52,13 +75,19 @@ class IterationFiller:
                 "share, or oversampling=0"
             )
 
+    def scores_early(self, trainer: Any) -> bool:
+        """Whether the module's scores are needed to choose groups, or for what the DataModule remembers of prompts."""
+        order = getattr(trainer.datamodule, "order", None)
+        remembers = order is not None and getattr(order, "uses_rewards", True)
+        return (remembers or self.dynamic_sampling is not None) and scores_samples(trainer)
+
     def per_rank(self, trainer: Any) -> bool:
-        """Whether several ranks generate, so that :meth:`fill` is a collective."""
-        return trainer.world_size > 1 and not self.generation.engine.shared
+        """Whether several ranks generate or score together, so that :meth:`fill` is a collective."""
+        return trainer.world_size > 1 and (not self.generation.engine.shared or self.scores_early(trainer))
 
     def takes_part(self, trainer: Any) -> bool:
         """Whether this rank calls :meth:`fill`."""
-        return trainer.global_rank == 0 or not self.generation.engine.shared
+        return trainer.global_rank == 0 or self.per_rank(trainer)
 
     def sample(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> FilledIteration:
         """Fill an iteration from the DataModule's cursor on. A collective.
@@ -104,7 +133,7 @@ class IterationFiller:
             wanted,
             trainer.datamodule.draws(after),
             self._stream(trainer, sampling, iteration, group),
-            keep=None if selection is None else selection.keep,
+            keep=None if selection is None else selection.accepts,
             most=None if selection is None else selection.max_rounds * wanted + spare,
             spare=spare,
         )
@@ -119,15 +148,28 @@ class IterationFiller:
     def _stream(self, trainer: Any, sampling: SamplingSpec, iteration: int, group: Any) -> GroupStream:
         generation, size = self.generation, sampling.group_size
         engine: Any = generation.engine
-        if self.per_rank(trainer):
-            return Rounds(
-                lambda prompts: grouped(generation.sample(trainer, prompts, sampling, iteration, group=group), size)
-            )
-        if can_stream(engine) and (self.dynamic_sampling is not None or self.oversampling):
+        early = self.scores_early(trainer)
+
+        def score(samples: list[Sample]) -> None:
+            if early:
+                with generation.phases.record("score", iteration):
+                    add_model_scores(trainer, samples)
+
+        def sample(prompts: list[Prompt]) -> list[list[Sample]]:
+            if self.per_rank(trainer):
+                samples = generation.sample(trainer, prompts, sampling, iteration, group=group)
+            else:
+                samples = generation.sample_here(trainer, prompts, sampling, iteration)
+            score(samples)
+            return grouped(samples, size)
+
+        selects = self.dynamic_sampling is not None or self.oversampling
+        if can_stream(engine) and selects and not self.per_rank(trainer):
             streaming: StreamingEngine = engine
-            return ScoredStream(streaming.stream(sampling, iteration=iteration), generation, trainer, iteration)
+            stream = streaming.stream(sampling, iteration=iteration)
+            return ScoredStream(stream, generation, trainer, iteration, score)
         # All at once, and scored all at once: rewards that work in batches are faster so.
-        return Rounds(lambda prompts: grouped(generation.sample_here(trainer, prompts, sampling, iteration), size))
+        return Rounds(sample)
 
     def metrics(self, filled: FilledIteration) -> dict[str, float]:
         """What selecting has done, as far as there was any."""

@@ -1,6 +1,6 @@
 """``Generation``: prompts shared out to the ranks, sampled, scored, and put back in order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfkit.callbacks.phases import Phases
@@ -103,10 +103,19 @@ class ScoredStream:
         generation: Scores.
         trainer: Its module has the tokenizer.
         iteration: That the groups are a part of.
+        then: What else is done to samples that were scored; ``None``: nothing.
     """
 
-    def __init__(self, stream: GroupStream, generation: Generation, trainer: Any, iteration: int) -> None:
+    def __init__(
+        self,
+        stream: GroupStream,
+        generation: Generation,
+        trainer: Any,
+        iteration: int,
+        then: Callable[[list[Sample]], None] | None = None,
+    ) -> None:
         self._stream = stream
+        self._then = then
         self._generation = generation
         self._trainer = trainer
         self._iteration = iteration
@@ -120,7 +129,10 @@ class ScoredStream:
         with self._generation.phases.record("generate", self._iteration):
             groups = self._stream.collect(most)
         if groups:
-            self._generation.score(self._trainer, [sample for group in groups for sample in group], self._iteration)
+            samples = [sample for group in groups for sample in group]
+            self._generation.score(self._trainer, samples, self._iteration)
+            if self._then is not None:
+                self._then(samples)
         return groups
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.dealing import deal, micro_batch, shape_of
 from rlhfkit.callbacks.filling import IterationFiller
 from rlhfkit.callbacks.generation import Generation
+from rlhfkit.callbacks.model_scores import add_model_scores, scores_samples
 from rlhfkit.callbacks.phases import Phases, slowest
 from rlhfkit.callbacks.publishing import WeightPublisher
 from rlhfkit.callbacks.ranks import everywhere, same_everywhere
@@ -164,6 +165,9 @@ class RolloutCallback(Callback):
         if self.ahead is None:
             self.engine.sleep()  # until the next publish: engines on the ranks' GPUs make room for training
         self.samples = [sample for group in filled.groups for sample in group]
+        if scores_samples(trainer) and not self.filler.scores_early(trainer):
+            with self.phases.record("score", self.iteration):
+                add_model_scores(trainer, self.samples)
         experience = Experience.from_samples(self.samples, temperature=sampling.temperature or 1.0)
         plan = deal(experience, shape, trainer.world_size)
         with trainer.profiler.profile("rollout.prepare"), self.phases.record("prepare", self.iteration):
@@ -241,7 +245,7 @@ class RolloutCallback(Callback):
                 )
             self._check_logprobs(pl_module)
             shape_of(trainer, self.group_size)
-            self.filler.check(trainer)
+            self.filler.check(trainer, ahead=self.ahead is not None)
             if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
                 raise ValueError(
                     f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
@@ -302,10 +306,13 @@ class RolloutCallback(Callback):
         engine_to_itself = nullcontext() if self.ahead is None else self.ahead.held(trainer)
         with engine_to_itself:
             sampled = {name: self.sample(prompts, way, iteration=-1) for name, way in self._validations.items()}
+        scored = scores_samples(trainer)
         for way, samples in sampled.items():
+            if scored:
+                add_model_scores(trainer, samples)
             self.validation_samples += samples
             prefix = f"val/{way}/" if way else "val/"
-            metrics = validation_metrics(samples, success=self.success, rewarded=self.reward is not None)
+            metrics = validation_metrics(samples, success=self.success, rewarded=scored or self.reward is not None)
             for name, (mean, count) in metrics.items():
                 pl_module.log(prefix + name, mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
 

@@ -8,7 +8,7 @@ sampling is ahead of learning, the answer depends on the sequence of samples alo
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class Worth(NamedTuple):
@@ -54,6 +54,8 @@ class ByColumn:
     """Largest first."""
     passes: int | None = None
     """Only the first so many passes are ordered; ``None``: all."""
+    uses_rewards: ClassVar[bool] = False
+    """It does not ask for ``PromptPass.history``; an order that does not say so is taken to."""
 
     def __call__(self, one: PromptPass) -> Sequence[int]:
         """Sort, stably."""

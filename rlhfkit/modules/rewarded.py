@@ -23,8 +23,8 @@ class RewardedModule(PolicyModule):
         model: Folder or hub name of the policy.
         reward_model: Folder or hub name of a reward model, whose normalised score is added to the callback's reward. It
             is a frozen child: the strategy shards or offloads it like the reference, and every rank scores its share.
-            It must have the policy's tokens. :class:`~rlhfkit.rewards.ModelReward` in the callback does the same
-            unsharded, for validation and dynamic sampling as well.
+            It must have the policy's tokens. ``RolloutCallback`` asks for the scores of all samples, those of
+            validation too. :class:`~rlhfkit.rewards.ModelReward` in the callback does the same unsharded.
         stop_properly_coef: At most 1. In [0, 1]: positive rewards of answers that the length limit cut off are
             multiplied by it, so that with 0 only what ends is rewarded; below 0: it is their reward (ProRL v2). 1: off.
         mask_truncated: Learn nothing from answers that the length limit cut off (overlong filtering, DAPO: Yu et al.,
@@ -104,19 +104,36 @@ class RewardedModule(PolicyModule):
         )
         return model.requires_grad_(False).eval()
 
-    def scored(self, experience: Experience) -> Experience:
-        """With the reward model's score in the rewards, and among their parts as ``model``. A collective.
+    @property
+    def scores_samples(self) -> bool:
+        """Whether there is a reward model, whose scores ``RolloutCallback`` adds to the rewards of samples."""
+        return self.hparams["reward_model"] is not None
+
+    def reward_model_scores(self, experience: Experience) -> Tensor:
+        """Normalised scores of the reward model. A collective, for the thread that trains.
 
         Args:
             experience: B sequences, the same on every rank.
+
+        Returns:
+            (B,) float32 on the CPU, the same on every rank.
         """
-        if self.hparams["reward_model"] is None:
-            return experience
 
         def scores(batch: Experience) -> Tensor:
             return reward_output(self.reward_model, batch, normalized=True)[:, None]
 
-        score = self.sharded(self.reward_model, scores, experience)[:, 0]
+        return self.sharded(self.reward_model, scores, experience)[:, 0]
+
+    def scored(self, experience: Experience) -> Experience:
+        """With the reward model's score in the rewards, and among their parts as ``model``. A collective.
+
+        Args:
+            experience: B sequences, the same on every rank; unchanged if the score is a part of the rewards already,
+                as ``RolloutCallback`` gives it.
+        """
+        if not self.scores_samples or "model" in experience.reward_parts:
+            return experience
+        score = self.reward_model_scores(experience)
         parts = {**experience.reward_parts, "model": score}
         return dataclasses.replace(experience, rewards=experience.rewards + score, reward_parts=parts)
 

@@ -54,6 +54,20 @@ def reward_name(reward: Any) -> str:
     return name if isinstance(name, str) else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(reward).__name__).lower()
 
 
+def part_names(reward: Any) -> list[str] | None:
+    """Names of the parts that a reward will leave in ``reward_parts``; ``None`` where only its calls can tell.
+
+    Args:
+        reward: What scores; ``None``: nothing does.
+    """
+    if reward is None:
+        return []
+    if not getattr(reward, "composed", False):
+        return [reward_name(reward)]
+    parts = getattr(reward, "rewards", None)  # of a WeightedSum
+    return list(parts) if isinstance(parts, Mapping) else None
+
+
 def reward_metrics(reward: Reward) -> dict[str, float]:
     """What a reward tells about itself, such as the fraction of calls that failed, since it was last asked.
 

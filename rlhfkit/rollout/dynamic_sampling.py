@@ -1,18 +1,40 @@
 """``DynamicSampling``: only groups whose rewards say something fill an iteration (DAPO, Yu et al., 2025)."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from rlhfkit.data.experience import Sample
 
+Criterion = str | Callable[[Sample], float | None] | None
+"""What has to differ in a group: a reward part by name, a function of a sample, or (``None``) the total reward."""
 
-def has_signal(group: Sequence[Sample]) -> bool:
-    """Whether the rewards of a group differ: else every advantage is 0 and nothing is learned.
+
+def has_signal(group: Sequence[Sample], by: Criterion = None) -> bool:
+    """Whether the samples of a group differ in what they were worth: else every advantage is 0.
 
     Args:
         group: The samples of one prompt; those without a reward do not count.
+        by: What they are compared by.
+
+    Raises:
+        ValueError: If no sample has a reward part of that name.
     """
-    return len({sample.reward for sample in group if sample.reward is not None}) > 1
+    scored = [sample for sample in group if sample.reward is not None]
+    if isinstance(by, str):
+        if scored and not any(by in sample.reward_parts for sample in scored):
+            _check_part(by, {name for sample in scored for name in sample.reward_parts})
+        values = [sample.reward_parts.get(by) for sample in scored]
+    else:
+        values = [sample.reward if by is None else by(sample) for sample in scored]
+    return len({value for value in values if value is not None and not math.isnan(value)}) > 1
+
+
+def _check_part(name: str, parts: Collection[str]) -> None:
+    if name not in parts:
+        raise ValueError(
+            f"DynamicSampling(by={name!r}): no reward part is called that; the parts are {', '.join(sorted(parts))}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,18 +44,53 @@ class DynamicSampling:
     DAPO, Yu et al. (2025, arXiv:2503.14476, section 3.2). Each group that is turned down is replaced by that of the
     next prompt, so that no accepted group is ever left over and the prompts are used in their order, each once.
 
+    Where the reward has parts, say which of them decides. DAPO and verl select by accuracy: with a penalty on length
+    in the total, a group whose answers are all right still differs, and would be kept.
+
     Example::
 
         RolloutCallback(reward=math_match, dynamic_sampling=DynamicSampling())
+        RolloutCallback(
+            reward=WeightedSum(math_match=math_match, length=(overlong, 0.5)),
+            dynamic_sampling=DynamicSampling(by="math_match"),
+        )
     """
 
-    keep: Callable[[Sequence[Sample]], bool] = has_signal
-    """Whether a group is worth training on: any function of its samples."""
+    by: Criterion = None
+    """What has to differ between the samples of a group: the name of a reward part (``model``: the score of the
+    module's ``reward_model``), or a function of a sample; ``None``: the total reward, before the module's penalties."""
+    keep: Callable[[Sequence[Sample]], bool] | None = None
+    """Your own rule in place of ``by``: whether a group is worth training on, a function of its samples."""
     max_rounds: int = 10
     """Sample at most that many times the prompts of an iteration (verl's ``max_num_gen_batches``). What is missing then
     is filled with groups that were turned down, with a warning; they do no harm, as their advantages are 0."""
 
     def __post_init__(self) -> None:
-        """Check the limit."""
+        """Check the arguments."""
         if self.max_rounds < 1:
             raise ValueError(f"DynamicSampling(max_rounds=...) must be at least 1, got {self.max_rounds}")
+        if self.by is not None and self.keep is not None:
+            raise ValueError("DynamicSampling takes by=... or a rule of your own (keep=...), not both")
+
+    def accepts(self, group: Sequence[Sample]) -> bool:
+        """Whether a group is worth training on.
+
+        Args:
+            group: The samples of one prompt, scored.
+
+        Raises:
+            ValueError: If ``by`` is no part of their rewards.
+        """
+        return has_signal(group, self.by) if self.keep is None else self.keep(group)
+
+    def check_parts(self, parts: Collection[str]) -> None:
+        """Check ``by`` before training.
+
+        Args:
+            parts: Names of all reward parts.
+
+        Raises:
+            ValueError: If ``by`` is none of them.
+        """
+        if isinstance(self.by, str) and self.keep is None:
+            _check_part(self.by, parts)

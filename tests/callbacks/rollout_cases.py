@@ -7,10 +7,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import PlainSGD, digits, setup_run, weights
+from rl_runs import PlainSGD, SharedEngine, digits, setup_run, weights
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.rollout import transfer
+from rlhfkit.rollout import DynamicSampling, transfer
 
 # Read once: Lightning deletes WORLD_SIZE from the environment when a fit ends.
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -86,6 +86,24 @@ def validation(folder: Path) -> dict[str, Any]:
     return {"logged": logged, "texts": [texts[index] for index in range(40)]}
 
 
+def above_zero(sample: Sample) -> float:
+    """Whether the reward model likes it."""
+    return float(sample.reward_parts["model"] > 0)
+
+
+def selected(folder: Path, strategy: str, engine: LocalEngine) -> list[tuple[int, list[int], float | None]]:
+    """What dynamic sampling by a reward model (in ``reward``) among the module's children has chosen."""
+    rollouts = RolloutCallback(
+        engine=engine,
+        sampling=SamplingSpec(group_size=4, max_new_tokens=8),
+        dynamic_sampling=DynamicSampling(by=above_zero),
+    )
+    arguments = {"reward_model": str(folder / "reward")}
+    trainer, module, data, _ = prepare(folder, strategy, rollouts=rollouts, module_arguments=arguments, max_epochs=1)
+    trainer.fit(module, data)
+    return [(sample.prompt.index, sample.token_ids, sample.reward) for sample in rollouts.samples]
+
+
 def small_buckets(monkey: Any = transfer) -> None:
     """A tiny model in many buckets, as a large one has them."""
     original = monkey.ModuleWeights.__iter__
@@ -109,6 +127,8 @@ def everything(folder: Path) -> dict[str, Any]:
         "reward": failure(folder, "ddp", rollouts=RolloutCallback(too_few, sampling=sampling)),
         "ddp inside": resumed(folder, "ddp", after=6),
         "zero2 inside": resumed(folder, "rlhf_zero2", after=6),
+        "selected": selected(folder, "ddp", LocalEngine()),
+        "selected sharded": selected(folder, "rlhf_zero3", SharedEngine()),
     }
     small_buckets()
     broken = RolloutCallback(digits, engine=Dying(), sampling=sampling)

@@ -8,15 +8,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from modules.test_rewarded import reward_model
 from rl_runs import PlainSGD, digits, setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from rlhfkit import RolloutCallback, Sample, SamplingSpec
+from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.data import Experience
 from rlhfkit.rewards import WeightedSum
+
+from .rollout_cases import selected
 
 
 class Recorder(L.Callback):
@@ -180,8 +183,16 @@ def test_a_part_of_the_reward_that_is_missing_is_left_out_of_its_mean(tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run("callbacks.rollout_cases:everything", 2, tmp_path_factory.mktemp("two"), timeout=200)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a reward model in ``reward``."""
+    made = tmp_path_factory.mktemp("two")
+    reward_model(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[str, Any]]:
+    return ranks.run("callbacks.rollout_cases:everything", 2, folder, timeout=200)
 
 
 @pytest.mark.distributed
@@ -194,6 +205,20 @@ def test_validation_deals_prompts_to_ranks_and_loses_none(two_ranks: list[dict[s
         assert report["validation"]["texts"] == [texts[index] for index in range(40)]
         recount = sum(character.isdigit() for text in texts.values() for character in text) / 8 / 40
         assert report["validation"]["logged"] == pytest.approx(recount, abs=1e-6)
+
+
+@pytest.mark.distributed
+def test_dynamic_sampling_by_a_reward_model_chooses_the_same_on_any_ranks(
+    two_ranks: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether each rank has an engine or all share one, and also where the reward model is sharded."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    alone = selected(folder, "auto", LocalEngine())
+    assert len({index for index, _, _ in alone}) == 8
+    for report in two_ranks:
+        for name in ("selected", "selected sharded"):
+            assert [row[:2] for row in report[name]] == [list(row[:2]) for row in alone]
+            assert [row[2] for row in report[name]] == pytest.approx([row[2] for row in alone], abs=1e-5)
 
 
 @pytest.mark.distributed

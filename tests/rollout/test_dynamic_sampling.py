@@ -1,5 +1,6 @@
 """Dynamic sampling in whole runs: training sees only groups that teach something, now or ahead of time."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,22 @@ def test_signal_is_a_difference_between_rewards_that_are_there() -> None:
     assert not has_signal(group(0, [1.0, 1.0]))
     assert not has_signal(group(0, [1.0, None]))
     assert not has_signal(group(0, [None, None]))
+
+
+def test_signal_by_a_part_or_a_function() -> None:
+    samples = group(0, [1.0, 0.9, None])
+    for sample, right in zip(samples, [1.0, 1.0, math.nan], strict=True):
+        sample.reward_parts = {"right": right, "length": sample.reward or math.nan}
+    assert has_signal(samples)
+    assert not has_signal(samples, "right")
+    assert has_signal(samples, "length")
+    assert has_signal(samples, lambda sample: sample.sample_index)
+    assert not has_signal(samples, lambda sample: None)
+    with pytest.raises(ValueError, match=r"by='wrong'.*: no reward part is called that; the parts are length, right"):
+        has_signal(samples, "wrong")
+    assert DynamicSampling(keep=lambda samples: True).accepts(group(0, [1.0, 1.0]))
+    with pytest.raises(ValueError, match="not both"):
+        DynamicSampling(by="right", keep=has_signal)
 
 
 def odd_prompts_only(samples: Sequence[Sample]) -> list[float]:
