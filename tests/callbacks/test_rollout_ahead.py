@@ -187,7 +187,6 @@ def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) ->
         for version in set(sample.versions):
             with torch.no_grad():
                 logits = training.policies[version](input_ids=ids).logits[0, :-1]
-            logits[:, 1] = -torch.inf  # no end of sequence before eight tokens
             logprobs = logits.log_softmax(-1)
             difference = logprobs.gather(-1, ids[0, 1:, None])[first:, 0] - torch.tensor(sample.logprobs)
             own = torch.tensor(sample.versions) == version
@@ -341,5 +340,5 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
 def test_oversampling_needs_one_place_that_sees_which_group_is_first() -> None:
     rollouts = RolloutCallback(digits, oversampling=0.5)
     with pytest.raises(ValueError, match="an engine in each of 2 ranks"):
-        rollouts.filler.check(SimpleNamespace(world_size=2))
-    rollouts.filler.check(SimpleNamespace(world_size=1))
+        rollouts.filler.check(SimpleNamespace(world_size=2, lightning_module=None, datamodule=None))
+    rollouts.filler.check(SimpleNamespace(world_size=1, lightning_module=None, datamodule=None))
