@@ -262,11 +262,11 @@ class RolloutCallback(Callback):
         values = {name: getattr(self.sampling, name) for name in fields}
         changed = [f"{name}={value}" for name, value in values.items() if value != getattr(default, name)]
         raise ValueError(
-            f"{type(module).__name__} weighs tokens by the engine's log-probs (correction=...), and with "
-            f"SamplingSpec({', '.join(changed)}) {type(self.engine).__name__} does not know them as they were before "
-            "truncation, so that every weight would be wrong: do not truncate (top_p=1, top_k=0, min_p=0, "
-            "min_new_tokens=0), or sample at temperature=1, where vLLM knows them too, or use LocalEngine, or no "
-            "correction"
+            f"{type(module).__name__} compares the engine's log-probs with its own (a correction, or a policy loss "
+            f"that asks for them), and with SamplingSpec({', '.join(changed)}) {type(self.engine).__name__} does not "
+            "know them as they were before truncation, so that every weight would be wrong: do not truncate (top_p=1, "
+            "top_k=0, min_p=0, min_new_tokens=0), or sample at temperature=1, where vLLM knows them too, or use "
+            "LocalEngine"
         )
 
     def on_train_batch_end(

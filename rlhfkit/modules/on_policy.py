@@ -233,7 +233,7 @@ class OnPolicyModule(RewardedModule):
     @property
     def uses_rollout_logprobs(self) -> bool:
         """Whether the loss needs the engine's log-probs; ``RolloutCallback`` checks that they can be compared."""
-        return self.correction is not None
+        return self.correction is not None or self.policy_loss.takes("rollout_logprobs")
 
     # ------------------------------------------------------------------ one iteration
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, Sample, SamplingSpec, VLLMPool
 from rlhfkit.episodes.wrapping import EngineWrapper
-from rlhfkit.losses import CORRECTION_PRESETS, importance_weights
+from rlhfkit.losses import CORRECTION_PRESETS, dppo_loss, importance_weights
 from rlhfkit.rollout.engine import arrange_logprobs
 from rlhfkit.rollout.transfer import ModuleWeights
 
@@ -111,23 +111,24 @@ class OnlyTruncated(LocalEngine):
         return samples
 
 
+CORRECTED = {"correction": "tis"}
+
+
 @pytest.mark.parametrize(
-    ("engine", "sampling"),
+    ("engine", "sampling", "arguments"),
     [
-        (OnlyTruncated(), SamplingSpec(group_size=2, max_new_tokens=4, top_p=0.9)),
-        (EngineWrapper(OnlyTruncated()), SamplingSpec(group_size=2, max_new_tokens=4, top_k=5)),
-        (VLLMPool(), SamplingSpec(group_size=2, max_new_tokens=4, temperature=0.7, min_p=0.1)),
+        (OnlyTruncated(), SamplingSpec(group_size=2, max_new_tokens=4, top_p=0.9), CORRECTED),
+        (OnlyTruncated(), SamplingSpec(group_size=2, max_new_tokens=4, top_p=0.9), {"policy_loss": dppo_loss}),
+        (EngineWrapper(OnlyTruncated()), SamplingSpec(group_size=2, max_new_tokens=4, top_k=5), CORRECTED),
+        (VLLMPool(), SamplingSpec(group_size=2, max_new_tokens=4, temperature=0.7, min_p=0.1), CORRECTED),
     ],
-    ids=["an engine that cannot", "wrapped", "vllm at another temperature"],
+    ids=["an engine that cannot", "a policy loss", "wrapped", "vllm at another temperature"],
 )
-def test_a_correction_by_logprobs_that_nobody_knows_is_refused_before_anything_is_loaded(
-    tmp_path: Path, engine: Any, sampling: SamplingSpec
+def test_logprobs_that_nobody_knows_are_refused_where_they_are_needed_before_anything_is_loaded(
+    tmp_path: Path, engine: Any, sampling: SamplingSpec, arguments: dict[str, Any]
 ) -> None:
-    trainer, module, data, _ = setup_run(
-        tmp_path,
-        module_arguments={"correction": "tis"},
-        rollouts=RolloutCallback(digits, engine=engine, sampling=sampling),
-    )
+    rollouts = RolloutCallback(digits, engine=engine, sampling=sampling)
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments, rollouts=rollouts)
     with pytest.raises(ValueError, match=r"SamplingSpec\((temp|top_|min_).* before truncation, so that every weight"):
         trainer.fit(module, data)
     assert not hasattr(module, "policy")
