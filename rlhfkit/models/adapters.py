@@ -99,12 +99,26 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def _linear_layers(model: nn.Module) -> tuple[str, ...]:
-    """Last names of the backbone's linear layers; the output layer is not of the backbone."""
+    """The backbone's linear layers: last names, or full ones where a layer of another kind has the same last name."""
+    hugging_face: Any = model
+    backbone, output = hugging_face.base_model, hugging_face.get_output_embeddings()
+    home = next((f"{name}." if name else "" for name, module in model.named_modules() if module is backbone), "")
+    layers = {home + name: layer for name, layer in backbone.named_modules() if name}
+    linear = {name for name, layer in layers.items() if layer is not output and _takes_adapter(name, layer, layers)}
+    others = {name.rpartition(".")[2] for name in layers.keys() - linear}
+    return tuple({name if (last := name.rpartition(".")[2]) in others else last for name in linear})
+
+
+def _takes_adapter(name: str, layer: nn.Module, layers: Mapping[str, nn.Module]) -> bool:
+    """Whether a layer is linear and is called as one."""
     from transformers.pytorch_utils import Conv1D
 
-    backbone = cast(Any, model).base_model
-    linear = (nn.Linear, Conv1D)
-    return tuple({name.rpartition(".")[2] for name, layer in backbone.named_modules() if isinstance(layer, linear)})
+    if not isinstance(layer, nn.Linear | Conv1D) or "Router" in type(layer).__name__:
+        return False  # routers of Llama 4 and Phi-MoE are linear layers that give more than one tensor
+    home, _, last = name.rpartition(".")
+    # The kernels of Mamba read the weight of this layer and never call it; peft refuses it in some of the families.
+    mamba = all(hasattr(layers.get(home), part) for part in ("A_log", "conv1d", "in_proj"))
+    return not (mamba and last == "out_proj")
 
 
 def _expert_weights(model: nn.Module) -> list[str]:

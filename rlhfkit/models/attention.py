@@ -6,11 +6,12 @@ within a bucket (less than twofold) and given to PyTorch's fused causal attentio
 most log2(T) kernel calls, and a sequence cannot see another because it is never in the same matrix.
 
 Registered with Transformers under :data:`PACKED_ATTENTION`, for any model that routes through its attention interface.
+Which models may use it is found out in :mod:`rlhfkit.models.capabilities`.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class PackedLayout:
     """(1, N) int64, from 0 in every sequence."""
     places: Tensor
     """(B, T) int64, where in the packed row each token of each sequence lies; 0 for padding."""
+    readers: set[int] = field(default_factory=set, compare=False)
+    """Which attention layers have kept the sequences apart, each by its ``id``; empty after a forward pass: none."""
 
     @classmethod
     def from_lengths(
@@ -119,11 +122,12 @@ def _attend(
     scaling: float | None,
     dropout: float,
     window: int | None,
+    causal: bool = True,
 ) -> Tensor:
     """PyTorch's fused attention of (B, heads, queries, D) to (B, key heads, keys, D), causal when there is no mask."""
     queries, keys = query.shape[2], key.shape[2]
-    plain = mask is None and queries == keys and (window is None or keys <= window)
-    if mask is None and not plain:
+    plain = mask is None and causal and queries == keys and (window is None or keys <= window)
+    if mask is None and causal and not plain:
         mask = _causal_mask(queries, keys, window, query.device)
     return scaled_dot_product_attention(
         query,
@@ -147,13 +151,14 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     packed_layout: PackedLayout | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface: causal attention, over packed rows when there is a layout.
 
     Args:
-        module: The attention layer.
+        module: The attention layer. One that says ``is_causal = False`` (of a vision tower) sees everything.
         query: (1, heads, N, D) packed, or (B, heads, T, D).
         key: Same with key heads; longer than ``query`` when there is a cache.
         value: Same as ``key``.
@@ -161,19 +166,23 @@ def packed_attention(
         scaling: Factor of the scores; 1/sqrt(D) when ``None``.
         dropout: Probability.
         sliding_window: Tokens a position can look back, itself included; all when ``None``.
+        is_causal: Whether tokens see only what is before them; ``None``: what the layer says, as in Transformers' own.
         packed_layout: Where sequences begin and end; ``None``: the rows of the batch are the sequences.
-        **unused: Whatever else Transformers hands to every attention.
+        **unused: Whatever else Transformers hands to every attention. Models whose results depend on more than the
+            above (soft caps, sinks) are told apart when they are loaded.
 
     Returns:
         (1, N, heads, D) or (B, T, heads, D), and no weights.
     """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if packed_layout is None:
-        out = _attend(query, key, value, attention_mask, scaling, dropout, sliding_window)
+        out = _attend(query, key, value, attention_mask, scaling, dropout, sliding_window, causal)
         return out.transpose(1, 2).contiguous(), None
+    packed_layout.readers.add(id(module))
     pieces = []
     for bucket in packed_layout.buckets:
         q, k, v = (x[0][:, bucket.gather].transpose(0, 1) for x in (query, key, value))  # (S, heads, L, D)
-        together = _attend(q, k, v, None, scaling, dropout, sliding_window).transpose(1, 2)
+        together = _attend(q, k, v, None, scaling, dropout, sliding_window, True).transpose(1, 2)
         pieces.append(together.flatten(0, 1)[bucket.real])  # (tokens, heads, D)
     return torch.cat(pieces)[packed_layout.order][None], None
 
@@ -193,21 +202,3 @@ def register_packed_attention() -> None:
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     AttentionMaskInterface.register(PACKED_ATTENTION, _mask_if_given)
-
-
-def supports_packing(config: Any) -> bool:
-    """Whether a model's attention is plain enough for :func:`packed_attention`.
-
-    Args:
-        config: A Transformers model configuration.
-
-    Returns:
-        False for attention with soft-capped scores, learned sinks or recurrent layers; those keep Transformers' own.
-    """
-    text = config.get_text_config()
-    layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
-    return (
-        getattr(text, "attn_logit_softcapping", None) is None
-        and text.model_type != "gpt_oss"
-        and layer_types <= {"full_attention", "sliding_attention"}
-    )

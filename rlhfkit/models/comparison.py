@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from rlhfkit.models.forward import TokenizedBatch, model_inputs, replaced_head, unwrap
+from rlhfkit.models.forward import TokenizedBatch, model_inputs, replaced_head, require_kept_apart, unwrap
 from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.router_loss import NO_ROUTER
 
@@ -50,6 +50,7 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, pac
     known = output_logits(bare)
     if known is None:
         logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
+        require_kept_apart(model, inputs)
         return lambda part: (logits[part], None)
     layer = cast(Any, bare).get_output_embeddings()
     kept: dict[str, Any] = {}
@@ -63,6 +64,7 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, pac
 
     with replaced_head(bare, select):
         output = model(**inputs, use_cache=False).logits
+    require_kept_apart(model, inputs)
     rows = known.reveal(output, kept["dtype"])
     return lambda part: (known.apply(linear(rows[part], kept["weight"], kept["bias"])), None)
 
@@ -112,6 +114,7 @@ def compare_logits(
         inputs["output_router_logits"] = True
     if known is None:
         output = model(**inputs, use_cache=False)
+        require_kept_apart(model, inputs)
         return _result(
             compared(output.logits.flatten(0, 1)[positions], lambda rows: rows), output, bare, router_aux_loss
         )
@@ -126,6 +129,7 @@ def compare_logits(
 
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
+    require_kept_apart(model, inputs)
     return _result(known.reveal(output.logits, dtype), output, bare, router_aux_loss)
 
 

@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, N real tokens of the batch, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -83,7 +83,7 @@ def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention.
     """
-    attention = cast(Any, model).config._attn_implementation
+    attention = cast(Any, model).config.get_text_config()._attn_implementation
     ours = attention == PACKED_ATTENTION
     if packed and not ours:
         raise ValueError(
@@ -95,8 +95,27 @@ def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -
         packed_inputs = {"input_ids": tokens, "position_ids": layout.position_ids, "packed_layout": layout}
         return packed_inputs, layout.places
     # Padding is on the right, where causal attention cannot see it; ours needs no mask, others build one from this.
-    inputs = {"input_ids": batch.input_ids} if ours else {"input_ids": batch.input_ids, "attention_mask": real}
+    inputs = {"input_ids": batch.input_ids} if ours else {"input_ids": batch.input_ids, "attention_mask": real.long()}
     return inputs, torch.arange(real.numel(), device=real.device).view(real.shape)
+
+
+def require_kept_apart(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Make sure after a forward pass that someone has kept the sequences of a packed row apart.
+
+    Args:
+        model: What was called, for the message.
+        inputs: What it was called with, see :func:`model_inputs`.
+
+    Raises:
+        RuntimeError: If the row was packed and no attention layer has read where its sequences begin and end.
+    """
+    layout: PackedLayout | None = inputs.get("packed_layout")
+    if layout is not None and not layout.readers:
+        raise RuntimeError(
+            f"no attention layer of {type(unwrap(model)).__name__} has read where the sequences of a packed row begin "
+            "and end, so they have seen one another: the model's forward pass must hand its keyword arguments on to "
+            "its attention layers; or load it with attention='sdpa'"
+        )
 
 
 def policy_output(
@@ -163,6 +182,7 @@ def _chosen(
         if values:
             raise ValueError(NO_VALUE_HEAD.format(type(bare).__name__))
         output = model(**inputs, use_cache=False)
+        require_kept_apart(model, inputs)
         logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
         chosen = torch.stack([column for column in dense if column is not None], -1)
@@ -192,4 +212,5 @@ def _chosen(
 
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
+    require_kept_apart(model, inputs)
     return known.reveal(output.logits, dtype), getattr(output, "aux_loss", None)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from rlhfkit.losses.masked import full_precision
 from rlhfkit.models.adapters import adapter_base, add_lora
 from rlhfkit.models.classifiers import classifier_class
-from rlhfkit.models.forward import NO_VALUE_HEAD, VALUE_HEAD, TokenizedBatch, model_inputs, unwrap
-from rlhfkit.models.load import disable_dropout, existing_name, pretrained_arguments
+from rlhfkit.models.forward import NO_VALUE_HEAD, VALUE_HEAD, TokenizedBatch, model_inputs, require_kept_apart, unwrap
+from rlhfkit.models.load import choose_attention, disable_dropout, existing_name, pretrained_arguments
 from rlhfkit.models.lora import LoRA
 from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.quantization import Quantization
@@ -93,6 +93,7 @@ class ScalarModel(nn.Module):
         model = cast(Any, self.model)
         more = {"output_router_logits": True} if router_aux_loss else {}
         output = model.base_model(**inputs, **more, use_cache=False)
+        require_kept_apart(model, inputs)
         outputs = model.score(output.last_hidden_state.flatten(0, 1)[positions])
         chosen = outputs[:, 0] if outputs.shape[-1] == 1 else outputs[:, 1] - outputs[:, 0]
         if not router_aux_loss:
@@ -174,6 +175,7 @@ def load_scalar_model(
     is_new = _needs_head(config, name, stepwise, new_head)
     config.num_labels = 2 if stepwise else 1
     loaded: Any = classifier_class(config, stepwise=stepwise).from_pretrained(name, **arguments)
+    choose_attention(loaded, attention)
     model = ScalarModel(loaded)
     if is_new:
         _initialize(cast(nn.Linear, loaded.score), head_std)

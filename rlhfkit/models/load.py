@@ -1,5 +1,6 @@
 """Hugging Face models and tokenizers by name, the way every module loads them."""
 
+import copy
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 from rlhfkit.models.adapters import adapter_base, add_lora, load_adapter
-from rlhfkit.models.attention import PACKED_ATTENTION, register_packed_attention, supports_packing
+from rlhfkit.models.attention import PACKED_ATTENTION
+from rlhfkit.models.capabilities import use_packed_attention
 from rlhfkit.models.lora import LoRA
 from rlhfkit.models.quantization import Quantization, quantization_config
 
@@ -97,19 +99,30 @@ def pretrained_arguments(
     from transformers import AutoConfig
 
     require_attention(attention)
-    register_packed_attention()
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    if attention is None and supports_packing(config):
-        attention = PACKED_ATTENTION
     arguments = {
         "config": config,
         "dtype": dtype,
-        "attn_implementation": attention,
+        "attn_implementation": None if attention == PACKED_ATTENTION else attention,  # see choose_attention
         "trust_remote_code": trust_remote_code,
     }
     if quantization is not None:
         arguments["quantization_config"] = quantization_config(quantization, dtype)
     return arguments
+
+
+def choose_attention(model: nn.Module, attention: str | None) -> None:
+    """Switch a loaded model to our packed attention, where that is asked for, or nothing is and it can be packed.
+
+    Args:
+        model: Loaded with :func:`pretrained_arguments`, changed in place.
+        attention: See :func:`load_causal_lm`.
+
+    Raises:
+        ValueError: If packed attention is asked for and would be wrong.
+    """
+    if attention in (None, PACKED_ATTENTION):
+        use_packed_attention(model, required=attention is not None)
 
 
 def load_causal_lm(
@@ -155,6 +168,7 @@ def load_causal_lm(
     model = AutoModelForCausalLM.from_pretrained(
         base, **pretrained_arguments(base, dtype, attention, quantization, trust_remote_code)
     )
+    choose_attention(model, attention)
     if base != name:
         load_adapter(model, name)
     elif lora is not None:
@@ -165,7 +179,7 @@ def load_causal_lm(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch all dropout of a model off for good, in training mode too.
+    """Switch all dropout of a model off for good, in training mode too, and the noise that routers add.
 
     Args:
         model: Changed in place: ``Dropout`` layers, and probabilities that attention layers hold as plain numbers.
@@ -175,9 +189,16 @@ def disable_dropout(model: nn.Module) -> None:
             if module.p and ".lora_dropout." in name:
                 warnings.warn(f"the adapters' dropout of {module.p} is switched off like all others", stacklevel=2)
             module.p = 0.0
-        for attribute in ("attention_dropout", "activation_dropout", "dropout"):
-            if isinstance(getattr(module, attribute, None), float):
+        for attribute, value in vars(module).items():  # attention_dropout, resid_dropout, layerdrop, input_jitter_noise
+            # Phi-MoE's router_jitter_noise is a threshold of its routing, in evaluation too.
+            noise = "drop" in attribute or ("jitter" in attribute and attribute != "router_jitter_noise")
+            if noise and isinstance(value, float):
                 setattr(module, attribute, 0.0)
+        if isinstance(getattr(vars(module).get("config"), "attention_dropout", None), float) and not hasattr(
+            module, "config_class"
+        ):  # Persimmon's layers read it there; the model's own configuration stays as it is, to be saved
+            module.config = copy.copy(module.config)
+            module.config.attention_dropout = 0.0
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":

@@ -13,7 +13,8 @@ def save_weights(model: nn.Module, folder: str | Path, weights: Mapping[str, Ten
     """Write what ``from_pretrained`` of the model's class loads.
 
     Args:
-        model: A Hugging Face model; gives class and configuration, not weights, and stays as it is.
+        model: A Hugging Face model; gives class, configuration and persistent buffers (a router's trained correction),
+            not weights, and stays as it is.
         folder: Made when missing.
         weights: Full weights by Hugging Face name; tied ones may be missing. Their type is written too.
     """
@@ -26,4 +27,6 @@ def save_weights(model: nn.Module, folder: str | Path, weights: Mapping[str, Ten
     empty.to(next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point()))
     if original.can_generate():
         empty.generation_config = original.generation_config
-    empty.save_pretrained(folder, state_dict=dict(weights))
+    kept = set(empty.state_dict())
+    buffers = {name: buffer.detach().cpu() for name, buffer in original.named_buffers() if name in kept}
+    empty.save_pretrained(folder, state_dict={**buffers, **weights})

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhfkit.data.experience import FinishReason, Prompt
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
@@ -44,6 +45,7 @@ class Decoding:
         stops: Tokens that end a row, besides the sampling's own.
         tokenizer: To look for stop texts.
         device: Of the model.
+        cached: Keep keys and values between tokens; see :func:`~rlhfkit.rollout.caching.cache_problem`.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class Decoding:
         stops: Sequence[int],
         tokenizer: Any,
         device: torch.device | None,
+        cached: bool = True,
     ) -> None:
+        self._cached = cached
         self._weights = weights
         self._prompts = [prompt for prompt, _ in rows]
         self._sampling = sampling
@@ -88,6 +92,8 @@ class Decoding:
     def _logits(self, step: int) -> tuple[Tensor, int]:
         """(B, V) logits of the next token of every row in the batch, and the version of the weights."""
         with self._weights() as (model, version):
+            if not self._cached:
+                return self._compute_without_cache(model, step), version
             if version != self._version:
                 self._version = version
                 return self._compute(model, step), version
@@ -97,37 +103,34 @@ class Decoding:
                 kept = running.nonzero()[:, 0]
                 self._cache.batch_select_indices(kept)
                 self._alive, self._mask, token = self._alive[kept], self._mask[kept], token[kept]
-            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._alive), 1)], 1)
-            out = model(
-                input_ids=token[:, None],
-                attention_mask=self._mask,
-                position_ids=self._mask.sum(1, keepdim=True) - 1,
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-            return out.logits[:, -1], version
+            logits, self._mask = append_token(model, token, self._mask, self._cache)
+            return logits, version
 
     def _compute(self, model: nn.Module, step: int) -> Tensor:
-        """Everything so far in one pass, padded on the left, each distinct row once; fills cache and mask anew."""
+        """Everything so far in one pass, each distinct row once; fills cache and mask anew."""
+        distinct, places = self._distinct(step)
+        logits, mask, self._cache = begin_texts(model, distinct, self._device)
+        self._mask = mask[places]
+        self._cache.batch_select_indices(places)
+        return logits[places]
+
+    def _compute_without_cache(self, model: nn.Module, step: int) -> Tensor:
+        """Everything so far in one pass, padded on the right as in training, each distinct row once."""
+        distinct, places = self._distinct(step)
+        ids = pad_sequence([torch.tensor(text) for text in distinct], batch_first=True).to(self._device)
+        ends = torch.tensor([len(text) for text in distinct], device=self._device)
+        mask = torch.arange(ids.shape[1], device=self._device) < ends[:, None]
+        logits: Tensor = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        return logits[torch.arange(len(distinct), device=self._device), ends - 1][places]
+
+    def _distinct(self, step: int) -> tuple[list[tuple[int, ...]], Tensor]:
+        """The different texts of the rows that have not ended, and which of them each row has; the others leave."""
         self._alive = (~self._ended).nonzero()[:, 0]
         rows = self._alive.tolist()
         made = self._tokens[self._alive, :step].tolist()
         texts = [(*self._prompts[row].token_ids, *tokens) for row, tokens in zip(rows, made, strict=True)]
         distinct = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        length = max(map(len, distinct))
-        ids = torch.zeros(len(distinct), length, dtype=torch.int64)
-        mask = torch.zeros(len(distinct), length, dtype=torch.int64)
-        for text, place in distinct.items():
-            ids[place, length - len(text) :] = torch.tensor(text)
-            mask[place, length - len(text) :] = 1
-        ids, mask = ids.to(self._device), mask.to(self._device)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-        places = torch.tensor([distinct[text] for text in texts], device=self._device)
-        self._cache, self._mask = out.past_key_values, mask[places]
-        self._cache.batch_select_indices(places)
-        logits: Tensor = out.logits[:, -1][places]
-        return logits
+        return list(distinct), torch.tensor([distinct[text] for text in texts], device=self._device)
 
     def _append(self, step: int, logits: Tensor, version: int) -> list[Completed]:
         """Draw a token for every row in the batch; gives the rows that have ended with it."""
@@ -153,6 +156,52 @@ class Decoding:
         parts = (self._tokens, self._logprobs, self._versions)
         tokens, logprobs, versions = (part[row, :length].tolist() for part in parts)
         return Completed(row, tokens, logprobs, versions, reason)
+
+
+def begin_texts(model: Any, texts: Sequence[Sequence[int]], device: torch.device | None) -> tuple[Tensor, Tensor, Any]:
+    """Texts of different lengths in one pass, padded on the left.
+
+    Args:
+        model: A Hugging Face causal language model.
+        texts: B of them.
+        device: Of the model.
+
+    Returns:
+        (B, V) logits of each text's next token, (B, T) int64 which tokens are no padding, and the filled cache.
+    """
+    length = max(map(len, texts))
+    ids = torch.zeros(len(texts), length, dtype=torch.int64)
+    mask = torch.zeros(len(texts), length, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        ids[row, length - len(text) :] = torch.tensor(text)
+        mask[row, length - len(text) :] = 1
+    ids, mask = ids.to(device), mask.to(device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    return out.logits[:, -1], mask, out.past_key_values
+
+
+def append_token(model: Any, token: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+    """One more token of each text.
+
+    Args:
+        model: A Hugging Face causal language model.
+        token: (B,) int64.
+        mask: (B, T) int64, which tokens in the cache are no padding.
+        cache: Of keys and values; the token's are added.
+
+    Returns:
+        (B, V) logits of the token after it, and the mask with it, (B, T+1).
+    """
+    mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    out = model(
+        input_ids=token[:, None],
+        attention_mask=mask,
+        position_ids=mask.sum(1, keepdim=True) - 1,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return out.logits[:, -1], mask
 
 
 def _uniforms(rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Tensor:

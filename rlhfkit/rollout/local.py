@@ -5,6 +5,8 @@ sharded ones included. How it generates is :mod:`rlhfkit.rollout.decoding`. New 
 generates: they are swapped in between two tokens.
 """
 
+import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +15,15 @@ import torch
 from torch import nn
 
 from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.models.capabilities import use_own_attention
 from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
+from rlhfkit.rollout.caching import cache_problem
 from rlhfkit.rollout.decoding import Completed, Decoding
 from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_context
 from rlhfkit.rollout.step_gate import StepGate
 from rlhfkit.rollout.streams import sample_all
+
+log = logging.getLogger(__name__)
 
 
 class LocalEngine:
@@ -49,6 +55,7 @@ class LocalEngine:
         self._tokenizer: Any = None
         self._stops: tuple[int, ...] = ()
         self._dtype = torch.float32
+        self._cached = True
         self._gate = StepGate()
 
     def start(
@@ -63,9 +70,9 @@ class LocalEngine:
         self._tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._stops = stop_token_ids(model, self._tokenizer, trust_remote_code=trust_remote_code)
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
+        self._name = model
         if load_weights:
-            # Not our packed attention, which has no cache of keys and values.
-            loaded = load_causal_lm(model, dtype=dtype, attention="sdpa", trust_remote_code=trust_remote_code)
+            loaded = load_causal_lm(model, dtype=dtype, trust_remote_code=trust_remote_code)
             self._model = self._placed(loaded, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             self.version = 0
 
@@ -97,13 +104,22 @@ class LocalEngine:
     def _build(self, device: torch.device) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(
-            self._config, dtype=self._dtype, attn_implementation="sdpa", trust_remote_code=self._trust_remote_code
-        )
+        how: Any = {"dtype": self._dtype, "trust_remote_code": self._trust_remote_code}
+        model = AutoModelForCausalLM.from_config(self._config, **how)
+        saved, published = set(model.state_dict()), dict(model.named_parameters(remove_duplicate=False))
+        if saved - published.keys():  # buffers that no trainer publishes, such as a router's correction
+            model = AutoModelForCausalLM.from_pretrained(self._name, **how)
         return self._placed(model, device)
 
     def _placed(self, model: nn.Module, device: torch.device) -> nn.Module:
         self.device = self.device or device
+        use_own_attention(model)
+        why = cache_problem(model)
+        self._cached = why is None
+        if why is not None:
+            log.warning(
+                f"LocalEngine computes every token of {type(model).__name__} from the whole text, which is slow: {why}"
+            )
         return model.requires_grad_(False).eval().to(self.device)
 
     @contextmanager
@@ -119,7 +135,9 @@ class LocalEngine:
     @property
     def context(self) -> int:
         """Tokens the model can see."""
-        return int(self._config.get_text_config().max_position_embeddings)
+        config = self._config.get_text_config()
+        named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
+        return int(next((length for length in named if length), sys.maxsize))  # recurrent models see everything
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample; see :meth:`RolloutEngine.generate`."""
@@ -150,6 +168,7 @@ class LocalEngine:
             stops=self._stops,
             tokenizer=self._tokenizer,
             device=self.device,
+            cached=self._cached,
         )
 
     @torch.no_grad()

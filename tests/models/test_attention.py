@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlhfkit.models.attention import PackedLayout, packed_attention, supports_packing
+from rlhfkit.models.attention import PackedLayout, packed_attention
 
 
 def packed(lengths: list[int], heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple[torch.Tensor, ...]:
@@ -71,8 +71,19 @@ def test_padding_within_a_bucket_is_less_than_twofold() -> None:
         assert bucket.gather.numel() < 2 * len(bucket.real)
 
 
-def test_attention_with_soft_capped_scores_is_left_to_transformers() -> None:
-    from transformers import Gemma2Config, LlamaConfig
+def test_a_layer_that_is_not_causal_sees_everything() -> None:
+    query, key, value = packed([6])
+    tower = torch.nn.Identity()
+    tower.is_causal = False
+    out, _ = packed_attention(tower, query, key, value, None)
+    everything = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(out, everything.transpose(1, 2), rtol=1e-12, atol=1e-12)
 
-    assert supports_packing(LlamaConfig())
-    assert not supports_packing(Gemma2Config())
+
+def test_a_layout_knows_which_layers_have_read_it() -> None:
+    query, key, value = packed([2, 3])
+    layout = PackedLayout.from_lengths([2, 3], torch.device("cpu"))
+    layers = [torch.nn.Identity(), torch.nn.Identity()]
+    for layer in layers:
+        packed_attention(layer, query, key, value, None, packed_layout=layout)
+    assert layout.readers == {id(layer) for layer in layers}
