@@ -156,9 +156,7 @@ INTERFACE = "no attention interface in Transformers"
 RECURRENT = "recurrent layers"
 
 FAMILIES: tuple[Family, ...] = (
-    family(
-        "AFMoE (Arcee)", "afmoe", MOE, num_dense_layers=1, sliding_window=4, global_attn_every_n_layers=2, lora=False
-    ),
+    family("AFMoE (Arcee)", "afmoe", MOE, num_dense_layers=1, sliding_window=4, global_attn_every_n_layers=2),
     family("Apertus", "apertus"),
     family("Arcee", "arcee"),
     family("Bamba", "bamba", MAMBA2, attn_layer_indices=[1], packed=False, notes=RECURRENT),
@@ -192,16 +190,14 @@ FAMILIES: tuple[Family, ...] = (
         DEEPSEEK_MOE,
         topk_method="greedy",
         notes="multi-head latent attention",
-        lora=False,
     ),
-    family("DeepSeek V3", "deepseek_v3", MLA, DEEPSEEK_MOE, notes="multi-head latent attention", lora=False),
+    family("DeepSeek V3", "deepseek_v3", MLA, DEEPSEEK_MOE, notes="multi-head latent attention"),
     family(
         "dots.llm1",
         "dots1",
         DEEPSEEK_MOE,
         sliding_window=4,
         layer_types=["full_attention", "sliding_attention"],
-        lora=False,
     ),
     family("ERNIE 4.5", "ernie4_5"),
     family(
@@ -212,7 +208,6 @@ FAMILIES: tuple[Family, ...] = (
         moe_k=2,
         moe_layer_start_index=1,
         moe_num_shared_experts=1,
-        lora=False,
     ),
     family("EXAONE 4", "exaone4", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
     family("Falcon", "falcon", base=FALCON, num_kv_heads=1, alibi=False, packed=False, notes=INTERFACE),
@@ -264,7 +259,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     family("GLM 4 (GLM)", "glm"),
     family("GLM 4-0414", "glm4"),
-    family("GLM 4.5 MoE", "glm4_moe", DEEPSEEK_MOE, lora=False),
+    family("GLM 4.5 MoE", "glm4_moe", DEEPSEEK_MOE),
     family("GPT-2", "gpt2", base=GPT2),
     family("GPT BigCode (StarCoder)", "gpt_bigcode", base=GPT2),
     family("GPT-J", "gptj", base=GPT2 | {"rotary_dim": 16}, packed=False, notes=INTERFACE),
@@ -318,7 +313,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     family("Helium", "helium"),
     family("HunYuan dense", "hunyuan_v1_dense"),
-    family("HunYuan MoE", "hunyuan_v1_moe", MOE, moe_topk=2, lora=False),
+    family("HunYuan MoE", "hunyuan_v1_moe", MOE, moe_topk=2),
     family(
         "Jamba",
         "jamba",
@@ -367,7 +362,6 @@ FAMILIES: tuple[Family, ...] = (
         ffn_hidden_size=64,
         expert_ffn_hidden_size=32,
         notes="multi-head latent attention",
-        lora=False,
     ),
     family("Mamba", "mamba", state_size=8, time_step_rank=8, use_mambapy=False, packed=False, notes=RECURRENT),
     family("Mamba 2", "mamba2", num_heads=4, state_size=16, n_groups=1, chunk_size=8, packed=False, notes=RECURRENT),
@@ -441,7 +435,6 @@ FAMILIES: tuple[Family, ...] = (
         shared_expert_intermediate_size=32,
         packed=False,
         notes=RECURRENT,
-        lora=False,
     ),
     family("Qwen 3.5", "qwen3_5_text", LINEAR, packed=False, notes=RECURRENT),
     family(
