@@ -23,6 +23,9 @@ SHAREGPT_ROLES = {
 }
 """``from`` of a ShareGPT turn to the role of a chat message."""
 
+_WITHOUT_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
+"""What a message may consist of instead of a content."""
+
 
 def is_chat(content: Any) -> bool:
     """Whether a value is a non-empty list of chat messages.
@@ -43,7 +46,8 @@ def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Chat messages as templates expect them.
 
     ShareGPT's turns get roles; keys without a value are left out (a table has every key in every row); content in parts
-    becomes their text.
+    becomes their text; a message of tool calls or thoughts alone, whose content is ``None`` as in OpenAI's API, gets an
+    empty text, which a template would otherwise write as the word "None".
 
     Args:
         content: What :func:`is_chat` accepts.
@@ -52,7 +56,8 @@ def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         New dictionaries with ``role``, ``content`` (text) and whatever else a message had.
 
     Raises:
-        ValueError: If a ShareGPT turn is said by nobody known, or a part of a content is not text.
+        ValueError: If a ShareGPT turn is said by nobody known, a part of a content is not text, or a message says
+            nothing.
     """
     return [_as_message(message) for message in content]
 
@@ -70,6 +75,13 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
         if other:
             raise ValueError(f"the content of a chat message must be text, one has a part {str(other[0])[:80]!r}")
         known["content"] = "".join(part["text"] for part in parts)
+    if known["content"] is None:
+        if not any(known.get(key) for key in _WITHOUT_CONTENT):
+            raise ValueError(
+                f"a message of the {known['role']} has no content (None) and no {', '.join(_WITHOUT_CONTENT)}: leave "
+                "it out, or give it a text ('' for an empty one)"
+            )
+        known["content"] = ""
     return known
 
 

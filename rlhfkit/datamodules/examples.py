@@ -313,7 +313,7 @@ class ExampleBuilder:
         messages = as_messages(messages)
         try:
             written = write_conversation(self.style, messages, first=first)
-        except TemplateError as error:
+        except (TemplateError, ValueError) as error:
             raise ValueError(f"{where} is not accepted by the chat template: {error}") from error
         answered = messages[-1]["role"] == "assistant"
 

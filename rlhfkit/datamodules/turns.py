@@ -45,7 +45,11 @@ def write_conversation(style: PromptFormat, messages: Messages, *, first: int = 
 
     Returns:
         Text and spans; no span where the assistant says nothing.
+
+    Raises:
+        ValueError: If a turn consists of tool calls and the template does not write them.
     """
+    _check_calls(style, messages)
     if _GENERATION.search(style.tokenizer.get_chat_template()):
         text, spans = _marked(style, messages, first)
     else:
@@ -54,6 +58,20 @@ def write_conversation(style: PromptFormat, messages: Messages, *, first: int = 
         found = [_span(style, messages, turn, text) for turn in turns]
         spans = [span for span in found if span is not None]
     return Conversation(text, spans, _stop(style, text, spans))
+
+
+def _check_calls(style: PromptFormat, messages: Messages) -> None:
+    """Refuse templates without tool calls where nothing would be left of a turn."""
+    calling = [turn for turn, message in enumerate(messages) if message.get("tool_calls") and not message["content"]]
+    if not calling:
+        return
+    silent = list(messages)
+    silent[calling[0]] = {key: value for key, value in messages[calling[0]].items() if key != "tool_calls"}
+    if style.render(silent, generation=False) == style.render(messages, generation=False):
+        raise ValueError(
+            "a turn consists of tool calls, which the chat template does not write: an empty answer would be learned; "
+            "use a template with tool calls, or write the calls into the content"
+        )
 
 
 def _marked(style: PromptFormat, messages: Messages, first: int) -> tuple[str, list[tuple[int, int]]]:
@@ -85,6 +103,8 @@ def _span(style: PromptFormat, messages: Messages, turn: int, text: str) -> tupl
     if turn < len(messages) - 1:
         alone = _written(style, _replaced(messages[: turn + 1], turn)) or replaced
     closing = alone.rpartition(_SENTINEL)[2]
+    if not messages[turn]["content"] and not text.startswith(closing[:1], behind):
+        closing = closing.lstrip()  # what a template writes between a content and what follows it, tool calls say
     closing = closing[: _common(text[behind:], closing)]
     end_of_turn = style.special_pattern.search(closing)
     start = _start(style, messages[:turn], text, content, alone)

@@ -163,11 +163,14 @@ def rejection_mask(
 ) -> Tensor:
     """Tokens or whole sequences at which the two policies agree well enough to be trained on.
 
-    With ``x_t = log π_old(y_t) - log μ(y_t)``, the divergence ``d_t`` is ``-x`` (k1, as a ratio: see ``low``), ``x²/2``
-    (k2) or ``e^x - 1 - x`` (k3); kept where its value, its mean, sum or maximum over the sequence is within bounds.
+    With ``x_t = log π_old(y_t) - log μ(y_t)``, the divergence ``d_t`` is ``x`` (k1, whose bounds are those of the ratio
+    ``e^x``), ``x²/2`` (k2) or ``e^x - 1 - x`` (k3); kept where its value, its mean, sum or maximum over the sequence is
+    within bounds.
 
-    verl's rollout rejection sampling (``token_k1``, ``seq_mean_k3`` …). Sequence maxima are those of trust region
-    masking (Li et al., 2025, arXiv:2512.23075).
+    verl's rollout rejection sampling (``token_k1``, ``seq_mean_k3`` …), except that the bounds of k1 are here those of
+    trainer over engine, as everywhere in this file, and in verl those of engine over trainer: verl's
+    ``rollout_rs_threshold="0.8_1.5"`` is ``low=1/1.5, high=1/0.8``. Sequence maxima are those of trust region masking
+    (Li et al., 2025, arXiv:2512.23075).
 
     Args:
         logprobs: (B, T) the trainer's; detached here.
@@ -175,7 +178,7 @@ def rejection_mask(
         mask: (B, T), true where a token counts.
         level: ``token``, ``sequence-mean``, ``sequence-sum`` or ``sequence-max``.
         divergence: ``k1``, ``k2`` or ``k3``.
-        low: Only for ``k1``, whose bounds are those of the ratio ``e^x``: ``1 / high`` when ``None``.
+        low: Only for ``k1``: lower bound of the ratio, ``1 / high`` when ``None``.
         high: Upper bound: of the ratio for ``k1``, of the divergence in nats for ``k2`` and ``k3``.
 
     Returns:

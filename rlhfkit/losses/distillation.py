@@ -189,13 +189,14 @@ def on_policy_distillation_loss(
     mask: Tensor,
     *,
     rollout_logprobs: Tensor | None = None,
+    log_ratio_clamp: float | None = 20.0,
     aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
 ) -> LossOutput:
     """On-policy distillation on sampled tokens: policy gradient on the per-token reverse KL to the teacher.
 
-    ``ℓ_t = ρ_t sg(log p(y_t) - log q(y_t))`` with ``ρ_t = exp(log p(y_t) - sg(log p_rollout(y_t)))``, then
+    ``ℓ_t = ρ_t sg(log p(y_t) - log q(y_t))`` with ``ρ_t = exp(clamp(log p(y_t) - sg(log p_rollout(y_t)), ±20))``, then
     :func:`aggregate`.
 
     The sampled form of the reverse KL of MiniLLM (Gu et al., 2023, arXiv:2306.08543) and GKD (arXiv:2306.13649), in the
@@ -208,6 +209,8 @@ def on_policy_distillation_loss(
         mask: (B, T), true at sampled tokens. Masked entries may hold anything.
         rollout_logprobs: (B, T) under the policy that sampled; ``logprobs`` itself when ``None`` (ρ = 1: the first
             update after sampling).
+        log_ratio_clamp: Limit of the log-ratio in nats, as in :func:`ppo_loss`; the gradient is 0 beyond it. ``None``
+            for none.
         aggregation: How tokens become one number.
         denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
         max_length: Tokens; only for ``aggregation="constant-length"``.
@@ -216,13 +219,18 @@ def on_policy_distillation_loss(
         The loss with metric ``distillation/reverse_kl``, the mean of ``log p - log q`` (nats per token).
 
     Raises:
-        ValueError: If the shapes differ.
+        ValueError: If the shapes differ or the clamp is not positive.
     """
     check_same_shape(rollout_logprobs=rollout_logprobs, logprobs=logprobs)
+    if log_ratio_clamp is not None and log_ratio_clamp <= 0.0:
+        raise ValueError(f"log_ratio_clamp must be positive or None, got {log_ratio_clamp}")
     difference = -on_policy_distillation_advantages(logprobs, teacher_logprobs, mask)
     current = select(full_precision(logprobs), mask)
     sampled = current if rollout_logprobs is None else select(full_precision(rollout_logprobs), mask)
-    token_loss = torch.exp(current - sampled.detach()) * difference
+    log_ratio = current - sampled.detach()
+    if log_ratio_clamp is not None:
+        log_ratio = log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp)
+    token_loss = torch.exp(log_ratio) * difference
     metrics = {"distillation/reverse_kl": masked_mean(difference, mask)}
     return LossOutput(aggregate(token_loss, mask, aggregation, denominator, max_length=max_length), metrics)
 

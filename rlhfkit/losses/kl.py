@@ -23,7 +23,7 @@ from rlhfkit.losses.masked import (
 KLEstimator = Literal["k1", "k2", "k3"]
 """Names of the estimators of :func:`kl_estimate`."""
 
-_LARGEST_EXPONENT = 80.0  # e^80 is the last round number that is finite in float32 with room for a product
+_LARGEST_DIFFERENCE = 80.0  # e^80 is the last round number that is finite in float32 with room for a product
 
 
 def kl_estimate(
@@ -53,7 +53,8 @@ def kl_estimate(
     TRL 1.16's default).
 
     OpenRLHF clamps the estimate to ±10 always; here only when asked. Such a clamp takes the gradient away exactly where
-    the policy has drifted farthest.
+    the policy has drifted farthest. In ``k3`` alone ``d`` is at least -80 nats, whose exponential is the last that
+    float32 can hold: below that the estimate is constant and has no gradient.
 
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
@@ -84,8 +85,10 @@ def kl_estimate(
     elif estimator == "k2":
         estimate = difference.square() / 2
     else:
-        # The cap keeps the exponential finite: its gradient under a clamp would be 0 * inf = nan.
-        estimate = torch.expm1((-difference).clamp(max=_LARGEST_EXPONENT)) + difference
+        # The cap keeps the exponential finite: its gradient under a clamp would be 0 * inf = nan. It bounds both terms:
+        # were it on the exponential alone, the other would push the token further away from the reference.
+        difference = difference.clamp(min=-_LARGEST_DIFFERENCE)
+        estimate = torch.expm1(-difference) + difference
     if clamp is not None:
         estimate = estimate.clamp(-clamp, clamp)
     if importance_weight is not None:

@@ -1,7 +1,8 @@
 """Which tokens and sequences a policy loss trains on, and the entropy bonus.
 
 :func:`top_entropy_mask` and :func:`off_policy_sequence_mask` return masks. Given to a loss as its ``mask`` they shrink
-the local token count; given as ``weights`` (``.float()``) they leave all counts alone, as TRL does.
+the local token count; given as ``weights`` (``.float()``) they leave all counts alone, as TRL does, and every policy
+loss leaves out the tokens whose weight is 0.
 """
 
 import torch

@@ -336,7 +336,9 @@ def vespo_loss(
     ``log w = clamp(Σ_t (log π(y_t) - log π_old(y_t)), log 1e-8, 20)``, ``φ = w^k exp(λ (1 - w))``,
     ``ℓ_t = -sg(φ) A_t log π(y_t)``, ``(k, λ)`` by the sign of the advantage; then :func:`aggregate`.
 
-    Shen et al. (2026, arXiv:2602.10693). φ is 1 on-policy and falls off on both sides. Defaults and clamps as in TRL.
+    Shen et al. (2026, arXiv:2602.10693). φ is 1 on-policy, rises to ``(k/λ)^k exp(λ - k)`` at ``w = k/λ`` and falls off
+    on both sides of that: with the defaults 1.21 at w = 2/3 where ``A ≥ 0``, 1.24 at w = 3/2 where ``A < 0``. Defaults
+    and clamps as in TRL.
 
     Args:
         logprobs: As in :func:`ppo_loss`.
@@ -348,7 +350,8 @@ def vespo_loss(
         k_negative: ``k`` where ``A < 0``.
         lambda_negative: ``λ`` where ``A < 0``.
         weights: (B, T), or one per sequence, (B, 1) or (B,): importance weights that enter ``w`` as factors (their logs
-            are added), instead of multiplying the loss as elsewhere.
+            are added), instead of multiplying the loss as elsewhere. A weight of 0 takes its tokens out of the loss and
+            leaves ``w`` as it is, so that a mask does here what it does elsewhere.
         aggregation: How tokens become one number.
         denominator: As in :func:`ppo_loss`.
         max_length: As in :func:`ppo_loss`.
@@ -366,12 +369,13 @@ def vespo_loss(
         )
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
     log_weight = masked_sum(tokens.log_ratio.detach(), tokens.mask, -1).unsqueeze(-1)
+    kept = None
     if weights is not None:
-        factors = full_precision(weights.detach())
-        if factors.shape == mask.shape and mask.shape[-1] != 1:
-            log_weight = log_weight + masked_sum(select(factors, mask, 1.0).log(), mask, -1).unsqueeze(-1)
-        else:
-            log_weight = log_weight + per_token(factors, mask, "weights")[:, :1].log()
+        spread = select(per_token(full_precision(weights.detach()), mask, "weights"), tokens.mask, 1.0)
+        kept = spread != 0.0
+        of_tokens = weights.shape == mask.shape and mask.shape[-1] != 1
+        combine = masked_sum if of_tokens else masked_mean  # one factor per token, or the same one on all of them
+        log_weight = log_weight + combine(select(spread, kept, 1.0).log(), tokens.mask, -1).unsqueeze(-1)
     log_weight = log_weight.clamp(_SMALLEST_LOG_WEIGHT, 20.0)
     positive = tokens.advantages >= 0.0
     kernel = torch.where(
@@ -383,6 +387,7 @@ def vespo_loss(
     return policy_loss_output(
         -kernel * tokens.advantages * tokens.logprobs,
         tokens,
+        weights=kept,
         aggregation=aggregation,
         denominator=denominator,
         max_length=max_length,

@@ -14,6 +14,8 @@ from rlhfkit.losses.masked import LossOutput, aggregate, check_same_shape, full_
 from rlhfkit.losses.preference import preference_metrics
 from rlhfkit.losses.preference_pairs import smoothed_logsigmoid_loss
 
+_LARGEST_EXPONENT = 80.0  # as in the KL estimates: e^80 is finite in float32, with room for a product
+
 CPOLossType = Literal["sigmoid", "hinge", "ipo"]
 """Contrastive terms of :func:`cpo_loss`."""
 
@@ -96,6 +98,8 @@ def alphapo_loss(
     :func:`simpo_loss`.
 
     AlphaPO, Gupta et al. (2025, arXiv:2501.03884). Values for other knobs and their sources as in :func:`simpo_loss`.
+    ``p^-α`` is at most e^80, which float32 can hold: an answer beyond that, at 320 nats per token with the default α,
+    has no gradient.
 
     Args:
         chosen: (B,) summed log-probs of the chosen answers under the policy.
@@ -276,10 +280,10 @@ def slic_loss(
 
 
 def _bent_reward(mean_logprobs: Tensor, alpha: float) -> Tensor:
-    """``(1 - p^-α) / α`` from ``log p``; ``log p`` itself for α = 0."""
+    """``(1 - p^-α) / α`` from ``log p``; ``log p`` itself for α = 0. The exponent is capped where float32 ends."""
     if alpha == 0.0:
         return mean_logprobs
-    return -torch.expm1(-alpha * mean_logprobs) / alpha
+    return -torch.expm1((-alpha * mean_logprobs).clamp(max=_LARGEST_EXPONENT)) / alpha
 
 
 def _log_odds(mean_logprobs: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ def bradley_terry_loss(
 
     Returns:
         The loss with metrics ``rewards/chosen``, ``rewards/rejected``, ``rewards/accuracies`` (without the margin; ties
-        are wrong), ``rewards/margins``, ``rewards/mean``, ``rewards/min`` and ``rewards/max`` (over both answers).
+        are wrong), ``rewards/margins``, ``rewards/mean``, ``rewards/min`` and ``rewards/max`` (over both answers). All
+        are 0 where no pair counts.
 
     Raises:
         ValueError: If shapes differ, ``loss_type`` is unknown or a knob is out of range.
@@ -188,6 +189,14 @@ def _pair_metrics(chosen: Tensor, rejected: Tensor, keep: Tensor) -> dict[str, T
         "rewards/accuracies": pairwise_accuracy(chosen, rejected, mask=keep),
         "rewards/margins": masked_mean(chosen - rejected, keep),
         "rewards/mean": masked_mean(both, counted),
-        "rewards/min": select(both, counted, fill=torch.inf).amin(),
-        "rewards/max": select(both, counted, fill=-torch.inf).amax(),
+        "rewards/min": _extreme(both, counted, largest=False),
+        "rewards/max": _extreme(both, counted, largest=True),
     }
+
+
+def _extreme(values: Tensor, keep: Tensor, *, largest: bool) -> Tensor:
+    """Largest or smallest of the kept values, 0 without any."""
+    if not values.numel():
+        return values.sum()
+    found = select(values, keep, -torch.inf).amax() if largest else select(values, keep, torch.inf).amin()
+    return select(found, keep.any())

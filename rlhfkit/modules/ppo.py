@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data.experience import Experience
 from rlhfkit.losses import LossOutput, RewardMoments, gae, normalize_rewards, value_loss, whiten
-from rlhfkit.models import PolicyOutput, policy_output, unwrap
+from rlhfkit.models import PolicyOutput, ScalarModel, policy_output, unwrap
 from rlhfkit.models.forward import VALUE_HEAD
 from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
 from rlhfkit.models.load import base_model_name
@@ -30,8 +30,8 @@ class PPOModule(OnPolicyModule):
 
     Args:
         model: Folder or hub name of the policy.
-        critic: Folder or hub name of what the critic starts from: a reward model, whose head it keeps, or a causal
-            language model, which gets a new head; ``None``: the policy.
+        critic: Folder or hub name of what the critic starts from: a reward model, whose head and calibration (mean and
+            deviation of its rewards) it keeps, or a causal language model, which gets a new head; ``None``: the policy.
         shared_backbone: Put a value head on the policy's own trunk instead of a second model. The values of a sample
             then move with the policy, and the two losses compete: choose ``value_coef`` (0.1 in TRL, 0.5 in the PPO
             paper's Atari runs).
@@ -183,6 +183,9 @@ class PPOModule(OnPolicyModule):
     def value_output(self, batch: Experience) -> Tensor:
         """The critic's value of the state in which each token was chosen.
 
+        A critic that starts as a calibrated reward model is shifted and scaled as its rewards are, by the mean and
+        deviation in its configuration.
+
         Args:
             batch: B sequences.
 
@@ -193,7 +196,8 @@ class PPOModule(OnPolicyModule):
         balance = self.balances_routers and has_router(self.critic)
         out = scalar_forward(self.critic, batch, chosen_next, router_aux_loss=balance)
         self._critic_router_loss = out.router_aux_loss
-        return out.values[:, :-1]
+        values, critic = out.values[:, :-1], unwrap(self.critic)
+        return critic.normalize(values).where(batch.action_mask, 0.0) if isinstance(critic, ScalarModel) else values
 
     def value_loss(self, batch: Experience, values: Tensor) -> LossOutput:
         """The critic's objective; override for another.

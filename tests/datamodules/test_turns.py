@@ -13,7 +13,7 @@ from tiny_models import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlhfkit.datamodules.chat import PromptFormat
+from rlhfkit.datamodules.chat import PromptFormat, as_messages
 from rlhfkit.datamodules.turns import span_mask, write_conversation
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -241,3 +241,53 @@ def test_marks_that_leave_out_the_end_of_the_turn_are_noticed() -> None:
     )
     assert marked(tokenizer, CHAT[1:3]).endswith("«2»<|im_end|>\n")
     assert write_conversation(PromptFormat(tokenizer), CHAT).stop == "left out"
+
+
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]
+CALLING = (
+    (TEMPLATES / "chatml.jinja")
+    .read_text()
+    .replace(
+        "turn.content",
+        "turn.content ~ (('\\n' if turn.content else '') ~ '<call>add</call>' if turn.tool_calls else '')",
+    )
+)
+"""Qwen's way: a line break in front of the call, unless nothing was said before it."""
+
+
+@pytest.mark.parametrize("content", ["", None, "I add."])
+def test_a_turn_of_tool_calls_is_learned_whatever_is_said_before_it(content: str | None) -> None:
+    tokenizer = tokenizer_for("chatml")
+    tokenizer.chat_template = CALLING
+    messages = as_messages(
+        [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": content, "tool_calls": CALLS},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "2.", "tool_calls": None},
+        ]
+    )
+    said = "I add.\n" if content else ""
+    assert marked(tokenizer, messages) == (
+        f"<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n«{said}<call>add</call><|im_end|>»\n"
+        "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n«2.<|im_end|>»\n"
+    )
+
+
+def test_tool_calls_that_the_template_does_not_write_are_no_empty_answer() -> None:
+    messages = as_messages(
+        [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": None, "tool_calls": CALLS}]
+    )
+    with pytest.raises(ValueError, match="tool calls, which the chat template does not write"):
+        marked(tokenizer_for("chatml"), messages)
+
+
+def test_a_message_that_says_nothing_is_refused_and_not_learned_as_the_word_none() -> None:
+    question = {"role": "user", "content": "1+1?"}
+    silent = {"role": "assistant", "content": None, "tool_calls": None}
+    with pytest.raises(ValueError, match=r"message of the assistant has no content \(None\) and no tool_calls"):
+        as_messages([question, silent])
+    with pytest.raises(ValueError, match=r"^row 7 cannot be read: .* has no content \(None\)"):
+        PromptFormat(tokenizer_for("chatml")).check([question, silent], "row 7")
+    with pytest.raises(ValueError, match="message of the assistant has no content"):
+        as_messages([{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": None}])

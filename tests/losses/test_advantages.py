@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from rlhfkit.losses import (
     best_of_group_advantages,
     gdpo_advantages,
+    gpg_advantages,
     group_advantages,
     kl_estimate,
     masked_moments,
@@ -271,3 +273,15 @@ def test_every_recorded_advantage_is_checked():
     # The other two of verl's are per token, and in the tests of returns.
     others = {"reinforce_plus_plus", "gae_.99_.95_whitened"}
     assert set(FIELD["verl_advantage"]) == {"grpo", "grpo_vectorized", "grpo_passk", "rloo"} | others
+
+
+def test_gpg_scales_the_centred_reward_up_for_samples_without_a_gradient():
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.5, math.nan])
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    got = gpg_advantages(rewards, group)
+    # Seven samples have a reward, two of them are in a group where rewards differ: B / (B - M) = 7 / 2.
+    assert got.tolist() == pytest.approx([1.75, -1.75, 0, 0, 0, 0, 0, 0])
+    varied = torch.tensor([1.0, 0.0, 0.25, 0.75])
+    pairs = torch.tensor([0, 0, 1, 1])
+    torch.testing.assert_close(gpg_advantages(varied, pairs), group_advantages(varied, pairs, scale="none"))
+    assert gpg_advantages(torch.ones(4), pairs).tolist() == [0.0] * 4

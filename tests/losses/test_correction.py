@@ -226,6 +226,18 @@ def test_compiles_without_graph_breaks(function):
     torch.testing.assert_close(getattr(got, "weights", got), getattr(expected, "weights", expected))
 
 
+def test_the_bounds_of_k1_are_those_of_trainer_over_engine_and_verls_those_of_engine_over_trainer():
+    ratio = torch.tensor([[0.7, 0.9, 1.1, 1.3, 1.45]])  # trainer over engine
+    zeros, ones = torch.zeros(1, 5), torch.ones(1, 5)
+    ours = rejection_mask(ratio.log(), zeros, ones, level="token", divergence="k1", low=0.8, high=1.4)
+    assert ours.tolist() == [[False, True, True, True, False]]
+    # verl: k1 = -log ratio, kept where log 0.8 <= k1 <= log 1.4, that is 1/1.4 <= ratio <= 1/0.8.
+    verl = (-ratio.log() >= math.log(0.8)) & (-ratio.log() <= math.log(1.4))
+    theirs = rejection_mask(ratio.log(), zeros, ones, level="token", divergence="k1", low=1 / 1.4, high=1 / 0.8)
+    assert torch.equal(theirs, verl)
+    assert verl.tolist() == [[False, True, True, False, False]]
+
+
 def test_rejection_statistics_by_hand():
     log_ratio = torch.tensor([[0.3, -0.1], [0.1, 0.1]])
     zeros, ones = torch.zeros(2, 2), torch.ones(2, 2)

@@ -1,5 +1,6 @@
 import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -334,3 +335,15 @@ def test_sampled_shapes_must_agree():
         on_policy_distillation_loss(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3))
     with pytest.raises(ValueError, match="same shape"):
         on_policy_distillation_loss(*torch.zeros(3, 2, 3), rollout_logprobs=torch.zeros(2, 4))
+
+
+def test_on_policy_distillation_of_extreme_ratios_stays_finite():
+    logprobs = torch.tensor([[0.0, -1e3, -1.0]], requires_grad=True)
+    rollout, teacher = torch.tensor([[-1e3, 0.0, -1.1]]), torch.full((1, 3), -2.0)
+    output = on_policy_distillation_loss(logprobs, teacher, torch.ones(1, 3), rollout_logprobs=rollout, denominator=1.0)
+    ratios = [math.exp(20), math.exp(-20), math.exp(0.1)]
+    assert output.loss.item() == pytest.approx(ratios[0] * 2.0 + ratios[1] * -998.0 + ratios[2] * 1.0, rel=1e-6)
+    gradient = torch.autograd.grad(output.loss, logprobs)[0][0].tolist()
+    assert gradient == pytest.approx([0.0, 0.0, ratios[2]], rel=1e-5)  # beyond the clamp none, as of any policy loss
+    with pytest.raises(ValueError, match="log_ratio_clamp must be positive"):
+        on_policy_distillation_loss(logprobs, teacher, torch.ones(1, 3), log_ratio_clamp=0.0)

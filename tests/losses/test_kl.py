@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -86,6 +88,15 @@ def test_k3_of_an_impossible_token_stays_finite_under_a_clamp_in_value_and_gradi
     estimate = kl_estimate(logprobs, torch.zeros(1, 1), clamp=10.0)
     assert estimate.item() == 10.0
     assert gradient(estimate.sum(), logprobs).item() == 0.0
+
+
+@pytest.mark.parametrize("distance", [-79.0, -81.0, -1e3])
+def test_k3_never_pushes_a_token_further_away_from_the_reference(distance):
+    logprobs = torch.tensor([[distance]], requires_grad=True)
+    estimate = kl_estimate(logprobs, torch.zeros(1, 1))
+    got = gradient(estimate.sum(), logprobs).item()
+    assert got == (0.0 if distance < -80.0 else pytest.approx(1.0 - math.exp(79.0), rel=1e-5))
+    assert estimate.item() == pytest.approx(math.expm1(min(-distance, 80.0)), rel=1e-5)
 
 
 def test_half_precision_is_computed_in_float32():

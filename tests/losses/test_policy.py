@@ -71,6 +71,19 @@ def test_grpo_is_ppo_plus_aggregated_kl(estimator, aggregation):
     torch.testing.assert_close(got.metrics["policy/kl"], kl[batch.mask].mean())
 
 
+def test_the_gradient_of_grpo_in_bfloat16_is_rounded_once():
+    batch = policy_batch(batch=16, steps=64, dtype=torch.bfloat16)
+    reference = batch.old_logprobs.float() + 0.3
+
+    def gradient_in(dtype):
+        logprobs = batch.logprobs.to(dtype).requires_grad_()
+        knobs = {"ref_logprobs": reference, "kl_coef": 0.5, "kl_importance_weight": True}
+        return gradient(grpo_loss(logprobs, *batch[1:], **knobs).loss, logprobs)
+
+    exact = gradient_in(torch.float32)
+    assert torch.equal(gradient_in(torch.bfloat16), exact.bfloat16())
+
+
 def test_reference_logprobs_without_a_coefficient_are_measured_and_do_not_train():
     batch = policy_batch().leaf()
     # An infinite reference shows in the metric; 0 * inf in the loss would be nan.

@@ -97,11 +97,6 @@ def test_trl_grpo_trainer(name):
             TRL_INPUTS["advantages"], leaf, sampled, mask, threshold=args["off_policy_mask_threshold"]
         )
         weights = keep.double()
-    if kind == "vespo" and "off_policy_mask_threshold" in args:
-        # Quirk: TRL multiplies the loss of VESPO by this mask, while importance weights enter its kernel.
-        mask = mask * weights
-        reduction = {"aggregation": "token-mean", "denominator": TRL_INPUTS["completion_mask"].sum()}
-        weights = None
     if "top_entropy_quantile" in args:
         sure = top_entropy_mask(entropy, mask, fraction=args["top_entropy_quantile"])
         weights = sure.double()

@@ -88,7 +88,7 @@ def test_vespo_kernel_matches_trl():
         torch.testing.assert_close(by_sequence, with_weight)
 
 
-def test_vespo_weight_is_one_on_policy_and_less_on_either_side():
+def test_vespo_weight_is_the_kernel_by_hand():
     old = torch.tensor([[0.0], [0.5], [-0.5]], dtype=torch.float64)
     for sign in (1.0, -1.0):
         inputs = torch.zeros(3, 1, dtype=torch.float64), old, torch.full((3,), sign), torch.ones(3, 1)
@@ -101,6 +101,40 @@ def test_vespo_weight_is_one_on_policy_and_less_on_either_side():
         assert weights[1:] == pytest.approx(
             [math.exp(lam - k / 2 - lam * math.exp(-0.5)), math.exp(lam + k / 2 - lam * math.exp(0.5))]
         )
+
+
+def test_vespo_weight_is_one_on_policy_and_largest_where_the_docstring_says():
+    ratios = torch.linspace(0.05, 4.0, 400, dtype=torch.float64)
+    for sign, peak, height in ((1.0, 2 / 3, 1.2081), (-1.0, 3 / 2, 1.2416)):
+        inputs = torch.zeros(1, 1, dtype=torch.float64), torch.full((1,), sign), torch.ones(1, 1)
+        weights = [
+            vespo_loss(inputs[0], -ratio.log().view(1, 1), *inputs[1:]).metrics["policy/vespo_weight"].item()
+            for ratio in [torch.ones(()), *ratios]
+        ]
+        assert weights[0] == pytest.approx(1.0)
+        largest = max(range(400), key=lambda index: weights[1 + index])
+        assert ratios[largest].item() == pytest.approx(peak, abs=0.01)
+        assert max(weights) == pytest.approx(height, abs=1e-3)
+        assert weights[1] < 0.2 > weights[-1]
+
+
+def test_a_mask_as_weights_takes_its_tokens_out_of_vespo_and_leaves_the_kernel():
+    batch, _, _ = sequences()
+    keep = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) < 0.6
+    keep[0] = False  # nothing left of a sequence
+    plain = gradient(vespo_loss(*batch, denominator=1.0).loss, batch.logprobs)
+    masked = vespo_loss(*batch, weights=keep.double(), denominator=1.0)
+    torch.testing.assert_close(gradient(masked.loss, batch.logprobs), plain * keep)
+    assert plain[keep].abs().sum() > 0
+    by_sequence = vespo_loss(*batch, weights=torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]), denominator=1.0)
+    rows = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])[:, None]
+    torch.testing.assert_close(gradient(by_sequence.loss, batch.logprobs), plain * rows)
+    weighted = 1.3 * keep.double()
+    some, all_of_them = (
+        gradient(vespo_loss(*batch, weights=weights, denominator=1.0).loss, batch.logprobs)
+        for weights in (weighted, torch.where(keep, weighted, 1.0))
+    )
+    torch.testing.assert_close(some, all_of_them * keep)
 
 
 @pytest.mark.parametrize(

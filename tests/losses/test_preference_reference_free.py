@@ -222,3 +222,17 @@ def test_nonsense_for_slic_and_token_logprobs_are_refused():
             slic_loss(zeros, zeros, **knobs)
     with pytest.raises(ValueError, match="sequence_logprobs"):
         simpo_loss(*torch.zeros(4, 3, 5))
+
+
+@pytest.mark.parametrize("alpha", [0.25, 1.0, -0.25, -1.0])
+@pytest.mark.parametrize("extreme", [-1e3, -1e4])
+def test_alphapo_of_extreme_log_probs_stays_finite_and_trains_the_other_answer(alpha, extreme):
+    for pair in ((extreme, -1.0), (-1.0, extreme), (extreme, extreme)):
+        chosen, rejected = (torch.tensor([value], requires_grad=True) for value in pair)
+        lengths = torch.ones(1)
+        output = alphapo_loss(chosen, rejected, lengths, lengths, alpha=alpha)
+        gradients = torch.autograd.grad(output.loss, (chosen, rejected))
+        assert all(value.isfinite() for value in (output.loss, *gradients, *output.metrics.values()))
+    chosen, rejected = (torch.tensor([value], requires_grad=True) for value in (extreme, -1.0))
+    gradient = torch.autograd.grad(alphapo_loss(chosen, rejected, lengths, lengths).loss, rejected)[0]
+    assert gradient.item() == pytest.approx(2.0 * math.exp(0.25), rel=1e-5)  # the pair is entirely wrong: β p^-α

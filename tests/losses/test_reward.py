@@ -238,3 +238,11 @@ def test_process_reward_refuses_shapes_that_do_not_fit():
         process_reward_loss(torch.zeros(2, 3, 2), torch.zeros(2, 3).long(), torch.ones(2, 4))
     with pytest.raises(ValueError, match="class 0 of 2"):
         process_reward_loss(torch.zeros(2, 3, 5), torch.zeros(2, 3), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("pairs", [0, 2])
+def test_a_batch_without_a_pair_that_counts_reports_zeros(pairs):
+    rewards = torch.full((pairs,), torch.nan)
+    output = bradley_terry_loss(rewards, rewards, mask=torch.zeros(pairs, dtype=torch.bool))
+    assert output.loss.item() == 0.0
+    assert {name: value.item() for name, value in output.metrics.items()} == dict.fromkeys(output.metrics, 0.0)

@@ -1,6 +1,7 @@
 """PPOModule against a loop written by hand in plain Transformers, and learning."""
 
 import copy
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from rl_runs import digits, setup_run
 from tiny_models import tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhfkit import PPOModule, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.models.heads import load_scalar_model
+from rlhfkit import Experience, PPOModule, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.models.heads import load_scalar_model, scalar_output
+from rlhfkit.rewards import ModelReward
 
 from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainSGD, check_moved_alike
 
@@ -122,6 +124,27 @@ def test_a_critic_starts_as_the_reward_model_it_is_given(tmp_path: Path) -> None
     module.configure_model()
     for name, tensor in reward_model.state_dict().items():
         assert torch.equal(module.critic.state_dict()[name], tensor)
+
+
+def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrated_reward(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    reward_model = load_scalar_model(str(model), head_std=0.5)
+    reward_model.config.mean, reward_model.config.std = 3.0, 4.0
+    reward_model.save_pretrained(tmp_path / "reward")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "reward")
+    module = PPOModule(str(model), critic=str(tmp_path / "reward"))
+    module.configure_model()
+    sample = Sample(Prompt(0, [5, 6, 7]), 0, [8, 9, 10], [-1.0] * 3, [0] * 3, "stop", reward=0.0)
+    batch = Experience.from_samples([sample, dataclasses.replace(sample, token_ids=[8, 9, 11])])
+    values = module.value_output(batch)
+    # What the reward of the answer would be, had it ended where its last token is chosen.
+    text = AutoTokenizer.from_pretrained(model).decode([8, 9])
+    shorter = [dataclasses.replace(sample, token_ids=[8, 9], logprobs=[-1.0] * 2, versions=[0] * 2, text=text)]
+    rewards = ModelReward(str(tmp_path / "reward"))(shorter)
+    assert values[:, 4].tolist() == pytest.approx(rewards * 2, abs=1e-5)
+    raw = scalar_output(reward_model.eval(), batch)
+    torch.testing.assert_close(values, ((raw[:, :-1] - 3.0) / 4.0).where(batch.action_mask, 0.0))
+    assert (values[:, :2] == 0.0).all()  # the prompt's
 
 
 @pytest.mark.parametrize(
