@@ -12,6 +12,7 @@ from rlhfkit.callbacks.ranks import everywhere
 from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.filling import FilledIteration
+from rlhfkit.validation import check_integer, check_number
 
 
 class RolloutsAhead:
@@ -39,10 +40,8 @@ class RolloutsAhead:
 
     def __init__(self, filler: IterationFiller, max_staleness: int, timeout: float, *, in_flight: bool = False) -> None:
         engine = filler.generation.engine
-        if max_staleness < 1:
-            raise ValueError(f"sampling ahead needs a max_staleness of at least 1, got {max_staleness}")
-        if timeout <= 0:
-            raise ValueError(f"rollout_timeout must be a positive number of seconds, got {timeout}")
+        check_integer("max_staleness", max_staleness, minimum=1, why="sampling ahead needs some")
+        check_number("rollout_timeout", timeout, above=0, why="it is in seconds")
         if in_flight and not getattr(engine, "updates_in_flight", False):
             raise ValueError(
                 f"in_flight=True changes the weights while the engine generates, and {type(engine).__name__} does not "

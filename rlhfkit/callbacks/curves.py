@@ -7,6 +7,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
+from rlhfkit.validation import check_integer
+
 DEFAULT_CURVES = (
     ("reward", ("rollout/reward", "val/reward")),
     ("KL (nats per token)", ("policy/kl", "policy/approx_kl")),
@@ -37,8 +39,7 @@ class TrainingCurves(Callback):
         title: str | None = None,
         every_n_iterations: int = 10,
     ) -> None:
-        if every_n_iterations < 1:
-            raise ValueError(f"TrainingCurves(every_n_iterations=...) must be at least 1, got {every_n_iterations}")
+        check_integer("every_n_iterations", every_n_iterations, minimum=1)
         self.every_n_iterations = every_n_iterations
         self.path = path
         self.curves = curves

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 
 from rlhfkit.callbacks.rollout import RolloutCallback
 from rlhfkit.rollout.replay import samples_file, save_samples
+from rlhfkit.validation import check_integer
 
 
 class RolloutDump(Callback):
@@ -25,8 +26,8 @@ class RolloutDump(Callback):
     """
 
     def __init__(self, folder: str | Path, *, every_n_iterations: int = 1, keep: int | None = None) -> None:
-        if every_n_iterations < 1 or (keep is not None and keep < 1):
-            raise ValueError(f"every_n_iterations and keep must be at least 1, got {every_n_iterations} and {keep}")
+        check_integer("every_n_iterations", every_n_iterations, minimum=1)
+        check_integer("keep", keep, minimum=1, optional=True)
         self.folder = Path(folder)
         self.every_n_iterations = every_n_iterations
         self.keep = keep

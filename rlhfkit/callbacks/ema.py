@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.rollout import RolloutCallback
+from rlhfkit.validation import check_integer, check_number
 
 
 class EMA(L.Callback):
@@ -59,12 +60,9 @@ class EMA(L.Callback):
         export: HFExport | None = None,
         device: str | None = None,
     ) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"decay must lie in [0, 1), got {decay}")
-        if start_step < 0 or every_n_steps < 1:
-            raise ValueError(
-                f"start_step must be at least 0 and every_n_steps at least 1, got {start_step} and {every_n_steps}"
-            )
+        check_number("decay", decay, minimum=0, below=1)
+        check_integer("start_step", start_step, minimum=0)
+        check_integer("every_n_steps", every_n_steps, minimum=1)
         self.decay = decay
         self.start_step = start_step
         self.every_n_steps = every_n_steps

@@ -8,6 +8,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from rlhfkit.validation import check_integer
+
 
 class HFExport(L.Callback):
     """Write ``module.save_pretrained`` folders that ``from_pretrained`` and vLLM load.
@@ -35,9 +37,8 @@ class HFExport(L.Callback):
         every_n_epochs: int | None = None,
         keep: int | None = None,
     ) -> None:
-        for name, value in (("every_n_epochs", every_n_epochs), ("keep", keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or None, got {value}.")
+        check_integer("every_n_epochs", every_n_epochs, minimum=1, optional=True)
+        check_integer("keep", keep, minimum=1, optional=True)
         self.folder = Path(folder)
         self.adapter = adapter
         self.every_n_epochs = every_n_epochs

@@ -13,6 +13,7 @@ from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.filling import FilledIteration, fill_iteration
 from rlhfkit.rollout.streams import GroupStream, Rounds, StreamingEngine, can_stream
+from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,7 @@ class IterationFiller:
     """
 
     def __init__(self, generation: Generation, dynamic_sampling: DynamicSampling | None, oversampling: float) -> None:
-        if not 0 <= oversampling < math.inf:
-            raise ValueError(f"oversampling must be 0 (off) or more, a share of the iteration, got {oversampling}")
+        check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
         if oversampling and not can_stream(generation.engine):
             raise ValueError(
                 f"oversampling={oversampling:g} drops what is not finished first, and "

@@ -14,6 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rlhfkit.validation import check_integer
+
 
 class NonFiniteError(RuntimeError):
     """Too many updates in a row were skipped; the message names the folder with the batches."""
@@ -46,8 +48,7 @@ class NonFiniteGuard(Callback):
     """
 
     def __init__(self, max_skipped_updates: int | None = 10, folder: str | Path | None = None) -> None:
-        if max_skipped_updates is not None and max_skipped_updates < 1:
-            raise ValueError(f"max_skipped_updates must be at least 1, or None to go on, got {max_skipped_updates}.")
+        check_integer("max_skipped_updates", max_skipped_updates, minimum=1, optional=True, why="None goes on for ever")
         self.max_skipped_updates = max_skipped_updates
         self.folder = folder
         self.skipped_updates = 0

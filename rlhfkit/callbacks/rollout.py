@@ -28,6 +28,7 @@ from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, arrange_logprobs
+from rlhfkit.validation import check_integer, check_number
 
 
 class RolloutCallback(Callback):
@@ -103,8 +104,11 @@ class RolloutCallback(Callback):
         ways = self.validation_sampling
         self._validations = dict(ways) if isinstance(ways, Mapping) else {"": ways}
         self.success = success
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness must be 0 (take turns) or more iterations, got {max_staleness}")
+        check_number("success", success)
+        check_integer("max_staleness", max_staleness, minimum=0, why="0 takes turns")
+        check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
+        check_number("rollout_timeout", rollout_timeout, above=0, why="it is in seconds")
+        check_number("probe_tolerance", probe_tolerance, above=0, optional=True, infinite=True, why="inf is no probe")
         if in_flight and not max_staleness:
             raise ValueError("in_flight=True publishes while sampling ahead: give max_staleness=1 or more")
         self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import Callback
 
 from rlhfkit.callbacks.rollout import RolloutCallback
 from rlhfkit.data.experience import Sample
+from rlhfkit.validation import check_integer
 
 
 class SampleTable(Callback):
@@ -27,8 +28,7 @@ class SampleTable(Callback):
             "every_n_iterations": every_n_iterations,
             "max_characters": max_characters,
         }.items():
-            if value < 1:
-                raise ValueError(f"SampleTable({name}=...) must be at least 1, got {value}")
+            check_integer(name, value, minimum=1)
         self.rows = rows
         self.every_n_iterations = every_n_iterations
         self.max_characters = max_characters

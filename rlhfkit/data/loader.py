@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from rlhfkit.data.experience import Experience
+from rlhfkit.validation import check_integer
 
 
 class Restorable(Protocol):
@@ -68,8 +69,7 @@ class ExperienceLoader(Generic[T]):
         Raises:
             ValueError: If the length is below 1.
         """
-        if length < 1:
-            raise ValueError(f"an iteration needs at least 1 batch, got length {length}")
+        check_integer("length", length, minimum=1, why="it is the batches of an iteration")
         self.collect = collect
         self.length = length
         self._restore = restore or cast(Callable[[Mapping[str, Any]], T], Experience.from_state_dict)

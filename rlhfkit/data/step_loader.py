@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from rlhfkit.data.collate import StepTotals
 from rlhfkit.data.packing import best_fit_decreasing, deal
 from rlhfkit.data.shuffling import permutation
+from rlhfkit.validation import check_integer
 
 
 class StepBatch(Protocol):
@@ -111,10 +112,9 @@ class StepLoader(Generic[B]):
             "accumulate": accumulate,
             "world_size": world_size,
         }.items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be between 0 and world_size - 1 = {world_size - 1}, got {rank}")
+            check_integer(name, size, minimum=1, optional=name in ("micro_batch_size", "max_tokens_per_micro_batch"))
+        check_integer("rank", rank, minimum=0, maximum=world_size - 1)
+        check_integer("seed", seed)
         if len(lengths) != len(targets):
             raise ValueError(f"lengths and targets are per example, got {len(lengths)} and {len(targets)}")
         self.examples = examples

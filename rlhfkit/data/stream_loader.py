@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from rlhfkit.data.collate import StepTotals, TokenExample
 from rlhfkit.data.packing import deal
+from rlhfkit.validation import check_integer
 
 B = TypeVar("B")
 
@@ -57,10 +58,8 @@ class StreamLoader(Generic[B]):
             "world_size": world_size,
         }
         for name, size in self._sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be between 0 and world_size - 1 = {world_size - 1}, got {rank}")
+            check_integer(name, size, minimum=1)
+        check_integer("rank", rank, minimum=0, maximum=world_size - 1)
         self.open_stream = open_stream
         self.collate = collate
         self.steps_per_epoch = steps_per_epoch

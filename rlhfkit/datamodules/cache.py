@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit._version import __version__
 from rlhfkit.data.collate import TokenExample
 from rlhfkit.datamodules.token_examples import TokenExamples
+from rlhfkit.validation import check_integer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,8 +45,7 @@ class TokenCache:
         Raises:
             ValueError: If ``num_proc`` is below 1.
         """
-        if num_proc < 1:
-            raise ValueError(f"num_proc must be at least 1, got {num_proc}")
+        check_integer("num_proc", num_proc, minimum=1)
         self.folder = folder
         self.num_proc = num_proc
 

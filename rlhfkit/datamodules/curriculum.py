@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar, NamedTuple
 
+from rlhfkit.validation import check_integer, check_number
+
 
 class Worth(NamedTuple):
     """What the samples of a prompt were worth."""
@@ -57,6 +59,10 @@ class ByColumn:
     uses_rewards: ClassVar[bool] = False
     """It does not ask for ``PromptPass.history``; an order that does not say so is taken to."""
 
+    def __post_init__(self) -> None:
+        """Check the count."""
+        check_integer("passes", self.passes, minimum=0, optional=True)
+
     def __call__(self, one: PromptPass) -> Sequence[int]:
         """Sort, stably."""
         if self.passes is not None and one.number >= self.passes:
@@ -91,10 +97,10 @@ class BySuccess:
 
     def __post_init__(self) -> None:
         """Check the bounds."""
-        if not self.low < self.high:
-            raise ValueError(f"BySuccess needs low < high, got {self.low} and {self.high}")
-        if not 0.0 <= self.keep <= 1.0:
-            raise ValueError(f"BySuccess(keep=...) is a probability, got {self.keep}")
+        check_number("low", self.low)
+        check_number("high", self.high, above=self.low, why="prompts between low and high are kept")
+        check_number("keep", self.keep, minimum=0, maximum=1, why="it is a probability")
+        check_integer("seed", self.seed)
 
     def __call__(self, one: PromptPass) -> Sequence[int]:
         """Choose."""

@@ -15,6 +15,7 @@ from rlhfkit.datamodules.examples import ExampleBuilder, TokenExamples
 from rlhfkit.datamodules.formats import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
 from rlhfkit.datamodules.mixing import Mixture, Sources
 from rlhfkit.datamodules.sources import Source, check_columns, describe, load_tokenizer, no_loader, read_rows
+from rlhfkit.validation import check_integer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -101,20 +102,19 @@ class SFTDataModule(L.LightningDataModule):
             ValueError: If an argument is out of range, or two exclude one another.
         """
         super().__init__()
+        check_integer("max_length", max_length, minimum=2, why="one token to learn and one in front of it")
+        check_integer("micro_batch_size", micro_batch_size, minimum=1, optional=True)
+        check_integer("max_tokens_per_micro_batch", max_tokens_per_micro_batch, minimum=1, optional=True)
+        check_integer("seed", seed)
+        check_integer("num_proc", num_proc, minimum=1)
         if messages is not None and text is not None:
             raise ValueError(f"name messages={messages!r} or text={text!r}, not both: they are two kinds of data")
         if micro_batch_size is not None and max_tokens_per_micro_batch is not None:
             raise ValueError("give micro_batch_size or max_tokens_per_micro_batch, not both")
-        if micro_batch_size is not None and micro_batch_size < 1:
-            raise ValueError(f"{type(self).__name__}(micro_batch_size=...) must be at least 1, got {micro_batch_size}")
         if max_tokens_per_micro_batch is not None and max_tokens_per_micro_batch < max_length:
             raise ValueError(
                 f"max_tokens_per_micro_batch must be at least max_length {max_length}, so that each sequence fits, got "
                 f"{max_tokens_per_micro_batch}"
-            )
-        if max_length < 2:
-            raise ValueError(
-                f"max_length must be at least 2 (one token to learn and one in front of it), got {max_length}"
             )
         if overlong not in ("truncate", "drop", "error"):
             raise ValueError(f"overlong must be 'truncate', 'drop' or 'error', got {overlong!r}")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rlhfkit.data.shuffling import permutation
 from rlhfkit.data.step_loader import CountedRows
 from rlhfkit.datamodules.sources import Source, describe
+from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,10 @@ class Mixture:
             ValueError: If there is no source, or a weight is not positive.
         """
         pairs = list(weights.items()) if isinstance(weights, Mapping) else list(weights)
-        wrong = [weight for _, weight in pairs if not weight > 0]
-        if not pairs or wrong:
-            raise ValueError(f"a Mixture needs at least one source and positive weights, got {weights!r}")
+        if not pairs:
+            raise ValueError(f"a Mixture needs at least one source and its weight, got {weights!r}")
+        for source, weight in pairs:
+            check_number(f"the weight of {str(source)[:80]}", weight, above=0)
         if until not in ("all", "first"):
             raise ValueError(f"until must be 'all' or 'first', got {until!r}")
         total = sum(weight for _, weight in pairs)

@@ -24,6 +24,7 @@ from rlhfkit.datamodules.pretraining import PretrainingText
 from rlhfkit.datamodules.prompt_order import PromptCursor, PromptDraws, PromptOrder
 from rlhfkit.datamodules.prompt_rows import PromptBatches, PromptRows
 from rlhfkit.datamodules.sources import describe, load_tokenizer, no_loader, read_rows
+from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
 
@@ -115,15 +116,11 @@ class PromptDataModule(L.LightningDataModule):
             ValueError: If an argument is out of range.
         """
         super().__init__()
-        sizes = {
-            "rollout_batch_size": rollout_batch_size,
-            "micro_batch_size": micro_batch_size,
-            "validation_batch_size": validation_batch_size,
-            "max_prompt_length": 1 if max_prompt_length is None else max_prompt_length,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"PromptDataModule({name}=...) must be at least 1, got {size}")
+        check_integer("rollout_batch_size", rollout_batch_size, minimum=1)
+        check_integer("micro_batch_size", micro_batch_size, minimum=1)
+        check_integer("validation_batch_size", validation_batch_size, minimum=1)
+        check_integer("max_prompt_length", max_prompt_length, minimum=1, optional=True)
+        check_integer("seed", seed)
         if overlong_prompts not in ("error", "drop"):
             raise ValueError(f"overlong_prompts must be 'error' or 'drop', got {overlong_prompts!r}")
         self.data = as_mixture(data) or data

@@ -19,6 +19,7 @@ from rlhfkit.datamodules.formats import CONVERSATION, LANGUAGE_MODELLING, PROMPT
 from rlhfkit.datamodules.instructions import SFTDataModule
 from rlhfkit.datamodules.mixing import Mixture
 from rlhfkit.datamodules.sources import describe, stream_rows
+from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +56,11 @@ class StreamingSFTDataModule(SFTDataModule):
         defaults = {"max_tokens_per_micro_batch": None, "drop_last": False, "num_proc": 1, "cache_dir": None}
         for name, default in defaults.items():
             if kwargs.get(name, default) != default:
-                raise ValueError(f"{name} needs all of the data at once, which a stream is not: use SFTDataModule")
-        for name, size in {"steps_per_epoch": steps_per_epoch, "shuffle_block": shuffle_block}.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} needs all of the data at once, which a stream is not: use SFTDataModule"
+                )
+        check_integer("steps_per_epoch", steps_per_epoch, minimum=1)
+        check_integer("shuffle_block", shuffle_block, minimum=1)
         super().__init__(data, **kwargs)
         self.steps_per_epoch = steps_per_epoch
         self.shuffle_block = shuffle_block

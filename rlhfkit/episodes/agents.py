@@ -14,6 +14,7 @@ from rlhfkit.episodes.event_loop import call
 from rlhfkit.episodes.playing import NewEpisode, PlayingEngine
 from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     from rlhfkit.episodes.openai_endpoint import OpenAIEndpoint
@@ -127,6 +128,9 @@ class AgentEngine(PlayingEngine):
     ) -> None:
         from rlhfkit.serving.access import check_host, is_loopback
 
+        check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
+        check_integer("port", port, minimum=0, maximum=2**16 - 1, why="0 takes any that is free")
+        check_integer("concurrency", concurrency, minimum=1)
         _require("fastapi", "uvicorn")
         super().__init__(
             engine,

@@ -12,6 +12,7 @@ from rlhfkit.episodes.observations import ObservationTokenizer
 from rlhfkit.episodes.playing import NewEpisode, PlayingEngine
 from rlhfkit.episodes.turn_sampler import TurnSampler
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.validation import check_number
 
 
 class EpisodeEngine(PlayingEngine):
@@ -82,6 +83,7 @@ class EpisodeEngine(PlayingEngine):
         on_error: Literal["mask", "raise"] = "mask",
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
+        check_number("environment_timeout", environment_timeout, above=0, why="it is in seconds")
         super().__init__(
             engine,
             max_turns=max_turns,
@@ -92,10 +94,6 @@ class EpisodeEngine(PlayingEngine):
             parallel_calls=parallel_calls,
             on_error=on_error,
         )
-        if not environment_timeout > 0:
-            raise ValueError(
-                f"EpisodeEngine(environment_timeout=...) must be more than 0 seconds, got {environment_timeout}"
-            )
         self.environment = _environment(environment, tools)
         self.environment_timeout = environment_timeout
         self.chat_template_arguments = dict(chat_template_arguments or {})

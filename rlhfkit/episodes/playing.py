@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from rlhfkit.episodes.event_loop import LoopThread
 from rlhfkit.episodes.turn_sampler import EngineFailedError
 from rlhfkit.episodes.wrapping import EngineWrapper
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, check_context
+from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +68,13 @@ class PlayingEngine(EngineWrapper):
         on_error: Literal["mask", "raise"],
     ) -> None:
         super().__init__(engine)
-        most = max_episode_tokens
-        rules: list[tuple[str, Any, bool, str]] = [
-            ("max_turns", max_turns, max_turns >= 1, "at least 1"),
-            ("max_episode_tokens", most, most is None or most >= 2, "None or at least 2"),
-            ("episode_timeout", episode_timeout, episode_timeout > 0, "more than 0 seconds"),
-            ("concurrency", concurrency, concurrency is None or concurrency >= 1, "None or at least 1"),
-            ("parallel_calls", parallel_calls, parallel_calls is None or parallel_calls >= 1, "None or at least 1"),
-            ("on_error", on_error, on_error in ("mask", "raise"), "'mask' or 'raise'"),
-        ]
-        for name, value, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"{type(self).__name__}({name}=...) must be {rule}, got {value!r}")
+        check_integer("max_turns", max_turns, minimum=1)
+        check_integer("max_episode_tokens", max_episode_tokens, minimum=2, optional=True)
+        check_number("episode_timeout", episode_timeout, above=0, why="it is in seconds")
+        check_integer("concurrency", concurrency, minimum=1, optional=True)
+        check_integer("parallel_calls", parallel_calls, minimum=1, optional=True)
+        if on_error not in ("mask", "raise"):
+            raise ValueError(f"on_error must be 'mask' or 'raise', got {on_error!r}")
         self.max_turns = max_turns
         self.max_episode_tokens = max_episode_tokens
         self.episode_timeout = episode_timeout

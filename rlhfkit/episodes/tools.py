@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhfkit.episodes.environment import Action, Environment, Message, Step
 from rlhfkit.episodes.event_loop import call
+from rlhfkit.validation import check_integer, check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,8 @@ class ToolEnvironment(Environment):
         self.tools = {getattr(tool, "__name__", ""): tool for tool in tools}
         if not tools or "" in self.tools or len(self.tools) < len(tools):
             raise ValueError(f"tools must be one or more functions of different names, got {list(tools)!r}")
-        if timeout <= 0 or max_result_characters < 1:
-            raise ValueError(
-                f"timeout and max_result_characters must be positive, got {timeout} and {max_result_characters}"
-            )
+        check_number("timeout", timeout, above=0, why="it is in seconds")
+        check_integer("max_result_characters", max_result_characters, minimum=1)
         self.parse = parse
         self.timeout = timeout
         self.max_result_characters = max_result_characters

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.episodes.event_loop import in_thread
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.validation import check_integer, check_number
 
 GATHER_TIME = 0.05
 """Seconds that a call of an engine in this process waits for episodes that are not ready yet."""
@@ -62,6 +63,8 @@ class TurnSampler:
     def __init__(
         self, engine: RolloutEngine, *, parallel_calls: int | None = None, gather_time: float | None = None
     ) -> None:
+        check_integer("parallel_calls", parallel_calls, minimum=1, optional=True)
+        check_number("gather_time", gather_time, minimum=0, optional=True, why="it is in seconds")
         self.engine = engine
         self.parallel_calls = parallel_calls or (PARALLEL_CALLS if engine.shared else 1)
         self.gather_time = gather_time if gather_time is not None else GATHER_TIME * (self.parallel_calls == 1)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast
 
+from rlhfkit.validation import check_integer, check_number
+
 INITS: dict[str, bool | str] = {"kaiming": True, "gaussian": "gaussian", "orthogonal": "orthogonal"}
 """Our names of peft's ``init_lora_weights``."""
 
@@ -39,11 +41,11 @@ class LoRA:
 
     def __post_init__(self) -> None:
         """Check every field once, where it is written."""
+        check_integer("LoRA.rank", self.rank, minimum=1)
+        check_number("LoRA.alpha", self.alpha, above=0)
+        check_number("LoRA.dropout", self.dropout, minimum=0, below=1)
         rules: list[tuple[str, bool, str]] = [
-            ("rank", self.rank >= 1, "at least 1"),
-            ("alpha", self.alpha > 0, "positive"),
             ("targets", bool(self.targets), "'all-linear' or names of layers"),
-            ("dropout", 0 <= self.dropout < 1, "in [0, 1)"),
             ("init", self.init in INITS, f"one of {', '.join(INITS)}"),
         ]
         for name, holds, rule in rules:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from rlhfkit.models.quantization import Quantization
 from rlhfkit.modules.clipping import clip_each_child
 from rlhfkit.modules.saving import SavedModule
 from rlhfkit.modules.schedules import SCHEDULES, learning_rate_factor
+from rlhfkit.validation import check_integer, check_number
 
 
 class PolicyModule(SavedModule):
@@ -79,14 +80,17 @@ class PolicyModule(SavedModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        if lr <= 0:
-            raise ValueError(f"lr must be positive, got {lr}")
+        check_number("lr", lr, above=0)
+        check_number("weight_decay", weight_decay, minimum=0)
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise TypeError(f"betas must be two numbers, got {betas!r}")
+        for factor in betas:
+            check_number("each of betas", factor, minimum=0, below=1)
+        check_integer("warmup_steps", warmup_steps, minimum=0)
         if lr_schedule not in SCHEDULES:
             raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
-        if not router_aux_loss_coef >= 0:
-            raise ValueError(f"router_aux_loss_coef must be 0 (no such loss) or more, got {router_aux_loss_coef}")
-        if max_tokens_per_forward < 1:
-            raise ValueError(f"max_tokens_per_forward must be at least 1, got {max_tokens_per_forward}")
+        check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 is no such loss")
+        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         self.save_hyperparameters()
         self.lora = LoRA.of(lora)
         self.hparams["lora"] = None if self.lora is None else self.lora.plain()  # safe to load, unlike an object

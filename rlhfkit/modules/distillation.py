@@ -16,6 +16,7 @@ from rlhfkit.modules.functions import function_name, resolve_function
 from rlhfkit.modules.routing import with_router_loss
 from rlhfkit.modules.teacher import load_teacher
 from rlhfkit.modules.teacher_cache import precompute_teacher
+from rlhfkit.validation import check_integer, check_number
 
 
 class DistillationModule(PolicyModule):
@@ -70,10 +71,11 @@ class DistillationModule(PolicyModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
-        if not 0.0 <= distillation_coef <= 1.0:
-            raise ValueError(f"distillation_coef must lie in [0, 1], got {distillation_coef}")
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+        check_number("temperature", temperature, above=0)
+        check_number("teacher_weight", teacher_weight, minimum=0, maximum=1)
+        check_number("distillation_coef", distillation_coef, minimum=0, maximum=1)
+        check_integer("top_k", top_k, minimum=1, optional=True)
+        check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
         if precompute_teacher and top_k is None:
             raise ValueError("precompute_teacher keeps the teacher's likeliest tokens only: say how many, top_k=64")
         named = isinstance(divergence, str) and "." not in divergence

@@ -16,6 +16,7 @@ from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.functions import function_name, resolve_function
 from rlhfkit.modules.preference import PreferenceModule
 from rlhfkit.modules.reference import ReferenceModule
+from rlhfkit.validation import check_number
 
 _LOSS_ARGUMENTS = (
     *("beta", "label_smoothing", "divergence", "divergence_alpha"),
@@ -75,14 +76,20 @@ class DPOModule(PreferenceModule, ReferenceModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
+        check_number("beta", beta, above=0)
+        check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
+        check_number("divergence_alpha", divergence_alpha)
+        check_number("discopop_temperature", discopop_temperature, above=0)
+        check_number("nll_coef", nll_coef, minimum=0)
+        check_number("ld_alpha", ld_alpha, minimum=0, maximum=1, optional=True)
         mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
+        for name, weight in mixture.items():
+            check_number(f"the weight of loss_type {name!r}", weight)
         self.loss_types = {_pair_loss(name): float(weight) for name, weight in mixture.items()}
         self.hparams["loss_type"] = {
             name if isinstance(name, str) else function_name(name): weight for name, weight in self.loss_types.items()
         }
         self._sorts = bool(SORTS_THE_BATCH.intersection(self.loss_types))
-        if ld_alpha is not None and not 0.0 <= ld_alpha <= 1.0:
-            raise ValueError(f"ld_alpha must lie in [0, 1], got {ld_alpha}")
         if reference_free and (self.hparams["precompute_ref_log_probs"] or self.hparams["ref_model"] is not None):
             raise ValueError("reference_free uses no reference: leave ref_model and precompute_ref_log_probs out")
         self._check_loss()

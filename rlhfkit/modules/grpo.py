@@ -11,6 +11,7 @@ from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss, discounted_ret
 from rlhfkit.modules.advantage_function import AdvantageFunction
 from rlhfkit.modules.functions import refuse_without_effect
 from rlhfkit.modules.on_policy import KLPlace, OnPolicyModule
+from rlhfkit.validation import check_number
 
 
 class GRPOModule(OnPolicyModule):
@@ -62,8 +63,7 @@ class GRPOModule(OnPolicyModule):
     ) -> None:
         super().__init__(model, advantages=advantages, policy_loss=policy_loss, **kwargs)
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale=advantage_scale)  # checks the scale
-        if not 0.0 <= gamma <= 1.0:
-            raise ValueError(f"gamma must be in [0, 1], got {gamma}")
+        check_number("gamma", gamma, minimum=0, maximum=1)
         if token_level_rewards and advantages is None and advantage_scale != "none":
             raise ValueError(
                 "token_level_rewards takes what was earned before a token from its sample's advantage, which has to be "

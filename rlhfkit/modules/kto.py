@@ -17,6 +17,7 @@ from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.functions import function_name
 from rlhfkit.modules.reference import ReferenceModule, data_sets
 from rlhfkit.modules.routing import with_router_loss
+from rlhfkit.validation import check_number
 
 ADVISED_RATIO = (1.0, 1.5)
 """Between which the paper puts ``λ_D n_D / (λ_U n_U)``, see :func:`~rlhfkit.losses.kto_loss`."""
@@ -63,6 +64,9 @@ class KTOModule(ReferenceModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
+        check_number("beta", beta, above=0)
+        check_number("desirable_weight", desirable_weight, minimum=0)
+        check_number("undesirable_weight", undesirable_weight, minimum=0)
         # A buffer, so that a checkpoint inside an accumulation window has it.
         self.register_buffer("kl", torch.zeros(()))
         self._validation_kl = torch.zeros(())

@@ -33,6 +33,7 @@ from rlhfkit.modules.pretraining import check_pretraining_data, pretraining_loss
 from rlhfkit.modules.rewarded import RewardedModule
 from rlhfkit.modules.routing import with_router_loss
 from rlhfkit.modules.trust import KLStop, pass_by
+from rlhfkit.validation import check_integer, check_number
 
 KLPlace = Literal["token", "sequence"]
 """Whose reward a KL penalty in the reward is subtracted from."""
@@ -125,6 +126,11 @@ class OnPolicyModule(RewardedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
+        check_number("kl_coef", kl_coef, minimum=0, why="0 is no reference model")
+        check_number("kl_target", kl_target, above=0, optional=True)
+        check_integer("kl_horizon", kl_horizon, minimum=1, why="it is in samples")
+        check_number("entropy_coef", entropy_coef)
+        check_number("ptx_coef", ptx_coef, minimum=0, why="0 is no text")
         # Not read from hparams: a subclass may well have a hyperparameter of that name for a bonus of its own.
         self.entropy_coef = entropy_coef
         self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
@@ -139,17 +145,11 @@ class OnPolicyModule(RewardedModule):
             max_length=max_length,
         )
         self.hparams["policy_loss"] = self.policy_loss.name
-        if kl_coef < 0:
-            raise ValueError(f"kl_coef must be 0 (no reference model) or more, got {kl_coef}")
         self.kl_in_reward = self._kl_place(kl_coef, kl_in_reward)
         """From what the KL penalty is subtracted; ``None``: it is in the loss, or there is none."""
         self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")
-        if kl_target is not None and (kl_target <= 0 or not kl_coef):
-            raise ValueError(f"kl_target={kl_target} must be positive, and needs a positive kl_coef to start from")
-        if kl_horizon < 1:
-            raise ValueError(f"kl_horizon must be at least 1 sample, got {kl_horizon}")
-        if ptx_coef < 0:
-            raise ValueError(f"ptx_coef must be 0 (no text) or more, got {ptx_coef}")
+        if kl_target is not None and not kl_coef:
+            raise ValueError(f"kl_target={kl_target} needs a positive kl_coef to start from, got kl_coef={kl_coef}")
         self.kl_stop = KLStop(kl_stop)
         self.kl_coef = kl_coef
         """Weight of the KL penalty now; moves when there is a ``kl_target``."""

@@ -22,6 +22,7 @@ from rlhfkit.models.comparison import compare_logits, teacher_logits
 from rlhfkit.modules.functions import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.grpo import GRPOModule
 from rlhfkit.modules.teacher import load_teacher
+from rlhfkit.validation import check_integer, check_number
 
 
 class ComparedOutput(PolicyOutput):
@@ -108,14 +109,12 @@ class OnPolicyDistillationModule(GRPOModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        if distillation_coef <= 0:
-            raise ValueError(f"distillation_coef must be positive, got {distillation_coef}; GRPOModule has no teacher")
-        if reward_coef < 0:
-            raise ValueError(f"reward_coef must be 0 (the reward is logged only) or more, got {reward_coef}")
-        if not 0.0 <= distillation_gamma <= 1.0:
-            raise ValueError(f"distillation_gamma must lie in [0, 1], got {distillation_gamma}")
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+        check_number("distillation_coef", distillation_coef, above=0, why="GRPOModule has no teacher")
+        check_number("reward_coef", reward_coef, minimum=0, why="0 logs the reward only")
+        check_number("distillation_gamma", distillation_gamma, minimum=0, maximum=1)
+        check_number("teacher_weight", teacher_weight, minimum=0, maximum=1)
+        check_integer("top_k", top_k, minimum=1, optional=True)
+        check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
         if divergence is None and top_k is not None:
             raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
         if self.advantage_function is not None:

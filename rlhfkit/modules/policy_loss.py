@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlhfkit.losses import Aggregation, LossOutput
 from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.validation import check_integer, check_number
 
 _INPUTS = ("logprobs", "old_logprobs", "advantages", "mask")
 _ALWAYS_GIVEN = ("weights", "aggregation", "denominator", "max_length")
@@ -54,6 +55,9 @@ class PolicyLoss:
         self.name = function_name(self.function)
         """Dotted name, for checkpoints."""
         self._knobs, self._takes_more = self._signature()
+        check_number("clip_low", clip_low, minimum=0, optional=True)
+        check_number("clip_high", clip_high, minimum=0, optional=True)
+        check_integer("max_length", max_length, minimum=1, optional=True, why="it is in tokens")
         given = {"clip_low": clip_low, "clip_high": clip_high, "aggregation": aggregation, "max_length": max_length}
         chosen = {name: value for name, value in given.items() if value is not None}
         self._check_arguments(chosen, dict(arguments or {}))

@@ -16,6 +16,7 @@ from rlhfkit.models.router_loss import has_router
 from rlhfkit.modules.on_policy import OnPolicyModule
 from rlhfkit.modules.routing import with_router_loss
 from rlhfkit.modules.trust import pass_by
+from rlhfkit.validation import check_integer, check_number
 
 
 class PPOModule(OnPolicyModule):
@@ -77,11 +78,13 @@ class PPOModule(OnPolicyModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, kl_coef=kl_coef, **kwargs)
-        for name, rate in {"critic_lr": critic_lr, "value_coef": value_coef}.items():
-            if rate <= 0:
-                raise ValueError(f"{name} must be positive, got {rate}")
-        if critic_warmup_steps < 0:
-            raise ValueError(f"critic_warmup_steps must be 0 or more, got {critic_warmup_steps}")
+        check_number("critic_lr", critic_lr, above=0)
+        check_number("value_coef", value_coef, above=0)
+        check_number("value_clip", value_clip, above=0, optional=True)
+        check_number("gamma", gamma, minimum=0, maximum=1)
+        check_number("lam", lam, minimum=0, maximum=1)
+        check_number("critic_lam", critic_lam, minimum=0, maximum=1, optional=True)
+        check_integer("critic_warmup_steps", critic_warmup_steps, minimum=0)
         if shared_backbone and (critic is not None or critic_warmup_steps):
             raise ValueError(
                 "with shared_backbone the critic is a head of the policy: it starts as nothing else, and cannot learn "

@@ -20,6 +20,7 @@ from rlhfkit.modules.reference_cache import (
     model_fingerprint,
 )
 from rlhfkit.rollout.transfer import ModuleWeights
+from rlhfkit.validation import check_integer, check_number
 
 
 class ReferenceModule(PolicyModule):
@@ -57,10 +58,8 @@ class ReferenceModule(PolicyModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        if ref_model_sync_steps is not None and ref_model_sync_steps < 1:
-            raise ValueError(f"ref_model_sync_steps must be at least 1 or None, got {ref_model_sync_steps}")
-        if not 0.0 <= ref_model_mixup_alpha <= 1.0:
-            raise ValueError(f"ref_model_mixup_alpha must lie in [0, 1], got {ref_model_mixup_alpha}")
+        check_integer("ref_model_sync_steps", ref_model_sync_steps, minimum=1, optional=True)
+        check_number("ref_model_mixup_alpha", ref_model_mixup_alpha, minimum=0, maximum=1)
         if self._moves and not self.uses_reference:
             raise ValueError(
                 "ref_model_sync_steps moves a reference model, and with precompute_ref_log_probs or reference_free "

@@ -12,6 +12,7 @@ from rlhfkit.losses import LossOutput, alphapo_loss, cpo_loss, orpo_loss
 from rlhfkit.losses.preference_reference_free import CPOLossType
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.preference import PreferenceModule
+from rlhfkit.validation import check_number
 
 _ONE_PAIR = {
     "chosen": torch.zeros(1),
@@ -52,6 +53,11 @@ class SimPOModule(PreferenceModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
+        check_number("beta", beta, above=0)
+        check_number("gamma", gamma, minimum=0)
+        check_number("alpha", alpha)
+        check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
+        check_number("nll_coef", nll_coef, minimum=0)
         self._loss(**_ONE_PAIR)
 
     def _loss(self, **arguments: Any) -> LossOutput:
@@ -96,6 +102,9 @@ class CPOModule(PreferenceModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
+        check_number("beta", beta, above=0)
+        check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
+        check_number("nll_coef", nll_coef, minimum=0)
         self._loss(**_ONE_PAIR)
 
     def _loss(self, **arguments: Any) -> LossOutput:
@@ -128,6 +137,7 @@ class ORPOModule(PreferenceModule):
 
     def __init__(self, model: str, *, beta: float = 0.1, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
+        check_number("beta", beta, above=0)
         orpo_loss(**_ONE_PAIR, beta=beta)
 
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:

@@ -11,6 +11,7 @@ from rlhfkit.losses import LossOutput, bradley_terry_loss
 from rlhfkit.models import reward_output, unwrap
 from rlhfkit.models.heads import last_tokens
 from rlhfkit.modules.scalar import ScalarModule
+from rlhfkit.validation import check_number
 
 MIN_STD = 1e-8
 """Least standard deviation that rewards are divided by (OpenRLHF's)."""
@@ -45,10 +46,8 @@ class RewardModule(ScalarModule):
         self, model: str, *, lr: float = 9e-6, centering: float = 0.0, label_smoothing: float = 0.0, **kwargs: Any
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
-        if centering < 0:
-            raise ValueError(f"centering must not be negative, got {centering}")
-        if not 0 <= label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+        check_number("centering", centering, minimum=0)
+        check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
 
     def scores(self, batch: TokenBatch) -> Tensor:
         """(2B,) raw rewards."""

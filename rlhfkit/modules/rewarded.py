@@ -10,6 +10,7 @@ from rlhfkit.data.experience import Experience
 from rlhfkit.losses import RewardMoments, clip_rewards, missing_eos_penalty, normalize_rewards, stop_properly_penalty
 from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
 from rlhfkit.modules.base import PolicyModule
+from rlhfkit.validation import check_number
 
 
 class RewardedModule(PolicyModule):
@@ -57,14 +58,9 @@ class RewardedModule(PolicyModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        if reward_clip is not None and reward_clip <= 0:
-            raise ValueError(f"reward_clip must be positive or None, got {reward_clip}")
-        if missing_eos_penalty < 0:
-            raise ValueError(
-                f"missing_eos_penalty must be 0 (none) or more, it is subtracted; got {missing_eos_penalty}"
-            )
-        if stop_properly_coef > 1:
-            raise ValueError(f"stop_properly_coef must be at most 1 (no penalty), got {stop_properly_coef}")
+        check_number("reward_clip", reward_clip, above=0, optional=True)
+        check_number("missing_eos_penalty", missing_eos_penalty, minimum=0, why="it is subtracted")
+        check_number("stop_properly_coef", stop_properly_coef, maximum=1, why="1 is no penalty")
         self.reward_moments = RewardMoments.zero()
         """Count, mean and squared deviations of the rewards so far; moves with ``normalize_rewards`` only."""
 

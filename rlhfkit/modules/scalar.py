@@ -12,6 +12,7 @@ from rlhfkit.models.heads import scalar_forward
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.calibration import Calibration
 from rlhfkit.modules.routing import with_router_loss
+from rlhfkit.validation import check_number
 
 
 class ScalarModule(PolicyModule):
@@ -34,8 +35,7 @@ class ScalarModule(PolicyModule):
     def __init__(self, model: str, *, lr: float, head_std: float | None = None, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
         self._router_loss: Tensor | None = None  # of the last forward pass
-        if head_std is not None and head_std < 0:
-            raise ValueError(f"head_std must not be negative, got {head_std}")
+        check_number("head_std", head_std, minimum=0, optional=True)
 
     def build_policy(self) -> nn.Module:
         """Load the model; override to wrap or change it."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlhfkit.data.experience import Experience
 from rlhfkit.losses import kl_estimate
+from rlhfkit.validation import check_number
 
 
 class KLStop:
@@ -24,8 +25,7 @@ class KLStop:
     """
 
     def __init__(self, limit: float | None) -> None:
-        if limit is not None and limit <= 0:
-            raise ValueError(f"kl_stop must be positive or None, got {limit}")
+        check_number("kl_stop", limit, above=0, optional=True)
         self.limit = limit
         self.stopped = False
         """Whether the policy stands still for the rest of the iteration."""

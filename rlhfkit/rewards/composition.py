@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlhfkit.data.experience import Sample
 from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_metrics
+from rlhfkit.validation import check_number
 
 Normalization = Callable[[Tensor, Tensor], Tensor]
 """Function of a part's values (B,), NaN where missing, and group ids (B,) to values (B,)."""
@@ -60,11 +61,11 @@ class WeightedSum:
             reward, weight = part if isinstance(part, tuple | list) else (part, 1.0)
             if not callable(reward):
                 raise TypeError(f"part {name!r} must be a callable or (callable, weight), got {part!r}")
-            if not math.isfinite(weight):
-                raise ValueError(f"the weight of part {name!r} must be finite, got {weight}")
+            check_number(f"the weight of part {name!r}", weight)
             self.rewards[name], self.weights[name] = cast(Reward, reward), float(weight)
         if not self.rewards:
             raise ValueError("WeightedSum needs at least one part")
+        check_number("timeout", timeout, above=0, why="it is in seconds")
         if missing not in ("none", "skip"):
             raise ValueError(f"missing must be 'none' or 'skip', got {missing!r}")
         if normalize is not None and not callable(normalize):

@@ -18,6 +18,7 @@ from rlhfkit.data.experience import Sample
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.rules import required_answer
 from rlhfkit.rewards.sandbox import Sandbox, Work
+from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class MathMatch:
             ValueError: If one of them is below 1.
             ImportError: If math-verify is not installed.
         """
-        if timeout < 1:
-            raise ValueError(f"timeout must be at least 1 second, got {timeout}")
+        check_integer("timeout", timeout, minimum=1, why="it is in seconds")
+        check_integer("workers", workers, minimum=1, optional=True)
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("math_match needs math-verify: pip install 'rlhfkit[math]'")
         work = Work(

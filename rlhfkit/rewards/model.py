@@ -15,6 +15,7 @@ from rlhfkit.data.collate import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.experience import Sample
 from rlhfkit.data.packing import balanced_partition
 from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
+from rlhfkit.validation import check_integer
 
 
 class ModelReward:
@@ -63,8 +64,7 @@ class ModelReward:
         Raises:
             ValueError: If an argument is out of range.
         """
-        if max_tokens_per_forward < 1:
-            raise ValueError(f"max_tokens_per_forward must be at least 1, got {max_tokens_per_forward}")
+        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"dtype must be the name of a torch type such as 'bfloat16', got {dtype!r}")
         self.model = model

@@ -16,6 +16,7 @@ from rlhfkit.rewards.endpoints import Endpoint, Unavailable, WrongAnswer, least_
 from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
 from rlhfkit.rewards.wire import SampleFormat, WireFormat, read_rewards, written_request
 from rlhfkit.serving.access import AccessToken, is_loopback
+from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     import httpx
@@ -88,13 +89,13 @@ class RemoteReward:
             ValueError: If an argument is out of range.
         """
         self.urls = _checked_urls([urls] if isinstance(urls, str) else urls)
-        numbers = {"batch_size": batch_size, "concurrency": concurrency, "max_answer_bytes": max_answer_bytes}
-        if min(numbers.values()) < 1:
-            raise ValueError(f"{', '.join(numbers)} must be at least 1, got {numbers}")
-        if retries < 0 or not backoff >= 0:
-            raise ValueError(f"retries and backoff must not be negative, got {retries} and {backoff}")
-        if not (timeout > 0 and time_limit > 0):
-            raise ValueError(f"timeout and time_limit must be positive, got {timeout} and {time_limit}")
+        check_integer("batch_size", batch_size, minimum=1)
+        check_integer("concurrency", concurrency, minimum=1)
+        check_integer("max_answer_bytes", max_answer_bytes, minimum=1)
+        check_integer("retries", retries, minimum=0)
+        check_number("backoff", backoff, minimum=0, why="it is in seconds")
+        check_number("timeout", timeout, above=0, why="it is in seconds")
+        check_number("time_limit", time_limit, above=0, why="it is in seconds")
         self.token = AccessToken.optional(token, variable=token_variable)
         self.wire: WireFormat = SampleFormat() if wire is None else wire
         self.batch_size = batch_size

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhfkit.data.experience import Sample
+from rlhfkit.validation import check_integer
 
 
 def required_answer(sample: Sample, reward: str) -> Any:
@@ -153,8 +154,8 @@ class LengthPenalty:
         Raises:
             ValueError: If the soft zone does not lie in front of the limit.
         """
-        if not 1 <= soft_zone <= max_length:
-            raise ValueError(f"soft_zone must be between 1 and max_length {max_length}, got {soft_zone}")
+        check_integer("max_length", max_length, minimum=1)
+        check_integer("soft_zone", soft_zone, minimum=1, maximum=max_length, why="it ends at max_length")
         self.max_length = max_length
         self.soft_zone = soft_zone
 

@@ -16,6 +16,7 @@ from rlhfkit.rewards.base import Reward, reward_name
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
 from rlhfkit.rewards.sandbox import START_TIMEOUT, Limits, Outcome, Sandbox, Work
+from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,8 @@ class SandboxedReward:
         Raises:
             ValueError: If an argument is out of range, or the reward cannot be imported elsewhere.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        check_integer("batch_size", batch_size, minimum=1)
+        check_integer("workers", workers, minimum=1, optional=True)
         _check_importable(reward)
         self.name = name or (reward.rpartition(".")[2] if isinstance(reward, str) else reward_name(reward))
         self.batch_size = batch_size

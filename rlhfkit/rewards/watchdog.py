@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rlhfkit.validation import check_number
+
 log = logging.getLogger(__name__)
 
 WARN_AFTER = 120.0
@@ -29,8 +31,7 @@ def warn_if_slow(what: str, advice: str, *, after: float = WARN_AFTER) -> Iterat
     Raises:
         ValueError: If ``after`` is not positive.
     """
-    if after <= 0:
-        raise ValueError(f"after must be a positive number of seconds, got {after}")
+    check_number("after", after, above=0, why="it is in seconds")
     caller = threading.get_ident()
     finished = threading.Event()
     started = time.monotonic()

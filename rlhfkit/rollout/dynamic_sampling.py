@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from rlhfkit.data.experience import Sample
+from rlhfkit.validation import check_integer
 
 Criterion = str | Callable[[Sample], float | None] | None
 """What has to differ in a group: a reward part by name, a function of a sample, or (``None``) the total reward."""
@@ -67,8 +68,7 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        if self.max_rounds < 1:
-            raise ValueError(f"DynamicSampling(max_rounds=...) must be at least 1, got {self.max_rounds}")
+        check_integer("max_rounds", self.max_rounds, minimum=1)
         if self.by is not None and self.keep is not None:
             raise ValueError("DynamicSampling takes by=... or a rule of your own (keep=...), not both")
 

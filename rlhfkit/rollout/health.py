@@ -6,6 +6,8 @@ The numbers and the rule that a restarted engine serves nothing before it was se
 from dataclasses import dataclass
 from enum import Enum
 
+from rlhfkit.validation import check_integer, check_number
+
 
 @dataclass(frozen=True, kw_only=True)
 class HealthPolicy:
@@ -42,13 +44,10 @@ class HealthPolicy:
     def __post_init__(self) -> None:
         """Check every field once, where it is written."""
         for name in ("probe_period", "probe_timeout", "silence_timeout", "report_after"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"HealthPolicy({name}=...) must be more than 0 seconds, got {getattr(self, name)}")
+            check_number(name, getattr(self, name), above=0, why="it is in seconds")
         for name, least in (("probe_failures", 1), ("request_attempts", 1), ("max_restarts", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"HealthPolicy({name}=...) must be at least {least}, got {getattr(self, name)}")
-        if self.recovery_timeout < 0:
-            raise ValueError(f"HealthPolicy(recovery_timeout=...) must be 0 or more, got {self.recovery_timeout}")
+            check_integer(name, getattr(self, name), minimum=least)
+        check_number("recovery_timeout", self.recovery_timeout, minimum=0, why="it is in seconds")
 
     @property
     def detection_seconds(self) -> float:

@@ -22,6 +22,7 @@ from rlhfkit.rollout.decoding import Completed, Decoding
 from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_context
 from rlhfkit.rollout.step_gate import StepGate
 from rlhfkit.rollout.streams import sample_all
+from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,7 @@ class LocalEngine:
     updates_in_flight = True
 
     def __init__(self, *, max_sequences: int = 128, device: str | None = None) -> None:
-        if max_sequences < 1:
-            raise ValueError(f"LocalEngine(max_sequences=...) must be at least 1, got {max_sequences}")
+        check_integer("max_sequences", max_sequences, minimum=1)
         self.max_sequences = max_sequences
         self.device = None if device is None else torch.device(device)
         self.version: int | None = None

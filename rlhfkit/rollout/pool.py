@@ -34,6 +34,7 @@ from rlhfkit.rollout.streams import sample_all
 from rlhfkit.rollout.transfer import DEFAULT_BUCKET_BYTES
 from rlhfkit.rollout.vllm_arguments import engine_arguments, engine_environment
 from rlhfkit.rollout.weight_sync import WeightSync, attempt_to_send
+from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
@@ -118,19 +119,17 @@ class VLLMPool:
             "generate_timeout": generate_timeout,
             "sync_timeout": sync_timeout,
         }
-        rules: list[tuple[str, Any, bool, str]] = [
-            *((name, value, value >= 1, "at least 1") for name, value in counts.items()),
-            *((name, value, value > 0, "more than 0 seconds") for name, value in limits.items()),
-            ("max_model_len", max_model_len, max_model_len is None or max_model_len >= 2, "None or at least 2"),
-            ("sleep_level", sleep_level, sleep_level in (1, 2), "1 or 2"),
-            ("gpu_memory_utilization", share, share is None or 0 < share <= 1, "None or in (0, 1]"),
-            ("kv_cache_gib", kv_cache_gib, kv_cache_gib is None or kv_cache_gib > 0, "None or more than 0"),
-            ("device", device, device in (None, "cpu", "cuda"), "None, 'cpu' or 'cuda'"),
-            ("probe_tolerance", probe_tolerance, probe_tolerance >= 0, "0 or more"),
-        ]
-        for name, value, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"VLLMPool({name}=...) must be {rule}, got {value!r}")
+        for name, count in counts.items():
+            check_integer(name, count, minimum=1)
+        for name, limit in limits.items():
+            check_number(name, limit, above=0, why="it is in seconds")
+        check_integer("max_model_len", max_model_len, minimum=2, optional=True)
+        check_integer("sleep_level", sleep_level, minimum=1, maximum=2)
+        check_number("gpu_memory_utilization", share, above=0, maximum=1, optional=True)
+        check_number("kv_cache_gib", kv_cache_gib, above=0, optional=True)
+        check_number("probe_tolerance", probe_tolerance, minimum=0, infinite=True, why="inf is no probe")
+        if device not in (None, "cpu", "cuda"):
+            raise ValueError(f"device must be None, 'cpu' or 'cuda', got {device!r}")
         self.num_engines = num_engines
         self.tensor_parallel_size = tensor_parallel_size
         self.max_model_len = max_model_len

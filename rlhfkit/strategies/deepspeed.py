@@ -36,6 +36,7 @@ from rlhfkit.strategies.gradients import clip_next_step, discard_gradients, meas
 from rlhfkit.strategies.precision import EnginePrecision
 from rlhfkit.strategies.ray_launcher import LaunchedOnRay, RayOptions
 from rlhfkit.strategies.sharding import full_parameters, hugging_face_sharding, state_of, unshard
+from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -103,10 +104,9 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
             raise ModuleNotFoundError(
                 "RLHFDeepSpeedStrategy needs DeepSpeed, which is not installed: pip install 'rlhfkit[deepspeed]'."
             )
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}.")
-        if init_timeout <= 0:
-            raise ValueError(f"init_timeout must be a positive number of seconds, got {init_timeout}.")
+        check_integer("stage", stage, minimum=0, maximum=3)
+        check_number("init_timeout", init_timeout, above=0, why="it is in seconds")
+        check_integer("num_nodes", num_nodes, minimum=1, optional=True)
         self._ray_options = RayOptions(launcher, num_nodes, resources_per_rank, return_weights)
         kwargs.setdefault("accelerator", self._ray_options.accelerator)
         if not torch.cuda.is_available():

@@ -92,7 +92,7 @@ def test_an_overflow_of_torchs_gradient_scaler_is_left_to_it(tmp_path: Path) -> 
 
 
 def test_a_limit_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1, or None"):
+    with pytest.raises(ValueError, match="max_skipped_updates must be an integer of at least 1 or None"):
         NonFiniteGuard(max_skipped_updates=0)
 
 

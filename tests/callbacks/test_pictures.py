@@ -65,5 +65,5 @@ def test_the_curves_go_on_after_a_resume(run: tuple[RolloutCallback, TrainingCur
 
 @pytest.mark.parametrize("arguments", [{"rows": 0}, {"every_n_iterations": 0}, {"max_characters": -1}])
 def test_nonsense_is_refused(arguments: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1, got"):
+    with pytest.raises(ValueError, match="must be an integer of at least 1, got"):
         SampleTable(**arguments)

@@ -130,15 +130,15 @@ def test_things_that_are_not_what_they_should_be() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"lr": 0.0}, "lr must be positive, got 0.0"),
+        ({"lr": 0.0}, "lr must be a finite number above 0, got 0.0"),
         ({"lr_schedule": "cosinus"}, "lr_schedule must be one of constant, linear, cosine, got 'cosinus'"),
-        ({"kl_coef": -1.0}, "kl_coef must be 0"),
+        ({"kl_coef": -1.0}, "kl_coef must be a finite number of at least 0"),
         ({"clip_low": 1.5}, "clip_low"),
         ({"aggregation": "mean"}, "got 'mean'"),
         ({"advantage_scale": "std"}, "got 'std'"),
         ({"kl_coef": 0.1, "kl_estimator": "k9"}, "got 'k9'"),
         ({"aggregation": "constant-length"}, "max_length"),
-        ({"max_tokens_per_forward": 0}, "max_tokens_per_forward must be at least 1, got 0"),
+        ({"max_tokens_per_forward": 0}, "max_tokens_per_forward must be an integer of at least 1, got 0"),
     ],
 )
 def test_knobs_are_checked_when_the_module_is_made(arguments: dict[str, Any], match: str) -> None:

@@ -65,7 +65,7 @@ def test_fill_collects_once_for_the_coming_iteration() -> None:
 def test_wrong_count_is_an_error(returned: int) -> None:
     with pytest.raises(ValueError, match=f"returned {returned} batches, but the loader promised 3"):
         next(iter(ExperienceLoader(Collector(returned).collect, 3)))
-    with pytest.raises(ValueError, match="at least 1 batch, got length 0"):
+    with pytest.raises(ValueError, match="length must be an integer of at least 1, got 0"):
         ExperienceLoader(Collector(1).collect, 0)
 
 

@@ -251,7 +251,7 @@ def test_resuming_with_other_sizes_inside_an_epoch_is_an_error_and_at_its_end_is
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"micro_batch_size": 0}, "micro_batch_size must be at least 1, got 0"),
+        ({"micro_batch_size": 0}, "micro_batch_size must be an integer of at least 1 or None, got 0"),
         ({}, "micro_batch_size or as max_tokens_per_micro_batch"),
         ({"micro_batch_size": 1, "max_tokens_per_micro_batch": 9}, "got micro_batch_size=1 and"),
         ({"max_tokens_per_micro_batch": 3}, "does not fit into 3"),

@@ -171,7 +171,7 @@ def test_files_are_whole_or_absent_and_read_lazily(tmp_path: Path) -> None:
     loaded = TokenExamples.load(path)
     assert [loaded[index] for index in range(40)] == [examples[index] for index in range(40)]
     assert isinstance(loaded._tokens, torch.Tensor)
-    with pytest.raises(ValueError, match="num_proc must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_proc must be an integer of at least 1, got 0"):
         TokenCache(num_proc=0)
 
 

@@ -96,8 +96,8 @@ class TestTraining:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"rank": 0}, "LoRA.rank must be at least 1, got 0"),
-            ({"alpha": -1.0}, "LoRA.alpha must be positive"),
+            ({"rank": 0}, "LoRA.rank must be an integer of at least 1, got 0"),
+            ({"alpha": -1.0}, "LoRA.alpha must be a finite number above 0"),
             ({"dropout": 1.0}, "LoRA.dropout must be in"),
             ({"targets": ()}, "LoRA.targets must be 'all-linear' or names of layers"),
             ({"init": "pissa"}, "LoRA.init must be one of kaiming, gaussian, orthogonal, got 'pissa'"),

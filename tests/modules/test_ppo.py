@@ -150,13 +150,13 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"critic_lr": 0.0}, "critic_lr must be positive"),
+        ({"critic_lr": 0.0}, "critic_lr must be a finite number above 0"),
         ({"lam": 1.1}, "lam"),
         ({"gamma": -0.1}, "gamma"),
         ({"value_clip": 0.0}, "clip"),
         ({"shared_backbone": True, "critic": "elsewhere"}, "leave critic and critic_warmup_steps out"),
         ({"shared_backbone": True, "critic_warmup_steps": 1}, "leave critic and critic_warmup_steps out"),
-        ({"reward_clip": 0.0}, "reward_clip must be positive"),
+        ({"reward_clip": 0.0}, "reward_clip must be a finite number above 0 or None"),
         ({"missing_eos_penalty": -1.0}, "missing_eos_penalty"),
         ({"stop_properly_coef": 1.5}, "stop_properly_coef"),
         ({"kl_stop": 0.0}, "kl_stop"),

@@ -167,9 +167,9 @@ def test_orpo_learns_to_write_the_chosen_answer_and_prefers_it(folder: Path, tmp
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SimPOModule("nobody", gamma=-1.0), "gamma must not be negative"),
+        (lambda: SimPOModule("nobody", gamma=-1.0), "gamma must be a finite number of at least 0"),
         (lambda: CPOModule("nobody", loss_type="simpo"), "loss_type must be one of sigmoid, hinge, ipo"),
-        (lambda: ORPOModule("nobody", beta=0.0), "beta must be positive"),
+        (lambda: ORPOModule("nobody", beta=0.0), "beta must be a finite number above 0"),
     ],
     ids=["simpo", "cpo", "orpo"],
 )

@@ -201,7 +201,7 @@ def test_wrong_part_is_named() -> None:
     [
         ({}, ValueError, "at least one part"),
         ({"a": 3}, TypeError, "part 'a' must be a callable"),
-        ({"a": (by_index, math.nan)}, ValueError, "weight of part 'a' must be finite, got nan"),
+        ({"a": (by_index, math.nan)}, ValueError, "weight of part 'a' must be a finite number, got nan"),
         ({"a": by_index, "missing": "zero"}, ValueError, "missing must be 'none' or 'skip', got 'zero'"),
     ],
 )

@@ -278,15 +278,15 @@ def test_what_cannot_start_is_an_error_that_says_why() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workers": 0}, "workers must be at least 1, got 0"),
-        ({"timeout": 0}, "timeout must be a positive number of seconds, got 0"),
-        ({"start_timeout": -1.0}, "start_timeout must be a positive number of seconds"),
+        ({"workers": 0}, "workers must be an integer of at least 1, got 0"),
+        ({"timeout": 0}, "timeout must be a finite number above 0, got 0"),
+        ({"start_timeout": -1.0}, "start_timeout must be a finite number above 0"),
     ],
 )
 def test_wrong_numbers_are_named(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sandbox(**options)
-    with pytest.raises(ValueError, match="memory_gib must be positive, got 0"):
+    with pytest.raises(ValueError, match="memory_gib must be a finite number above 0, got 0"):
         Limits(memory_gib=0)
 
 

@@ -16,6 +16,7 @@ from rlhfkit.rewards.programs.examine import SLACK, Ask, Examination, SandboxFai
 from rlhfkit.rewards.programs.tests import ProgramTests, last_code_block, read_tests, same_output
 from rlhfkit.rewards.sandbox.pool import Sandbox
 from rlhfkit.rewards.sandbox.process import Limits, Outcome, Work
+from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +90,10 @@ class CodeExecution:
         Raises:
             ValueError: If an argument is out of range.
         """
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
-        if (max_tests is not None and max_tests < 1) or not output_mib > 0:
-            raise ValueError(f"max_tests and output_mib must be positive, got {max_tests} and {output_mib}")
+        check_number("timeout", timeout, above=0, why="it is in seconds")
+        check_integer("max_tests", max_tests, minimum=1, optional=True)
+        check_number("output_mib", output_mib, above=0)
+        check_integer("workers", workers, minimum=1, optional=True)
         self.tests = tests
         self.setup = setup
         self.extract = extract

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlhfkit.rewards.sandbox.process import Limits, Outcome, SandboxProcess, Work
+from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,9 @@ class Sandbox:
         start_timeout: float = START_TIMEOUT,
         fresh: bool = False,
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
-        for name, seconds in {"timeout": timeout, "start_timeout": start_timeout}.items():
-            if not seconds > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, got {seconds}")
+        check_integer("workers", workers, minimum=1)
+        check_number("timeout", timeout, above=0, why="it is in seconds")
+        check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
         try:
             import resource  # noqa: F401  # what the child processes limit themselves with
         except ImportError as error:

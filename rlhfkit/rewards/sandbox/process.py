@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhfkit.rewards.sandbox.channel import HEAD, Answer, WrongAnswer, receive, trainer_end
+from rlhfkit.validation import check_integer, check_number
 
 Status = Literal["ok", "timeout", "died", "error"]
 
@@ -54,9 +55,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check."""
-        for name in ("memory_gib", "cpu_seconds", "processes", "open_files", "file_mib"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_number("memory_gib", self.memory_gib, above=0)
+        for name in ("cpu_seconds", "processes", "open_files", "file_mib"):
+            check_integer(name, getattr(self, name), minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

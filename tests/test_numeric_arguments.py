@@ -1,0 +1,206 @@
+"""Every numeric argument of every public constructor refuses what is no number of its range, by name and value.
+
+The arguments are found by their annotations, through ``**kwargs`` up the classes, so a new one is covered as it is
+written. What is allowed beyond the rule stands below with its reason.
+"""
+
+import importlib
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import rlhfkit
+from rlhfkit.rewards import WeightedSum
+from rlhfkit.rollout import LocalEngine
+
+ROOMS = (
+    "rlhfkit",
+    "rlhfkit.callbacks",
+    "rlhfkit.data",
+    "rlhfkit.datamodules",
+    "rlhfkit.datamodules.curriculum",
+    "rlhfkit.episodes",
+    "rlhfkit.models",
+    "rlhfkit.modules",
+    "rlhfkit.rewards",
+    "rlhfkit.rewards.server",
+    "rlhfkit.rollout",
+    "rlhfkit.serving.gate",
+    "rlhfkit.serving.json_body",
+    "rlhfkit.serving.server",
+    "rlhfkit.strategies",
+)
+
+RECORDS = {
+    "Action", "CorrectionOutput", "DistilledBatch", "DistilledExample", "Experience", "IterationShape", "LossOutput",
+    "MicroBatch", "PaddedBatch", "PreferenceBatch", "PreferenceExample", "Prompt", "Sample", "Step", "StepwiseBatch",
+    "StepwiseExample", "TokenBatch", "TokenExample", "UnpairedBatch", "UnpairedExample", "WeightInfo",
+    "DistilledExamples", "PreferenceExamples", "StepwiseExamples", "UnpairedExamples", "ModuleWeights",
+    "PromptBody", "PromptPass", "SampleBody",
+}  # fmt: skip
+"""What the library makes itself, some of it once a token: their numbers are checked where they come from."""
+
+ENGINE = LocalEngine()
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "AgentEngine": {"engine": ENGINE, "agent": lambda connection, prompt: 0.0},
+    "ByColumn": {"name": "difficulty"},
+    "BodyReader": {"max_samples": 4, "max_tokens": 4},
+    "EpisodeEngine": {"engine": ENGINE, "environment": lambda prompt: None},
+    "ExperienceLoader": {"collect": list, "length": 1},
+    "Gate": {"app": None},
+    "HFExport": {"folder": "exported"},
+    "JSONBodies": {"max_objects": 4, "max_numbers": 4},
+    "LengthPenalty": {"max_length": 8, "soft_zone": 4},
+    "ModelReward": {"model": "none"},
+    "OpenAIEndpoint": {"engine": ENGINE, "tokenizer": None, "most_tokens": 8},
+    "ProcessModelReward": {"model": "none"},
+    "RemoteReward": {"urls": "http://127.0.0.1:1"},
+    "RolloutDump": {"folder": "dumped"},
+    "SampleTable": {},
+    "SandboxedReward": {"reward": "math.fsum"},
+    "Server": {"app": None},
+    "ScalarModule": {"model": "none", "lr": 1e-6},
+    "StepLoader": {
+        "examples": [1, 2], "collate": list, "lengths": [1, 1], "targets": [1, 1], "micro_batch_size": 1,
+    },
+    "StreamLoader": {"open_stream": iter, "collate": list, "steps_per_epoch": 1, "micro_batch_size": 1},
+    "StreamingSFTDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
+    "ToolEnvironment": {"tools": [print]},
+    "WeightedSum": {"parts": {"one": len}},
+    "UnpairedLoader": {
+        "examples": [1, 2], "collate": list, "lengths": [1, 1], "targets": [1, 1], "micro_batch_size": 1,
+    },
+}  # fmt: skip
+"""Arguments without a default, by class. Modules, DataModules and the rest need what is in :func:`required`."""
+
+ANY = "*"
+ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
+    (ANY, "seed"): ((-1,), "any integer seeds"),
+    ("RolloutCallback", "probe_tolerance"): ((math.inf,), "switches the probe off"),
+    ("VLLMPool", "probe_tolerance"): ((math.inf,), "switches the probe off"),
+    ("RolloutCallback", "success"): ((-1.0,), "rewards may be negative"),
+    ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),
+    (ANY, "entropy_coef"): ((-1.0,), "an entropy penalty"),
+    (ANY, "on_failure"): ((-1.0,), "a reward may be negative"),
+    (ANY, "stop_properly_coef"): ((-1.0,), "a fraction of the reward, negative where truncation is to be punished"),
+    ("SimPOModule", "alpha"): ((-1.0,), "AlphaPO's exponent has either sign"),
+    ("DPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
+}
+"""(class, argument): values that are taken, and why."""
+
+
+def public_classes() -> dict[str, type]:
+    found: dict[str, type] = {}
+    for room in ROOMS:
+        module = importlib.import_module(room)
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == room]
+        for name in getattr(module, "__all__", own):
+            value = getattr(module, name)
+            plain = inspect.isclass(value) and not issubclass(value, BaseException) and not name.startswith("_")
+            if plain and not getattr(value, "_is_protocol", False) and name not in RECORDS:
+                found[name] = value
+    return found
+
+
+def members(annotation: Any) -> list[Any]:
+    """The types of a union, one by one."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return [one for part in typing.get_args(annotation) for one in members(part)]
+    return [annotation]
+
+
+def arguments_of(kind: type) -> Iterator[tuple[str, list[Any]]]:
+    """Arguments of the constructor and, where it takes ``**kwargs``, of those it passes them to."""
+    seen: set[str] = set()
+    for parent in kind.__mro__:
+        init = vars(parent).get("__init__")
+        if init is None or not parent.__module__.startswith("rlhfkit"):
+            continue
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        for one in parameters:
+            if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and one.name not in seen:
+                seen.add(one.name)
+                yield one.name, members(one.annotation)
+        if all(one.kind != one.VAR_KEYWORD for one in parameters):
+            return
+
+
+PAIR = tuple[float, float]
+CLASSES = public_classes()
+CASES = [
+    (name, argument, kinds)
+    for name, kind in sorted(CLASSES.items())
+    for argument, kinds in arguments_of(kind)
+    if {int, float, PAIR} & {one for one in kinds if not isinstance(one, str) and one.__hash__}
+]
+
+
+def required(kind: type) -> dict[str, Any]:
+    parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    given = {name: "none" for name in ("model", "teacher") if name in parameters}
+    if "data" in parameters:
+        given["data"] = "none.jsonl"
+    return REQUIRED.get(kind.__name__, given)
+
+
+def wrong_values(name: str, argument: str, kinds: list[Any]) -> list[Any]:
+    wrong: list[Any] = [math.nan, math.inf, -math.inf, "1", [1], True]
+    if float not in kinds and PAIR not in kinds:
+        wrong += [1.5, 2.0]
+    if type(None) not in kinds:
+        wrong += [None]
+    wrong += [-1.0 if float in kinds or PAIR in kinds else -1]
+    allowed = [value for key in ((ANY, argument), (name, argument)) for value in ALLOWED.get(key, ((), ""))[0]]
+    return [value for value in wrong if isinstance(value, list) or value not in allowed]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in CASES}))
+def test_the_smallest_call_is_taken(name: str) -> None:
+    CLASSES[name](**required(CLASSES[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "kinds"), CASES, ids=[f"{name}-{argument}" for name, argument, _ in CASES]
+)
+def test_what_is_no_number_of_the_range_is_refused_by_name_and_value(
+    name: str, argument: str, kinds: list[Any]
+) -> None:
+    kind = CLASSES[name]
+    taken, unclear = [], []
+    for value in wrong_values(name, argument, kinds):
+        given = (value, 0.9) if PAIR in kinds else value
+        try:
+            kind(**(required(kind) | {argument: given}))
+        except (ValueError, TypeError) as error:
+            if argument not in str(error) or repr(value) not in str(error):
+                unclear.append(f"{value!r}: {error}")
+        else:
+            taken.append(value)
+    assert not taken, f"{name}({argument}=...) takes {taken}"
+    assert not unclear, f"{name}({argument}=...): " + "; ".join(unclear)
+
+
+def test_exceptions_are_still_needed() -> None:
+    for name, argument in ALLOWED:
+        assert any(argument == other and name in (ANY, kind) for kind, other, _ in CASES), f"no {name}({argument}=...)"
+    assert len(CASES) > 200
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1", None, True])
+def test_weights_in_mappings_are_checked_likewise(value: Any) -> None:
+    for make in (
+        lambda: rlhfkit.Mixture({"a.jsonl": value}),
+        lambda: rlhfkit.SFTDataModule({"a.jsonl": 1.0, "b.jsonl": value}),
+        lambda: WeightedSum(part=(len, value)),
+        lambda: rlhfkit.DPOModule("none", loss_type={"sigmoid": value}),
+    ):
+        with pytest.raises((ValueError, TypeError), match=re.escape(f"got {value!r}")) as caught:
+            make()
+        assert "weight of" in str(caught.value)
