@@ -255,7 +255,7 @@ def test_resuming_with_other_sizes_inside_an_epoch_is_an_error_and_at_its_end_is
         ({}, "micro_batch_size or as max_tokens_per_micro_batch"),
         ({"micro_batch_size": 1, "max_tokens_per_micro_batch": 9}, "got micro_batch_size=1 and"),
         ({"max_tokens_per_micro_batch": 3}, "does not fit into 3"),
-        ({"micro_batch_size": 1, "rank": 2, "world_size": 2}, "rank must be between 0 and world_size - 1 = 1, got 2"),
+        ({"micro_batch_size": 1, "rank": 2, "world_size": 2}, "at least 0 and at most 1, got 2"),
     ],
 )
 def test_sizes_out_of_range_are_rejected(options: dict[str, int], message: str) -> None:

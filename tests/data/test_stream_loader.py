@@ -87,5 +87,5 @@ def test_other_sizes_can_go_on_at_the_end_of_an_epoch_only() -> None:
 def test_sizes_out_of_range_are_rejected() -> None:
     with pytest.raises(ValueError, match="steps_per_epoch must be an integer of at least 1, got 0"):
         loader(steps_per_epoch=0)
-    with pytest.raises(ValueError, match="rank must be between 0 and world_size - 1 = 0, got 1"):
+    with pytest.raises(ValueError, match="rank must be an integer of at least 0 and at most 0, got 1"):
         loader(rank=1)

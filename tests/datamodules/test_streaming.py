@@ -93,8 +93,8 @@ def test_what_is_cut_or_left_out_is_counted(write_rows: Write, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (ROWS, {"num_proc": 2}, "num_proc needs all of the data at once"),
-        (ROWS, {"max_tokens_per_micro_batch": 4096}, "max_tokens_per_micro_batch needs all of the data at once"),
+        (ROWS, {"num_proc": 2}, "num_proc=2 needs all of the data at once"),
+        (ROWS, {"max_tokens_per_micro_batch": 4096}, "max_tokens_per_micro_batch=4096 needs all of the data at once"),
         (ROWS, {"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1, got 0"),
         ([{"question": "a"}], {}, "has the columns question, which is none of the kinds"),
         ([{"text": "a", "tools": "b"}], {}, "has a column 'tools'"),

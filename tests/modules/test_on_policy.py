@@ -335,7 +335,7 @@ def test_every_knob_shows_in_the_hyperparameters() -> None:
         ({"kl_estimator": "k1", "kl_coef": 0.1}, r"gradient of mean 0.*use 'k2' or 'k3', or kl_in_reward=True"),
         ({"correction": "tiss"}, "correction must be one of tis"),
         ({"kl_target": 0.1}, "kl_target"),
-        ({"gamma": 1.5}, "gamma must be in"),
+        ({"gamma": 1.5}, "gamma must be a finite number of at least 0 and at most 1, got 1.5"),
         ({"clip_low": -1.0}, "clip_low"),
         ({"aggregation": "mean"}, "mean"),
         ({"aggregation": "constant-length"}, "max_length"),

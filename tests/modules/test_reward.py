@@ -157,7 +157,7 @@ def test_calibration_is_the_sum_over_bins() -> None:
     ("arguments", "message"),
     [
         ({"centering": -1.0}, "centering must be a finite number of at least 0, got -1"),
-        ({"label_smoothing": 0.5}, r"label_smoothing must be in \[0, 0.5\), got 0.5"),
+        ({"label_smoothing": 0.5}, r"label_smoothing must be a finite number of at least 0 and below 0.5, got 0.5"),
         ({"head_std": -0.1}, "head_std must be a finite number of at least 0 or None, got -0.1"),
     ],
 )

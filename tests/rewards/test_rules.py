@@ -70,5 +70,5 @@ def test_length_penalty_counts_the_policys_tokens_only() -> None:
 
 @pytest.mark.parametrize("soft_zone", [0, 11])
 def test_soft_zone_lies_in_front_of_the_limit(soft_zone: int) -> None:
-    with pytest.raises(ValueError, match=f"between 1 and max_length 10, got {soft_zone}"):
+    with pytest.raises(ValueError, match=f"soft_zone must be an integer of at least 1 and at most 10, got {soft_zone}"):
         LengthPenalty(10, soft_zone)

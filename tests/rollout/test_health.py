@@ -82,7 +82,7 @@ class TestProbes:
         [
             ({"probe_period": 0}, r"probe_period must be a finite number above 0, got 0"),
             ({"probe_failures": 0}, r"probe_failures must be an integer of at least 1, got 0"),
-            ({"max_restarts": -1}, r"max_restarts=\.\.\.\) must be at least 0, got -1"),
+            ({"max_restarts": -1}, r"max_restarts must be an integer of at least 0, got -1"),
             ({"recovery_timeout": -1}, r"recovery_timeout must be a finite number of at least 0, got -1"),
         ],
     )
