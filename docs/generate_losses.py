@@ -58,6 +58,8 @@ What they have in common:
 - Tensors come first, knobs are keywords. B are sequences, T tokens on the next-token axis (`logprobs[:, t]` belongs to
   token `t + 1`), V the vocabulary; `sg` stops the gradient; a loss `ℓ` per token, sequence or pair is averaged.
 - Masks select: a masked entry may be NaN and reaches neither loss nor gradient.
+- All policy losses have one signature, `(logprobs, old_logprobs, advantages, mask, *, ...)`, so that any of them is the
+  `policy_loss` of a module.
 - Half precision is computed in float32; gradients come back in the dtype of the input.
 - Nothing is reduced over ranks. `denominator` is the count of tokens (or sequences, or pairs) of the *whole* optimizer
   step divided by the number of micro-batches that are averaged; with it every split over micro-batches and ranks gives

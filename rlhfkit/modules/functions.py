@@ -1,6 +1,7 @@
 """Functions as hyperparameters: remembered by name, so that checkpoints hold plain text and no pickled code."""
 
 import difflib
+import functools
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -13,9 +14,11 @@ def function_name(function: Callable[..., Any]) -> str:
         function: Any callable.
 
     Returns:
-        E.g. ``"rlhfkit.losses.policy.ppo_loss"``. Of a lambda or a local function a text in angle brackets, which
-        cannot be resolved.
+        E.g. ``"rlhfkit.losses.policy.ppo_loss"``. Of a lambda, a local function or a partial one a text in angle
+        brackets, which cannot be resolved.
     """
+    if isinstance(function, functools.partial):
+        return f"<functools.partial of {function_name(function.func)}: not importable>"
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     try:
         found = pkgutil.resolve_name(name)

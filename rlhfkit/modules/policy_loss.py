@@ -14,12 +14,12 @@ _INPUTS = ("logprobs", "old_logprobs", "advantages", "mask")
 _ALWAYS_GIVEN = ("weights", "aggregation", "denominator", "max_length")
 """What a loss with ``**knobs`` is given although it does not name it."""
 _GIVEN_BY_THE_MODULE = {
-    "weights": "correction=...",
-    "aggregation": "aggregation=...",
-    "max_length": "max_length=...",
-    "denominator": "nothing, it is the count of the optimizer step",
-    "rollout_logprobs": "nothing, they are the engine's",
-    "ref_logprobs": "kl_coef=...",
+    "weights": "they are those of the module's correction=...",
+    "aggregation": "it is the module's aggregation=...",
+    "max_length": "it is the module's max_length=...",
+    "denominator": "it is the count of the optimizer step",
+    "rollout_logprobs": "they are the engine's",
+    "ref_logprobs": "they are the reference model's, which a kl_coef=... loads",
 }
 
 
@@ -88,10 +88,10 @@ class PolicyLoss:
     def _check_arguments(self, chosen: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         own = dict(_GIVEN_BY_THE_MODULE)
         if self.penalizes_kl:
-            own |= {"kl_coef": "kl_coef=...", "kl_estimator": "kl_estimator=..."}
+            own |= {name: f"it is the module's {name}=..." for name in ("kl_coef", "kl_estimator")}
         for name in arguments:
             if name in own:
-                raise ValueError(f"policy_loss_arguments must not have {name}: give the module {own[name]}")
+                raise ValueError(f"policy_loss_arguments must not have {name}: {own[name]}")
             if name in chosen:
                 raise ValueError(f"{name} is given twice, to the module and in policy_loss_arguments: keep one")
         unknown = [name for name in (*chosen, *arguments) if not self._takes_more and name not in self._knobs]

@@ -1,6 +1,7 @@
 """Knobs of modules that learn from their own samples, against the loss functions called by hand."""
 
 import dataclasses
+import functools
 import inspect
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from rlhfkit.losses import (
     importance_weights,
     kl_estimate,
     opo_advantages,
+    pass_at_k_advantages,
     ppo_loss,
     rloo_advantages,
     rloo_loss,
@@ -223,9 +225,13 @@ def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_f
     again = GRPOModule(**module.hparams)
     rewards = torch.tensor([1.0, 3.0])
     assert again.estimate(rewards, torch.zeros(2)).tolist() == [2.0, 6.0]
-    local = GRPOModule("anywhere", advantages=lambda rewards, group: rewards)
-    with pytest.raises(ValueError, match=r"advantages was the function .* pass it again"):
-        GRPOModule(**local.hparams)
+    for local in (lambda rewards, group: rewards, functools.partial(pass_at_k_advantages, k=2)):
+        nameless = GRPOModule("anywhere", advantages=local)
+        with pytest.raises(ValueError, match=r"advantages was the function .* pass it again"):
+            GRPOModule(**nameless.hparams)
+    pairs = torch.zeros(4, dtype=torch.int64)
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(nameless.estimate(rewards, pairs), pass_at_k_advantages(rewards, pairs, k=2))
 
 
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule, OnPolicyModule])
@@ -260,6 +266,23 @@ def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_
     penalty = 0.1 * ((batch.old_logprobs - batch.ref_logprobs) * batch.action_mask).sum(-1)
     torch.testing.assert_close(seen[0], batch.rewards - penalty)
     assert torch.equal(filled.rewards, batch.rewards)
+
+
+def test_ppo_subtracts_the_kl_of_an_answer_from_its_last_token_where_it_is_told_to() -> None:
+    batch = experience()
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    batch.values, mask = torch.zeros(6, 6), batch.action_mask
+    kl = torch.where(mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
+    for place, rewards in (
+        ("token", token_rewards(batch.rewards, mask, kl=kl, kl_coef=0.1)),
+        ("sequence", token_rewards(batch.rewards - 0.1 * kl.sum(-1), mask)),
+    ):
+        module = PPOModule("anywhere", kl_coef=0.1, kl_in_reward=place, lam=1.0, whiten_advantages=False)
+        torch.testing.assert_close(module.advantages(batch), discounted_returns(rewards, mask))
+    assert PPOModule("anywhere").kl_in_reward == "token"
+    assert PPOModule("anywhere", kl_coef=0.0).kl_in_reward is None
+    assert PPOModule("anywhere", kl_in_reward=False).kl_estimator == "k3"
 
 
 def test_the_kl_penalty_of_rloo_is_part_of_the_reward_that_is_left_out() -> None:
