@@ -21,6 +21,7 @@ from rlhfkit.callbacks.filling import IterationFiller
 from rlhfkit.callbacks.generation import Generation
 from rlhfkit.callbacks.model_scores import add_model_scores, scores_samples
 from rlhfkit.callbacks.phases import Phases, slowest
+from rlhfkit.callbacks.prompt_check import check_prompts
 from rlhfkit.callbacks.publishing import WeightPublisher
 from rlhfkit.callbacks.ranks import everywhere, same_everywhere
 from rlhfkit.callbacks.summary import iteration_metrics, staleness_metrics, validation_metrics
@@ -228,6 +229,7 @@ class RolloutCallback(Callback):
                 "RolloutCallback takes its prompts from a DataModule with draws(): call "
                 "trainer.fit(module, datamodule=PromptDataModule(...))"
             )
+        check_prompts(trainer, pl_module, self.engine, self._training_sampling())
         if stage == "fit":
             if not callable(getattr(pl_module, "prepare", None)):
                 raise TypeError(

@@ -2,12 +2,38 @@
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from rlhfkit.datamodules.formats import TEMPLATE_ARGUMENTS
+
+log = logging.getLogger(__name__)
+
+SpecialTokensInText = Literal["keep", "refuse", "escape"]
+"""What becomes of texts in the data that the tokenizer would read as control tokens, such as ``<eos>``: they are kept,
+an error, or written with a space behind their first character, so that they are text."""
+
+
+class SpecialTokenError(ValueError):
+    """A text in the data has a control token in it, and that is refused."""
+
+
+def check_special_tokens_in_text(value: Any) -> None:
+    """Raise unless this is a way of treating control tokens, or ``None``.
+
+    Args:
+        value: What was given as ``special_tokens_in_text``.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if value is not None and value not in get_args(SpecialTokensInText):
+        ways = ", ".join(map(repr, get_args(SpecialTokensInText)))
+        raise ValueError(f"special_tokens_in_text must be {ways} or None, got {value!r}")
+
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -95,6 +121,7 @@ class PromptFormat:
         apply_chat_template: bool | None = None,
         system: str | None = None,
         chat_template_arguments: Mapping[str, Any] | None = None,
+        special_tokens_in_text: SpecialTokensInText | None = None,
     ) -> None:
         """Choose.
 
@@ -104,6 +131,9 @@ class PromptFormat:
                 always go through the template.
             system: System message put in front.
             chat_template_arguments: Passed to the template.
+            special_tokens_in_text: See :data:`SpecialTokensInText`. ``None``: ``"escape"`` in chat messages, where the
+                template writes the control tokens and others could end a turn or forge one, and ``"keep"`` in plain
+                text, which has no other way of holding them.
 
         Raises:
             ValueError: If the template is asked for and the tokenizer has none.
@@ -112,6 +142,9 @@ class PromptFormat:
         self.wraps_text = tokenizer.chat_template is not None if apply_chat_template is None else apply_chat_template
         self.system = system
         self.arguments = dict(chat_template_arguments or {})
+        check_special_tokens_in_text(special_tokens_in_text)
+        self.special_tokens_in_text = special_tokens_in_text
+        self._warned = False
         if self.wraps_text:
             self._require_template("apply_chat_template is true")
 
@@ -202,7 +235,10 @@ class PromptFormat:
             generation: End with what comes in front of the next answer.
         """
         return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation, **self.arguments
+            self.guarded(list(messages), templated=True),
+            tokenize=False,
+            add_generation_prompt=generation,
+            **self.arguments,
         )
 
     def prompt(self, content: Any) -> str:
@@ -211,7 +247,51 @@ class PromptFormat:
         Args:
             content: Text or chat messages.
         """
-        return self.render(self.messages(content), generation=True) if self.templated(content) else content
+        if self.templated(content):
+            return self.render(self.messages(content), generation=True)
+        guarded: str = self.guarded(content, templated=False)
+        return guarded
+
+    def guarded(self, value: Any, *, templated: bool) -> Any:
+        """Texts of the data after what ``special_tokens_in_text`` makes of control tokens in them.
+
+        Args:
+            value: A text, or messages with texts in them.
+            templated: Whether they go through the chat template.
+
+        Raises:
+            SpecialTokenError: If there is one, and it is refused.
+        """
+        way = self.special_tokens_in_text or ("escape" if templated else "keep")
+        if way == "keep":
+            return value
+        if isinstance(value, Mapping):
+            return {key: self.guarded(part, templated=templated) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.guarded(part, templated=templated) for part in value]
+        return self._guarded_text(value, refuse=way == "refuse") if isinstance(value, str) else value
+
+    def _guarded_text(self, text: str, *, refuse: bool) -> str:
+        found = self.special_pattern.search(text)
+        if found is None:
+            return text
+        if refuse:
+            shown = text[max(found.start() - 30, 0) : found.end()]
+            raise SpecialTokenError(
+                f"has the control token {found[0]!r} in its text ({shown!r}): remove it, or let "
+                "special_tokens_in_text='escape' write it as text, or 'keep' it"
+            )
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "texts of the data have control tokens in them, such as %r; they are written as text (%r). If they are "
+                "meant as control tokens: special_tokens_in_text='keep'",
+                found[0],
+                f"{found[0][0]} {found[0][1:]}",
+            )
+        while (found := self.special_pattern.search(text)) is not None and len(found[0]) > 1:
+            text = f"{text[: found.start() + 1]} {text[found.start() + 1 :]}"
+        return text
 
     def tokenize(self, texts: Sequence[str], *, templated: bool) -> list[list[int]]:
         """Token ids of texts that are to be continued.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rlhfkit.data.collate import TokenExample
 from rlhfkit.datamodules.cache import CHUNK, TokenCache, tokenise_rows
-from rlhfkit.datamodules.chat import PromptFormat, as_messages, is_chat
+from rlhfkit.datamodules.chat import PromptFormat, SpecialTokenError, as_messages, is_chat
 from rlhfkit.datamodules.token_examples import TokenExamples
 from rlhfkit.datamodules.turns import common_prefix, span_mask, write_conversation
 
@@ -118,7 +118,7 @@ class ExampleBuilder:
             "columns": dict(columns),
             "max_length": self.max_length,
             "overlong": self.overlong,
-            "style": [style.wraps_text, style.system, style.arguments],
+            "style": [style.wraps_text, style.system, style.arguments, style.special_tokens_in_text],
         }
         return self.cache.examples(rows, self.tokenizer, arguments, make)
 
@@ -163,7 +163,19 @@ class ExampleBuilder:
             recipes: See :meth:`tokenised`.
         """
         places = ((row, f"{self.source}, row {index},") for index, row in rows)
-        return self._cooked(recipe for row, where in places for recipe in recipes(self.for_row(row), row, where))
+        return self._cooked(recipe for row, where in places for recipe in self._of_row(row, where, recipes))
+
+    def _of_row(
+        self,
+        row: Mapping[str, Any],
+        where: str,
+        recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]],
+    ) -> Iterator[Recipe]:
+        """The recipes of one row; control tokens that are refused are told with their place."""
+        try:
+            yield from recipes(self.for_row(row), row, where)
+        except SpecialTokenError as error:
+            raise ValueError(f"{where} {error}") from None
 
     def check_first(self, row: Mapping[str, Any], columns: Mapping[str, str | None]) -> None:
         """Warn if the template's marks leave out what ends a turn: the model would not learn to stop.
@@ -175,9 +187,13 @@ class ExampleBuilder:
         column = columns.get("messages")
         if column is None:
             return
-        builder = self.for_row(row)
-        builder._check_chat(row[column], f"column {column!r} of {self.source}, row 0,")
-        if write_conversation(builder.style, builder.style.messages(row[column])).stop == "left out":
+        builder, where = self.for_row(row), f"column {column!r} of {self.source}, row 0,"
+        builder._check_chat(row[column], where)
+        try:
+            written = write_conversation(builder.style, builder.style.messages(row[column]))
+        except SpecialTokenError as error:
+            raise ValueError(f"{where} {error}") from None
+        if written.stop == "left out":
             log.warning(
                 "%s: the chat template's {%% generation %%} marks leave out the end-of-turn token, so the model does "
                 "not learn to stop: put the token in front of {%% endgeneration %%}",
@@ -270,7 +286,7 @@ class ExampleBuilder:
             token_ids = self._ended(parts[0])
             return TokenExample(token_ids, [True] * len(token_ids))
 
-        return Recipe([text], False, finish)
+        return Recipe([self.style.guarded(text, templated=False)], False, finish)
 
     def completion(self, prompt: Any, completion: Any, where: str = "the row") -> "Recipe":
         """A prompt and what is to be answered; only the answer is learned.
@@ -291,7 +307,8 @@ class ExampleBuilder:
             token_ids = self._ended(token_ids)
             return TokenExample(token_ids, [False] * start + [True] * (len(token_ids) - start))
 
-        return Recipe([prompt, prompt + completion], False, finish)
+        prompt, both = (self.style.guarded(text, templated=False) for text in (prompt, prompt + completion))
+        return Recipe([prompt, both], False, finish)
 
     def conversation(self, messages: Any, where: str = "the conversation", *, first: int = 0) -> "Recipe":
         """Chat messages; only what the assistant says (with its end-of-turn token) is learned.
@@ -313,6 +330,8 @@ class ExampleBuilder:
         messages = as_messages(messages)
         try:
             written = write_conversation(self.style, messages, first=first)
+        except SpecialTokenError:
+            raise  # the row is put in front of it where the row is known
         except (TemplateError, ValueError) as error:
             raise ValueError(f"{where} is not accepted by the chat template: {error}") from error
         answered = messages[-1]["role"] == "assistant"

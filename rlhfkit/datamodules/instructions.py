@@ -10,7 +10,7 @@ import lightning as L
 from rlhfkit.data.collate import collate_tokens
 from rlhfkit.data.step_loader import CountedRows, StepLoader
 from rlhfkit.datamodules.cache import TokenCache
-from rlhfkit.datamodules.chat import PromptFormat
+from rlhfkit.datamodules.chat import PromptFormat, SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.examples import ExampleBuilder, TokenExamples
 from rlhfkit.datamodules.formats import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
 from rlhfkit.datamodules.mixing import Mixture, Sources
@@ -63,6 +63,7 @@ class SFTDataModule(L.LightningDataModule):
         apply_chat_template: bool | None = None,
         system: str | None = None,
         chat_template_arguments: dict[str, Any] | None = None,
+        special_tokens_in_text: SpecialTokensInText | None = None,
         tokenizer: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
         num_proc: int = 1,
@@ -93,6 +94,9 @@ class SFTDataModule(L.LightningDataModule):
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
             system: System message put in front; needs the chat template.
             chat_template_arguments: Passed to the template.
+            special_tokens_in_text: What becomes of control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
+                ``"refuse"`` or ``"escape"``. ``None``: escaped in chat messages, where they could end a turn or forge
+                one, kept in plain text; see :data:`~rlhfkit.datamodules.chat.SpecialTokensInText`.
             tokenizer: A tokenizer or its name; ``None``: the LightningModule's attribute ``tokenizer``.
             cache_dir: Folder where tokenised examples are kept for the next start, see
                 :class:`~rlhfkit.datamodules.cache.TokenCache`.
@@ -137,6 +141,8 @@ class SFTDataModule(L.LightningDataModule):
         self.apply_chat_template = apply_chat_template
         self.system = system
         self.chat_template_arguments = dict(chat_template_arguments or {})
+        check_special_tokens_in_text(special_tokens_in_text)
+        self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
         self.token_cache = TokenCache(cache_dir, num_proc)
         self.examples: CountedRows | None = None
@@ -192,6 +198,7 @@ class SFTDataModule(L.LightningDataModule):
             apply_chat_template=self.apply_chat_template,
             system=self.system,
             chat_template_arguments=self.chat_template_arguments,
+            special_tokens_in_text=self.special_tokens_in_text,
         )
         name = describe(source)
         return ExampleBuilder(style, self.max_length, self.overlong, name, cache=self.token_cache).build(

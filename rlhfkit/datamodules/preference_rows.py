@@ -121,7 +121,12 @@ class PreferenceBuilder(ExampleBuilder):
             recipes = [self._dialogue(messages, turns, where) for messages in (better, worse)]
         else:
             plain = copy.copy(self)  # these texts are whole dialogues already
-            plain.style = PromptFormat(self.tokenizer, apply_chat_template=False, system=self.style.system)
+            plain.style = PromptFormat(
+                self.tokenizer,
+                apply_chat_template=False,
+                system=self.style.system,
+                special_tokens_in_text=self.style.special_tokens_in_text,
+            )
             plain.style.check(better, f"column {columns['chosen']!r} of {where}")
             start = split_texts(better, worse)
             recipes = [plain.completion(text[:start], text[start:], where) for text in (better, worse)]

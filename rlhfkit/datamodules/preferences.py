@@ -79,6 +79,7 @@ class PreferenceDataModule(SFTDataModule):
             apply_chat_template=self.apply_chat_template,
             system=self.system,
             chat_template_arguments=self.chat_template_arguments,
+            special_tokens_in_text=self.special_tokens_in_text,
         )
         builder = PreferenceBuilder(style, self.max_length, self.overlong, describe(source), cache=self.token_cache)
         pairs = builder.build_pairs(rows, chosen=self.chosen, rejected=self.rejected, prompt=prompt, margin=margin)

@@ -1,12 +1,13 @@
 """Rows of a data set as prompts: which column, chat template or plain text, how long they may be."""
 
 import logging
+from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.experience import Prompt
-from rlhfkit.datamodules.chat import PromptFormat
+from rlhfkit.datamodules.chat import PromptFormat, SpecialTokenError
 from rlhfkit.datamodules.sources import check_columns, describe
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class PromptRows:
     """Rows of a data set as prompts, tokenised when they are asked for."""
 
     def __init__(self, options: "PromptDataModule", rows: Any, source: Any, tokenizer: Any) -> None:
-        """Check the columns, and the lengths when there is a limit.
+        """Check the columns and every row: an empty prompt found in the middle of a run would end it.
 
         Args:
             options: Whose arguments say how.
@@ -36,14 +37,19 @@ class PromptRows:
             apply_chat_template=options.apply_chat_template,
             system=options.system,
             chat_template_arguments=options.chat_template_arguments,
+            special_tokens_in_text=options.special_tokens_in_text,
         )
         self.kept: Sequence[int] = range(len(rows))
         self._fingerprint = ""
         first = rows[0][options.prompt]
         self.format.check(first, f"column {options.prompt!r} of {describe(source)}, row 0,")
         self._templated = self.format.templated(first)
+        self.lengths = array("l")
+        """Tokens of each row's prompt, those that are not used included."""
+        self._largest = (0, 0)  # token id, and the row that has it
+        self._read_all()
         if options.max_prompt_length is not None:
-            self._check_lengths(options.max_prompt_length)
+            self.limit_lengths(options.max_prompt_length, f"max_prompt_length {options.max_prompt_length}")
 
     def __len__(self) -> int:
         """Prompts that are used."""
@@ -73,28 +79,74 @@ class PromptRows:
         values = self.rows[name]
         return [values[index] for index in self.kept]
 
-    def _check_lengths(self, limit: int) -> None:
-        lengths: list[int] = []
+    def _read_all(self) -> None:
+        """Tokenise every prompt once."""
+        column, name = self.options.prompt, describe(self.source)
         for start in range(0, len(self.rows), 1000):
             chunk = self.rows.select(range(start, min(start + 1000, len(self.rows))))
-            texts = [self.format.for_row(row).prompt(row[self.options.prompt]) for row in chunk]
-            lengths += map(len, self.format.tokenize(texts, templated=self._templated))
-        kept = [index for index, length in enumerate(lengths) if length <= limit]
-        if len(kept) == len(lengths):
+            texts = [
+                self._rendered(row, f"column {column!r} of {name}, row {start + i},") for i, row in enumerate(chunk)
+            ]
+            for row, token_ids in enumerate(self.format.tokenize(texts, templated=self._templated), start):
+                if not token_ids:
+                    raise ValueError(
+                        f"column {column!r} of {name}, row {row}, is a prompt without a token "
+                        f"({self.rows[row][column]!r}); a policy needs at least one to begin with: remove such rows"
+                    )
+                self.lengths.append(len(token_ids))
+                self._largest = max(self._largest, (max(token_ids), row))
+
+    def _rendered(self, row: dict[str, Any], where: str) -> str:
+        content = row[self.options.prompt]
+        self.format.check(content, where)
+        try:
+            return self.format.for_row(row).prompt(content)
+        except SpecialTokenError as error:
+            raise ValueError(f"{where} {error}") from None
+
+    def check_vocabulary(self, vocabulary: int | None) -> None:
+        """Raise if a prompt has a token that the model does not know.
+
+        Args:
+            vocabulary: Tokens of the model; ``None``: not known.
+
+        Raises:
+            ValueError: Naming the token and the row.
+        """
+        token, row = self._largest
+        if vocabulary is not None and token >= vocabulary:
+            text = self.format.tokenizer.convert_ids_to_tokens(token)
+            raise ValueError(
+                f"{describe(self.source)}, row {row}, has the token {token} ({text!r}), and the model knows the tokens "
+                f"0 to {vocabulary - 1}: use the model's own tokenizer, or resize its embeddings before training "
+                "(model.resize_token_embeddings(len(tokenizer)), save_pretrained)"
+            )
+
+    def limit_lengths(self, limit: int, reason: str) -> None:
+        """Refuse or drop the prompts that are too long.
+
+        Args:
+            limit: Tokens that a prompt may have.
+            reason: Where that comes from, for messages.
+
+        Raises:
+            ValueError: If there are some and ``overlong_prompts`` is ``"error"``, or no prompt is left.
+        """
+        kept = [index for index in self.kept if self.lengths[index] <= limit]
+        if len(kept) == len(self.kept):
             return
-        worst = max(range(len(lengths)), key=lambda index: lengths[index])
+        worst = max(self.kept, key=lambda index: self.lengths[index])
         message = (
-            f"{len(lengths) - len(kept)} of {len(lengths)} prompts of {describe(self.source)} have more than "
-            f"max_prompt_length {limit} tokens, the longest {lengths[worst]} (row {worst})"
+            f"{len(self.kept) - len(kept)} of {len(self.kept)} prompts of {describe(self.source)} have more than "
+            f"{limit} tokens ({reason}), the longest {self.lengths[worst]} (row {worst})"
         )
         if self.options.overlong_prompts == "error":
-            raise ValueError(
-                f"{message}: raise max_prompt_length, shorten them, or drop them with overlong_prompts='drop'"
-            )
+            raise ValueError(f"{message}: raise the limit, shorten them, or drop them with overlong_prompts='drop'")
         if not kept:
-            raise ValueError(f"{message}, so none would be left: raise max_prompt_length")
+            raise ValueError(f"{message}, so none would be left: raise the limit")
         log.warning("%s; they are dropped", message)
         self.kept = kept
+        self._fingerprint = ""
 
     def fingerprint(self) -> str:
         """Changes when rows are added, dropped or reordered, or one of about 1,000 sampled prompts changes."""

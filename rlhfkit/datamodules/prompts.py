@@ -16,6 +16,7 @@ import lightning as L
 from rlhfkit.data.collate import TokenBatch
 from rlhfkit.data.experience import Prompt
 from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
+from rlhfkit.datamodules.chat import SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.curriculum import Order
 from rlhfkit.datamodules.instructions import SFTDataModule
 from rlhfkit.datamodules.mixed_prompts import MixedPrompts, as_mixture, sources_of
@@ -79,6 +80,7 @@ class PromptDataModule(L.LightningDataModule):
         apply_chat_template: bool | None = None,
         system: str | None = None,
         chat_template_arguments: dict[str, Any] | None = None,
+        special_tokens_in_text: SpecialTokensInText | None = None,
         tokenizer: Any = None,
     ) -> None:
         """Remember what to read; nothing is opened before ``setup``.
@@ -110,6 +112,9 @@ class PromptDataModule(L.LightningDataModule):
                 messages always go through the template.
             system: System message put in front; needs the chat template.
             chat_template_arguments: Passed to the template, e.g. ``{"enable_thinking": False}``.
+            special_tokens_in_text: What becomes of control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
+                ``"refuse"`` or ``"escape"``. ``None``: escaped in chat messages, where they could end a turn or forge
+                one, kept in plain text; see :data:`~rlhfkit.datamodules.chat.SpecialTokensInText`.
             tokenizer: A tokenizer or its name; ``None``: the LightningModule's attribute ``tokenizer``.
 
         Raises:
@@ -142,6 +147,8 @@ class PromptDataModule(L.LightningDataModule):
         self.apply_chat_template = apply_chat_template
         self.system = system
         self.chat_template_arguments = dict(chat_template_arguments or {})
+        check_special_tokens_in_text(special_tokens_in_text)
+        self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
         self._rows: PromptRows | MixedPrompts | None = None
         self._validation_rows: PromptRows | MixedPrompts | None = None
@@ -177,6 +184,17 @@ class PromptDataModule(L.LightningDataModule):
         trainer = self.trainer
         tokenizer = load_tokenizer(self.tokenizer, None if trainer is None else trainer.lightning_module)
         rows = self._open(self.data, self.split, tokenizer)
+        if self.validation_data is not None:
+            self._validation_rows = self._open(self.validation_data, self.validation_split, tokenizer)
+        if self.pretraining_data is not None:
+            self.pretraining_data.trainer = trainer
+            self.pretraining_data.setup(stage)
+        self._rows = rows
+        self._check_count()
+        self._check_fingerprint()
+
+    def _check_count(self) -> None:
+        rows = self._ready(self._rows)
         if len(rows) < self.rollout_batch_size:
             raise ValueError(
                 f"{self._described} has {len(rows)} prompts, fewer than rollout_batch_size "
@@ -185,13 +203,6 @@ class PromptDataModule(L.LightningDataModule):
             )
         if isinstance(rows, MixedPrompts):
             rows.check_share(self.rollout_batch_size)
-        if self.validation_data is not None:
-            self._validation_rows = self._open(self.validation_data, self.validation_split, tokenizer)
-        if self.pretraining_data is not None:
-            self.pretraining_data.trainer = trainer
-            self.pretraining_data.setup(stage)
-        self._rows = rows
-        self._check_fingerprint()
 
     def _open(self, data: Any, split: str, tokenizer: Any) -> PromptRows | MixedPrompts:
         parts = [
@@ -289,6 +300,24 @@ class PromptDataModule(L.LightningDataModule):
         if self._text is None:
             raise RuntimeError("there is no pretraining_data, or no training that it would be for")
         return self._text.batch(number)
+
+    def check_prompts(self, *, longest: int, reason: str, vocabulary: int | None = None) -> None:
+        """Check all prompts against what generates, before anything is generated; overlong ones may be dropped.
+
+        Args:
+            longest: Tokens that a prompt may have.
+            reason: Where that comes from, for messages.
+            vocabulary: Tokens of the model; ``None``: not known.
+
+        Raises:
+            ValueError: If a prompt is longer and ``overlong_prompts`` is ``"error"``, none or too few are left, or one
+                has a token that the model does not know.
+        """
+        for rows in (self._ready(self._rows), self._validation_rows):
+            for part in [] if rows is None else rows.parts if isinstance(rows, MixedPrompts) else [rows]:
+                part.check_vocabulary(vocabulary)
+                part.limit_lengths(longest, reason)
+        self._check_count()
 
     # -- loaders -------------------------------------------------------------------------------------------------------
 

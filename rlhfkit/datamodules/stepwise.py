@@ -96,6 +96,7 @@ class StepwiseDataModule(SFTDataModule):
             apply_chat_template=self.apply_chat_template,
             system=self.system,
             chat_template_arguments=self.chat_template_arguments,
+            special_tokens_in_text=self.special_tokens_in_text,
         )
         name = describe(source)
         builder = StepwiseBuilder(style, self.max_length, self.overlong, name, cache=self.token_cache)

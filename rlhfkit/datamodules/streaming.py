@@ -168,6 +168,7 @@ class _SourceStream:
             apply_chat_template=options.apply_chat_template,
             system=options.system,
             chat_template_arguments=options.chat_template_arguments,
+            special_tokens_in_text=options.special_tokens_in_text,
         )
         self.builder = ExampleBuilder(style, options.max_length, options.overlong, self.source)
         self.builder.check_first(head[0], self.columns)

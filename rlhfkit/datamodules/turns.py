@@ -80,7 +80,7 @@ def _marked(style: PromptFormat, messages: Messages, first: int) -> tuple[str, l
 
     # The tokenizer's own apply_chat_template gives token masks only, and wrong ones where a mark ends inside a token.
     texts, marks = render_jinja_template(
-        conversations=[list(messages)],
+        conversations=[style.guarded(list(messages), templated=True)],
         chat_template=style.tokenizer.get_chat_template(),
         return_assistant_tokens_mask=True,
         **{**style.tokenizer.special_tokens_map, **style.arguments},

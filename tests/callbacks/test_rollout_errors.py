@@ -117,7 +117,12 @@ def test_limits_that_throw_samples_away(tmp_path: Path) -> None:
 
 def test_prompts_that_do_not_fit_the_context(tmp_path: Path) -> None:
     rollouts = callback(sampling={"max_new_tokens": 600})
-    fails(tmp_path, ValueError, r"max_new_tokens is 600, but the model's context is 512", rollouts=rollouts)
+    fails(
+        tmp_path,
+        ValueError,
+        r"no prompt has room: the model's context of 512 less max",
+        rollouts=rollouts,
+    )
 
 
 def test_things_that_are_not_what_they_should_be() -> None:

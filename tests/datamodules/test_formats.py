@@ -155,5 +155,5 @@ def test_arguments_of_a_row_reach_prompts_and_their_lengths() -> None:
 
     assert prompts(4) == ["<u>0;<a>x", "<u>1;<a>x", "<u>2;<a>abc", "<u>3;<a>abc"]
     assert prompts(2, max_prompt_length=9, overlong_prompts="drop") == ["<u>0;<a>x", "<u>1;<a>x"]
-    with pytest.raises(ValueError, match="2 of 4 prompts of the given rows have more than max_prompt_length 9 tokens"):
+    with pytest.raises(ValueError, match="2 of 4 prompts of the given rows have more than 9 tokens"):
         prompts(2, max_prompt_length=9)

@@ -215,7 +215,7 @@ def test_changed_data_is_noticed_and_a_new_pass_begins(write_rows: Write, caplog
         ({"rollout_batch_size": 11}, "has 10 prompts, fewer than rollout_batch_size 11"),
         (
             {"max_prompt_length": 3},
-            r"10 of 10 prompts of .* max_prompt_length 3 tokens, the longest 4 \(row 0\): raise",
+            r"10 of 10 prompts of .* more than 3 tokens \(max_prompt_length 3\), the longest 4 \(row 0\): raise",
         ),
         ({"max_prompt_length": 3, "overlong_prompts": "drop"}, "none would be left"),
         ({"system": "S"}, "system= is a chat message, but the chat template is not used"),

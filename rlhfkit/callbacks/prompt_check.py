@@ -1,0 +1,42 @@
+"""A look at all prompts before a run begins: one that is too long would stop it in the iteration that draws it."""
+
+from typing import Any
+
+from rlhfkit.models.load import base_model_name, existing_name
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.prompt_room import longest_prompt
+from rlhfkit.rollout.replay import ReplayEngine
+
+
+def check_prompts(trainer: Any, module: Any, engine: RolloutEngine, sampling: SamplingSpec) -> None:
+    """Have the DataModule check its prompts against what will generate.
+
+    DataModules without a method ``check_prompts``, streams among them, have theirs checked when they are drawn.
+
+    Args:
+        trainer: Of the run; its DataModule is open.
+        module: Being trained; its hyperparameter ``model`` says which model generates.
+        engine: What generates.
+        sampling: How is sampled.
+
+    Raises:
+        ValueError: If a prompt leaves no room for an answer, or has a token that the model does not know.
+    """
+    check = getattr(trainer.datamodule, "check_prompts", None)
+    model = module.hparams.get("model")
+    if check is None or not isinstance(model, str) or isinstance(engine, ReplayEngine):
+        return
+    from transformers import AutoConfig
+
+    trusted = bool(module.hparams.get("trust_remote_code"))
+    config = AutoConfig.from_pretrained(base_model_name(existing_name(model)), trust_remote_code=trusted)
+    room = longest_prompt(engine, config, sampling)
+    if room is None:
+        return
+    longest, reason = room
+    if longest < 1:
+        raise ValueError(
+            f"no prompt has room: {reason} is {longest}. Lower SamplingSpec(max_new_tokens=...) or use a model with a "
+            "longer context"
+        )
+    check(longest=longest, reason=reason, vocabulary=getattr(config.get_text_config(), "vocab_size", None))

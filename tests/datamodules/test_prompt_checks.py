@@ -1,0 +1,133 @@
+"""Prompts that would stop a run when they are drawn are found when it begins, with row and file."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_runs import setup_run
+from tiny_models import tiny_tokenizer
+
+from rlhfkit import PreferenceDataModule, PromptDataModule, RolloutCallback, SamplingSpec, SFTDataModule
+from rlhfkit.datamodules.chat import PromptFormat
+
+Write = Callable[..., str]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% else %}!{% endif %}{% endfor %}"
+
+
+SAID = [("user", "b<eos>"), ("assistant", "c")]
+
+
+def opened(data: Any, **options: Any) -> PromptDataModule:
+    made = PromptDataModule(data, **({"rollout_batch_size": 2, "tokenizer": tiny_tokenizer()} | options))
+    made.setup("fit")
+    return made
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_an_empty_prompt_is_found_at_the_start_with_row_and_file(write_rows: Write) -> None:
+    rows = [{"prompt": f"{i}+1="} for i in range(30)]
+    rows[23]["prompt"] = ""
+    with pytest.raises(ValueError, match=r"column 'prompt' of .*data\.jsonl, row 23, is a prompt without a token"):
+        opened(write_rows(rows))
+    with pytest.raises(ValueError, match=r"column 'prompt' of .*data\.jsonl, row 23"):
+        opened(write_rows([{"prompt": "1+1="}] * 4), validation_data=write_rows(rows))
+
+
+def test_a_prompt_without_room_stops_the_run_before_it_begins(tmp_path: Path) -> None:
+    prompts = [f"{i}+1=" for i in range(8)]
+    prompts[5] = "1+" * 254 + "1="
+    called: list[int] = []
+
+    def reward(samples: Any) -> list[float]:
+        called.append(len(samples))
+        return [0.0] * len(samples)
+
+    def run(**options: Any) -> None:
+        rollouts = RolloutCallback(reward, sampling=SamplingSpec(group_size=2, max_new_tokens=4))
+        trainer, module, data, _ = setup_run(
+            tmp_path,
+            rollouts=rollouts,
+            max_epochs=1,
+            data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
+        )
+        data.data = [{"prompt": text, "answer": ""} for text in prompts]
+        for name, value in options.items():
+            setattr(data, name, value)
+        trainer.fit(module, data)
+
+    with pytest.raises(
+        ValueError,
+        match=r"1 of 8 prompts .* more than 508 tokens \(the model's context of 512 less .*, the longest 510 \(row 5\)",
+    ):
+        run()
+    assert not called
+    run(overlong_prompts="drop")
+    assert called
+
+
+def test_a_token_that_the_model_does_not_know_is_named(write_rows: Write) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<tool>"])
+    data = opened(write_rows([{"prompt": "1+1="}, {"prompt": "2<tool>"}]), tokenizer=tokenizer)
+    data.check_prompts(longest=100, reason="the test", vocabulary=len(tokenizer))
+    with pytest.raises(ValueError, match=r"row 1, has the token 99 \('<tool>'\), .* knows the tokens 0 to 98"):
+        data.check_prompts(longest=100, reason="the test", vocabulary=99)
+
+
+class TestSpecialTokensInText:
+    """A text of the data is a text, unless it is to be more."""
+
+    def test_chat_messages_are_escaped_and_the_templates_own_tokens_stay(
+        self, write_rows: Write, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tokenizer = chat_tokenizer()
+        row = {"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b<eos>c<e<eos>os>"}]}
+        with caplog.at_level(logging.WARNING):
+            prompt = opened(write_rows([row, row]), tokenizer=tokenizer).next_prompts(1)[0]
+        assert tokenizer.decode(prompt.token_ids) == "a<eos>b< eos>c<e< eos>os>!"
+        assert prompt.token_ids.count(tokenizer.eos_token_id) == 1
+        assert "special_tokens_in_text='keep'" in caplog.text
+
+    def test_plain_text_keeps_its_tokens_unless_told_otherwise(self, write_rows: Write) -> None:
+        path, tokenizer = write_rows([{"prompt": "a<eos>b"}] * 2), tiny_tokenizer()
+        assert tokenizer.eos_token_id in opened(path).next_prompts(1)[0].token_ids
+        escaped = opened(path, special_tokens_in_text="escape").next_prompts(1)[0]
+        assert tokenizer.decode(escaped.token_ids) == "a< eos>b"
+        with pytest.raises(ValueError, match=r"row 0, has the control token '<eos>' in its text"):
+            opened(path, special_tokens_in_text="refuse")
+
+    @pytest.mark.parametrize(
+        ("kind", "row"),
+        [
+            (SFTDataModule, {"messages": [{"role": role, "content": content} for role, content in SAID]}),
+            (SFTDataModule, {"prompt": "b<eos>", "completion": "c"}),
+            (PreferenceDataModule, {"prompt": "b<eos>", "chosen": "c", "rejected": "d"}),
+        ],
+    )
+    def test_supervised_data_likewise(self, write_rows: Write, kind: Any, row: dict[str, Any]) -> None:
+        tokenizer = chat_tokenizer()
+        path = write_rows([row] * 2)
+
+        def read(**options: Any) -> Any:
+            data = kind(path, tokenizer=tokenizer, max_length=64, **options)
+            data.setup("fit")
+            one = data.examples[0]
+            return tokenizer.decode(getattr(one, "chosen", one).input_ids)
+
+        assert read() == "b< eos>!c<eos>"
+        assert read(special_tokens_in_text="keep") == "b<eos>!c<eos>"
+        with pytest.raises(ValueError, match=r"data\.jsonl, row 0, has the control token '<eos>' in its text"):
+            read(special_tokens_in_text="refuse")
+
+    def test_other_words_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="special_tokens_in_text must be 'keep', 'refuse', 'escape' or None, got"):
+            PromptDataModule("none.jsonl", special_tokens_in_text="drop")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="special_tokens_in_text must be"):
+            PromptFormat(tiny_tokenizer(), special_tokens_in_text="x")  # type: ignore[arg-type]
