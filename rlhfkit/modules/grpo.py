@@ -35,8 +35,9 @@ class GRPOModule(OnPolicyModule):
             applied as to that; what a function of the experience returns is used as it is.
         advantage_scale: What the centred reward is divided by: the standard deviation of its ``group``, of the
             ``batch``, or ``none`` (Dr.GRPO, Liu et al., 2025, arXiv:2503.20783). Only without ``advantages``.
-        policy_loss: As in :class:`OnPolicyModule`. The default is DAPO's, whose clip (0.2 and 0.28) and aggregation
-            (``token-mean``) are TRL's and verl's recipes too; ``grpo_loss`` has those of the GRPO paper.
+        policy_loss: As in :class:`OnPolicyModule`. The default is DAPO's, with its clip (0.2 and 0.28: Yu et al., 2025,
+            arXiv:2503.14476) and its aggregation (``token-mean``, TRL's default too); ``grpo_loss`` has the clip (0.2)
+            and the aggregation of the GRPO paper.
         gamma: Discount of later tokens' rewards, in [0, 1].
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1 (REINFORCE++).
         token_level_rewards: Where samples say which token earned what (``Sample.token_rewards``), the advantage of a
