@@ -5,9 +5,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rlhfkit.episodes.environment import Message
+from rlhfkit.episodes.foreign_json import check_json, parse_json
 from rlhfkit.episodes.tools import ToolCall
 
 
@@ -48,6 +49,12 @@ class ChatRequest(BaseModel):
     tool_choice: Literal["auto", "none"] | None = None
     response_format: dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain(cls, value: Any) -> Any:
+        check_json(value)
+        return value
+
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """Tools that the policy is told of."""
@@ -71,7 +78,7 @@ def readable(message: Mapping[str, Any]) -> dict[str, Any]:
         message: As a client sends it.
 
     Raises:
-        ChatError: If it has no role, or content that is not text.
+        ChatError: If it has no role, content that is not text, or tool calls that are none.
     """
     if not isinstance(message.get("role"), str):
         raise ChatError(f"a message needs a role: {str(dict(message))[:80]}")
@@ -87,6 +94,8 @@ def readable(message: Mapping[str, Any]) -> dict[str, Any]:
         plain["role"] = "system"
     for name in ("name", "tool_call_id"):
         if message.get(name):
+            if not isinstance(message[name], str):
+                raise ChatError(f"the {name} of a message must be text, got {type(message[name]).__name__}")
             plain[name] = message[name]
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
@@ -103,9 +112,11 @@ def _readable_call(wanted: Any) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         except ValueError as error:
             raise ChatError(f"the arguments of a tool call must be JSON: {error}") from error
+    if not isinstance(arguments, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatError("the function of a tool call needs a name (text) and arguments (a JSON object)")
     return {
         "type": "function",
         "id": wanted.get("id"),

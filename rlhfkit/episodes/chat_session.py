@@ -20,6 +20,7 @@ from rlhfkit.episodes.tools import ToolCallParser
 from rlhfkit.episodes.trajectory import Trajectory
 from rlhfkit.episodes.turn_sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class ChatSession:
         self._answering += 1
         try:
             sampled = await sampler.sample(context, spec, iteration=self.iteration, index=index)
+        except RequestError as error:
+            raise ChatError(str(error), code="refused") from error
         except EngineFailedError as failure:
             self.engine_failure = failure
             raise
@@ -140,8 +143,8 @@ class ChatSession:
             new = self.observations.behind(
                 messages[known:], trajectory.last, conversation=messages[: known - 1], **arguments
             )
-        except (TypeError, ValueError) as error:  # some templates fail in other words than their own
-            raise ChatError(str(error), code="template_error") from error
+        except Exception as error:  # templates fail in other words than their own, over what a client has sent
+            raise ChatError(f"{type(error).__name__}: {error}", code="template_error") from error
         trajectory.observe(new, trajectory.versions[-1])
         return parent, trajectory
 
@@ -164,12 +167,15 @@ class ChatSession:
             )
         spec = self.sampling
         most = min(spec.max_new_tokens, room, request.most_tokens or room)
-        return dataclasses.replace(
-            spec,
-            max_new_tokens=most,
-            min_new_tokens=min(spec.min_new_tokens, most),
-            stop=(*spec.stop, *request.stops),
-        )
+        try:
+            return dataclasses.replace(
+                spec,
+                max_new_tokens=most,
+                min_new_tokens=min(spec.min_new_tokens, most),
+                stop=(*spec.stop, *request.stops),
+            )
+        except ValueError as error:
+            raise ChatError(str(error)) from error
 
     def _reply(self, sampled: Sample, request: ChatRequest, identity: str) -> dict[str, Any]:
         tokenizer = self.observations.tokenizer

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhfkit.episodes.environment import Action, Environment, Message, Step
 from rlhfkit.episodes.event_loop import call
+from rlhfkit.episodes.foreign_json import parse_json
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -41,7 +42,7 @@ def parse_tool_calls(action: Action) -> list[ToolCall]:
 
 def _parse(text: str) -> ToolCall:
     try:
-        written = json.loads(text)
+        written = parse_json(text)
     except ValueError as error:
         return ToolCall(error=f"the tool call is no JSON: {error}")
     if not isinstance(written, dict) or not isinstance(written.get("name"), str):
@@ -49,7 +50,7 @@ def _parse(text: str) -> ToolCall:
     arguments = written.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         except ValueError:
             arguments = None
     if not isinstance(arguments, dict):

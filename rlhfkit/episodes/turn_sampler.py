@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.episodes.event_loop import in_thread
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.errors import RequestError
 from rlhfkit.validation import check_integer, check_number
 
 GATHER_TIME = 0.05
@@ -99,7 +100,8 @@ class TurnSampler:
             index: Goes into the seed in place of the prompt's: :func:`turn_index`.
 
         Raises:
-            EngineFailedError: If the engine raised something.
+            RequestError: If the engine refuses this request; others are not touched by it.
+            EngineFailedError: If the engine raised something else.
         """
         answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(Prompt(index, token_ids), sampling, iteration, answer))
@@ -144,22 +146,38 @@ class TurnSampler:
         task.add_done_callback(self._tasks.discard)
 
     async def _call(self, requests: list[_Request]) -> None:
+        try:
+            await self._answer(requests)
+        finally:
+            self._calls -= 1
+            self._pump_soon()
+
+    async def _answer(self, requests: list[_Request]) -> None:
+        """Have the engine answer requests in one call."""
         prompts = [request.prompt for request in requests]
         sampling, iteration = requests[0].sampling, requests[0].iteration
         try:
             samples = await in_thread(lambda: self.engine.generate(prompts, sampling, iteration=iteration))
             if len(samples) != len(requests):
                 raise RuntimeError(f"the engine was asked for {len(requests)} samples and returned {len(samples)}")
-        except Exception as error:
-            for request in requests:
+        except RequestError as error:
+            if len(requests) == 1:
+                _fail(requests, error)
+                return
+            for request in requests:  # which of them is at fault is seen when each is alone
                 if not request.answer.done():
-                    failure = EngineFailedError(f"{type(error).__name__}: {error}")
-                    failure.__cause__ = error
-                    request.answer.set_exception(failure)
+                    await self._answer([request])
+        except Exception as error:
+            failure = EngineFailedError(f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+            _fail(requests, failure)
         else:
             for request, sample in zip(requests, samples, strict=True):
                 if not request.answer.done():
                     request.answer.set_result(sample)
-        finally:
-            self._calls -= 1
-            self._pump_soon()
+
+
+def _fail(requests: list[_Request], error: Exception) -> None:
+    for request in requests:
+        if not request.answer.done():
+            request.answer.set_exception(error)

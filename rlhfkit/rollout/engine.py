@@ -8,12 +8,20 @@ sample is the same either way, because its randomness comes from its own seed.
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.rollout.errors import RequestError
+from rlhfkit.validation import check_integer, check_number
+
+MIN_TEMPERATURE = 1e-4
+"""Lowest temperature that is not greedy. Float32 logits stay finite when they are divided by it."""
+
+MAX_STOP_TOKEN_IDS = 96
+"""Of one request. vLLM 0.32 takes 128 on GPUs, the model's end-of-sequence tokens included, and dies of more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,28 +48,40 @@ class SamplingSpec:
     min_p: float = 0.0
     """Only tokens at least this likely relative to the likeliest; 0 is off."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion."""
+    """Texts that end a completion; a single one may be given as it is."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the model's end-of-sequence tokens."""
     seed: int = 0
     """Base of all sampling seeds of the run."""
 
     def __post_init__(self) -> None:
-        """Check every field once, where it is written."""
-        rules: list[tuple[str, bool, str]] = [
-            ("group_size", self.group_size >= 1, "at least 1"),
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-        ]
-        for name, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"SamplingSpec.{name} must be {rule}, got {getattr(self, name)}")
-        for name in ("stop", "stop_token_ids"):  # YAML and notebooks hand over lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        """Check every field once, where it is written, so that no engine is ever sent one that it cannot take."""
+        check_integer("SamplingSpec.group_size", self.group_size, minimum=1)
+        check_integer("SamplingSpec.max_new_tokens", self.max_new_tokens, minimum=1)
+        most = int(self.max_new_tokens)
+        check_integer("SamplingSpec.min_new_tokens", self.min_new_tokens, minimum=0, maximum=most, why="max_new_tokens")
+        check_number("SamplingSpec.temperature", self.temperature, minimum=0, why="0 is greedy")
+        check_number("SamplingSpec.top_p", self.top_p, above=0, maximum=1, why="1 is off")
+        check_integer("SamplingSpec.top_k", self.top_k, minimum=0, maximum=2**31 - 1, why="0 is off")
+        check_number("SamplingSpec.min_p", self.min_p, minimum=0, below=1, why="0 is off")
+        check_integer("SamplingSpec.seed", self.seed)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"SamplingSpec.temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {self.temperature}: "
+                "logits divided by less overflow"
+            )
+        # One text is a text, not a list of its letters. YAML and notebooks hand over lists.
+        stop: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or not all(map(_is_stop_text, stop)):
+            raise ValueError(f"SamplingSpec.stop must be a text or several, none of them empty, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        ids: Any = self.stop_token_ids
+        if not isinstance(ids, list | tuple) or not all(map(_is_token_id, ids)) or len(ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"SamplingSpec.stop_token_ids must be a list of up to {MAX_STOP_TOKEN_IDS} token ids, integers from 0 "
+                f"on, got {ids!r:.200}"
+            )
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     @property
     def truncates(self) -> bool:
@@ -72,6 +92,15 @@ class SamplingSpec:
         """
         tail = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
         return tail or self.min_new_tokens > 0
+
+
+def _is_stop_text(value: Any) -> bool:
+    """Whether this is a text that can stand in what a model says; half of a UTF-16 pair cannot."""
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def sample_seed(seed: int, iteration: int, prompt_index: int, sample_index: int) -> int:
@@ -160,7 +189,8 @@ class RolloutEngine(Protocol):
             (``SamplingSpec.truncates``), or NaN where the engine does not know them.
 
         Raises:
-            ValueError: If a prompt leaves no room in the model's context.
+            RequestError: If a prompt leaves no room in the model's context or has tokens that it does not know; before
+                anything is sampled.
             RuntimeError: If no weights were loaded yet, or the engine died.
         """
         ...
@@ -237,14 +267,52 @@ def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) 
         context: Tokens the model can see.
 
     Raises:
-        ValueError: Naming the first prompt that does not fit, and the cure.
+        RequestError: Naming the first prompt that does not fit, and the cure.
     """
     for prompt in prompts:
         if not prompt.token_ids:
-            raise ValueError(f"prompt {prompt.index} has no tokens; every prompt needs at least one")
+            raise RequestError(f"prompt {prompt.index} has no tokens; every prompt needs at least one")
         if len(prompt.token_ids) + max_new_tokens > context:
-            raise ValueError(
+            raise RequestError(
                 f"prompt {prompt.index} has {len(prompt.token_ids)} tokens and max_new_tokens is {max_new_tokens}, but "
                 f"the model's context is {context}: shorten the prompts (PromptDataModule(max_prompt_length=...)) or "
                 "lower SamplingSpec(max_new_tokens=...)"
             )
+
+
+def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
+    """Raise unless the model knows all of these tokens.
+
+    Args:
+        what: Whose they are, for the message.
+        token_ids: To be checked.
+        vocabulary: Tokens of the model.
+
+    Raises:
+        RequestError: Naming the first that is none.
+    """
+    whole = set(map(type, token_ids)) <= {int}
+    if token_ids and not (whole and min(token_ids) >= 0 and max(token_ids) < vocabulary):
+        wrong = next(one for one in token_ids if type(one) is not int or not 0 <= one < vocabulary)
+        raise RequestError(
+            f"{what} has the token {wrong!r}, and the model knows the whole numbers 0 to {vocabulary - 1}: encode with "
+            "the tokenizer of the model that generates"
+        )
+
+
+def check_requests(prompts: Sequence[Prompt], sampling: SamplingSpec, *, context: int, vocabulary: int) -> None:
+    """Raise if an engine could not sample these prompts: before anything is sent.
+
+    Args:
+        prompts: To be checked.
+        sampling: How they are to be sampled.
+        context: Tokens the model can see.
+        vocabulary: Tokens of the model.
+
+    Raises:
+        RequestError: Naming the first prompt that is wrong, and the cure.
+    """
+    check_tokens("SamplingSpec.stop_token_ids", sampling.stop_token_ids, vocabulary)
+    check_context(prompts, sampling.max_new_tokens, context)
+    for prompt in prompts:
+        check_tokens(f"prompt {prompt.index}", prompt.token_ids, vocabulary)

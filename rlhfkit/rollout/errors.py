@@ -29,8 +29,8 @@ class EngineFailure(EngineError):
         return type(self), (str(self),)
 
 
-class RequestError(EngineError):
-    """vLLM refused a request: the fault is the request's, and every engine would refuse it."""
+class RequestError(EngineError, ValueError):
+    """A request that no engine takes: the fault is the request's, other requests and the engines are as they were."""
 
 
 class StallError(EngineError):
@@ -38,4 +38,4 @@ class StallError(EngineError):
 
 
 class RefusedRequest(Exception):
-    """Raised inside an engine's process for a request that vLLM does not take; becomes a :class:`RequestError`."""
+    """Raised inside an engine's process for a request that it does not take; becomes a :class:`RequestError`."""

@@ -55,6 +55,7 @@ class Fleet:
     ) -> None:
         self.policy = policy
         self.max_model_len = 0
+        self.vocabulary = 0
         self._places = list(places)
         self._arguments = arguments
         self._in_process = in_process
@@ -88,6 +89,7 @@ class Fleet:
             self.close()
             raise
         self.max_model_len = min(member.info["max_model_len"] for member in self._members)
+        self.vocabulary = min(member.info["vocabulary"] for member in self._members)
         arguments = (weakref.ref(self), self._closed)
         threading.Thread(target=watch, args=arguments, name="engine health", daemon=True).start()
 

@@ -19,7 +19,7 @@ from rlhfkit.models.capabilities import use_own_attention
 from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.caching import cache_problem
 from rlhfkit.rollout.decoding import Completed, Decoding
-from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_context
+from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_requests, check_tokens
 from rlhfkit.rollout.step_gate import StepGate
 from rlhfkit.rollout.streams import sample_all
 from rlhfkit.validation import check_integer
@@ -139,6 +139,11 @@ class LocalEngine:
         named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
         return int(next((length for length in named if length), sys.maxsize))  # recurrent models see everything
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens the model knows."""
+        return int(self._config.get_text_config().vocab_size)
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample; see :meth:`RolloutEngine.generate`."""
         return sample_all(self.stream(sampling, iteration=iteration), prompts)
@@ -175,6 +180,8 @@ class LocalEngine:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens; see :meth:`RolloutEngine.score`."""
         scores = []
+        for sequence in sequences:
+            check_tokens("a sequence to be scored", sequence, self.vocabulary)
         with self._weights() as (model, _):
             for sequence in sequences:
                 ids = torch.tensor([list(sequence)], device=self.device)
@@ -219,9 +226,10 @@ class LocalStream:
         """See :class:`~rlhfkit.rollout.streams.GroupStream`.
 
         Raises:
-            ValueError: If a prompt leaves no room in the model's context.
+            RequestError: If a prompt cannot be sampled.
         """
-        check_context(prompts, self._sampling.max_new_tokens, self._engine.context)
+        engine = self._engine
+        check_requests(prompts, self._sampling, context=engine.context, vocabulary=engine.vocabulary)
         places = range(len(self._prompts), len(self._prompts) + len(prompts))
         self._prompts += prompts
         self._waiting += [(place, index) for place in places for index in range(self._sampling.group_size)]

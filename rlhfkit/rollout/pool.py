@@ -20,7 +20,7 @@ import torch
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rollout.agreement import everyones, rank, together
-from rlhfkit.rollout.engine import SamplingSpec, WeightSource
+from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.fleet import Fleet
 from rlhfkit.rollout.health import HealthPolicy, State
@@ -362,8 +362,8 @@ class VLLMPool:
         """Sample on whichever engine has the least to do; see :meth:`RolloutEngine.generate`. Rank 0, any thread.
 
         Raises:
-            ValueError: If a prompt leaves no room in the context, or vLLM cannot sample at this temperature.
-            RequestError: If vLLM refuses a request.
+            ValueError: If vLLM cannot sample at this temperature.
+            RequestError: If a prompt leaves no room in the context or has unknown tokens, or vLLM refuses a request.
             EngineError: If no engine is left, or nothing was finished for ``generate_timeout`` seconds. What an engine
                 that dies has not finished is made by the others.
         """
@@ -407,6 +407,7 @@ class VLLMPool:
                     f"score() takes sequences of 2 to {fleet.max_model_len - 1} tokens (vLLM samples one more), got "
                     f"one of {len(sequence)}"
                 )
+            check_tokens("a sequence to be scored", sequence, fleet.vocabulary)
         rows = [list(sequence) for sequence in sequences]
         scores = fleet.ask(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
         if not scores:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from rlhfkit.data.experience import Prompt, Sample
-from rlhfkit.rollout.engine import SamplingSpec, check_context
+from rlhfkit.rollout.engine import SamplingSpec, check_requests
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.fleet import Fleet
 from rlhfkit.rollout.routing import Jobs, sample_request, split_into_jobs
@@ -48,10 +48,10 @@ class PoolStream:
         """See :class:`~rlhfkit.rollout.streams.GroupStream`.
 
         Raises:
-            ValueError: If a prompt leaves no room in the model's context.
+            RequestError: If a prompt cannot be sampled; nothing is sent then.
         """
-        spec, first = self._sampling, len(self._prompts)
-        check_context(prompts, spec.max_new_tokens, self._fleet.max_model_len)
+        spec, first, fleet = self._sampling, len(self._prompts), self._fleet
+        check_requests(prompts, spec, context=fleet.max_model_len, vocabulary=fleet.vocabulary)
         self._prompts += prompts
         for row, indices in split_into_jobs(len(prompts), spec.group_size, len(self._fleet.members)):
             requests = [sample_request(prompts[row], index, spec, self._iteration, self._stops) for index in indices]

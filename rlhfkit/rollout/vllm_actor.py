@@ -75,8 +75,8 @@ class VLLMActor:
         """Build the engine (tens of seconds).
 
         Returns:
-            ``max_model_len``; ``pid``, ``node`` and ``processes`` (number and time of creation of each), by which the
-            fleet names and kills them.
+            ``max_model_len`` and ``vocabulary``, in tokens; ``pid``, ``node`` and ``processes`` (number and time of
+            creation of each), by which the fleet names and kills them.
         """
         import psutil
         import ray
@@ -86,6 +86,7 @@ class VLLMActor:
         this = psutil.Process()
         return {
             "max_model_len": int(config.model_config.max_model_len),
+            "vocabulary": int(config.model_config.get_vocab_size()),
             "pid": this.pid,
             "node": ray.get_runtime_context().get_node_id(),
             "processes": [(one.pid, one.create_time()) for one in (this, *this.children(recursive=True))],
@@ -136,21 +137,17 @@ class VLLMActor:
         ]
 
     async def _run(self, key: str, requests: Sequence[Request]) -> list[Any]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        """Run requests side by side.
 
-        tasks = []
-        for token_ids, arguments in requests:
-            params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
-            running = self._backend.generate(f"request-{next(self._numbers)}", list(token_ids), params)
-            tasks.append(asyncio.ensure_future(running))
+        Raises:
+            RefusedRequest: If one cannot be run; the engine is as it was.
+        """
+        checked = [(list(token_ids), _sampling_params(arguments)) for token_ids, arguments in requests]
+        running = [self._backend.generate(f"request-{next(self._numbers)}", *request) for request in checked]
+        tasks = [asyncio.ensure_future(one) for one in running]
         self._tasks[key] = tasks
         try:
             return await asyncio.gather(*tasks)
-        except Exception as error:
-            if _is_refusal(error):
-                raise RefusedRequest(f"{type(error).__name__}: {error}") from None
-            raise
         finally:
             del self._tasks[key]
             for task in tasks:  # when one fails, nobody waits for the others
@@ -234,11 +231,19 @@ class VLLMActor:
             self._paused = not await self._backend.wake(what)
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether vLLM says that a request is wrong, rather than that it has failed itself."""
-    from vllm.exceptions import VLLMClientError
+def _sampling_params(arguments: dict[str, Any]) -> Any:
+    """What vLLM makes of the arguments of a request.
 
-    return isinstance(error, VLLMClientError | ValueError | TypeError)
+    Raises:
+        RefusedRequest: If it does not take them, whatever it says so with.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    try:
+        return SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+    except Exception as error:
+        raise RefusedRequest(f"{type(error).__name__}: {error}") from None
 
 
 def _completion(output: Any) -> Completion:

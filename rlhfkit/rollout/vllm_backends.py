@@ -8,11 +8,14 @@ vLLM is imported when a backend starts. Written for vLLM 0.32.
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
+
+from rlhfkit.rollout.errors import RefusedRequest
 
 
 class Backend(Protocol):
@@ -23,7 +26,11 @@ class Backend(Protocol):
         ...
 
     async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
-        """Run one request to its end; cancelling the coroutine aborts the request. Returns a ``RequestOutput``."""
+        """Run one request to its end; cancelling the coroutine aborts the request. Returns a ``RequestOutput``.
+
+        Raises:
+            RefusedRequest: If the engine does not take it, and goes on with the others.
+        """
         ...
 
     async def rpc(self, method: str, **kwargs: Any) -> Any:
@@ -96,7 +103,6 @@ class InProcessBackend:
         except BaseException as error:  # the engine's state is undefined now: nothing may be served any more
             self._failure, self._paused = error, True
             where = traceback.extract_tb(error.__traceback__)[-1]
-            # A type of its own: a ValueError of the model's is no fault of the requests.
             broken = RuntimeError(f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
             for future, loop in self._running.values():
                 loop.call_soon_threadsafe(_fail, future, broken)
@@ -131,7 +137,12 @@ class InProcessBackend:
         future: asyncio.Future[Any] = loop.create_future()
 
         def add() -> None:
-            self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+            try:
+                self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+            except Exception as error:
+                with contextlib.suppress(Exception):  # it may have been taken by one half of vLLM and not by the other
+                    self._engine.abort_request([request_id])
+                raise RefusedRequest(f"{type(error).__name__}: {error}") from None
             self._running[request_id] = (future, loop)
 
         def abort() -> None:
@@ -226,8 +237,14 @@ class AsyncBackend:
     async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
         """See :class:`Backend`."""
         last = None
-        async for output in self._engine.generate({"prompt_token_ids": token_ids}, params, request_id):
-            last = output
+        try:
+            async for output in self._engine.generate({"prompt_token_ids": token_ids}, params, request_id):
+                last = output
+        except Exception as error:
+            if self._engine.errored:
+                raise
+            cause = error.__cause__ or error  # vLLM wraps what it did not expect
+            raise RefusedRequest(f"{type(cause).__name__}: {cause}") from None
         return last
 
     async def rpc(self, method: str, **kwargs: Any) -> Any:

@@ -337,8 +337,8 @@ class TestBadInput:
         with pytest.raises(ValueError, match=f"2 to 511 tokens .* got one of {length}"):
             pool.score([[7] * length])
 
-    def test_a_request_that_vllm_refuses_names_engine_and_reason(self, pool: SharedPool) -> None:
-        with pytest.raises(RequestError, match=r"vLLM engine \d of 2 .* refused a request while generating: .*100000"):
+    def test_a_token_that_the_model_does_not_know_is_named(self, pool: SharedPool) -> None:
+        with pytest.raises(RequestError, match=r"prompt 0 has the token 100000, and the model knows .* 0 to 127"):
             pool.generate([Prompt(index=0, token_ids=[100_000])], SPEC, iteration=0)
         pool.generate([Prompt(index=0, token_ids=[10])], SPEC, iteration=0)  # the engine survived it
 

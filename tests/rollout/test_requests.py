@@ -1,0 +1,278 @@
+"""A request can only fail itself: whatever it holds, the engines live, and the requests beside it are answered."""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis.strategies as st
+import pytest
+import torch
+from episodes.episode_cases import CHAT_TEMPLATE
+from hypothesis import given
+from shared_pool import SharedPool
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit.data.experience import Prompt
+from rlhfkit.episodes import OpenAIEndpoint
+from rlhfkit.episodes.turn_sampler import TurnSampler
+from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
+from rlhfkit.rollout.engine import MAX_STOP_TOKEN_IDS
+from rlhfkit.rollout.errors import EngineFailure, RequestError
+from rlhfkit.rollout.member import fetch
+from rlhfkit.rollout.routing import sample_request
+from rollout.test_pool import load_trainer_model
+
+VOCABULARY = 128
+WILD: list[Any] = [
+    None, True, -1, 0, 1, 2, -(2**40), 2**31, 2**70, 0.0, -0.5, 0.5, 1.5, math.nan, math.inf, -math.inf, 1e-300, 1e300,
+    "", "x", "\ud800", [], [""], ["a", ""], [None], [-1], [5], [VOCABULARY], [2**40], [0.5], [True], {}, {"a": 1}, b"x",
+]  # fmt: skip
+"""For every field: what is right for some of them, and what is right for none."""
+
+
+class TestSamplingSpec:
+    """Arguments are checked where they are written."""
+
+    def test_one_stop_text_is_one_text(self) -> None:
+        assert SamplingSpec(stop="##").stop == ("##",)
+        assert SamplingSpec(stop=["##", "\n\n"]).stop == ("##", "\n\n")
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"stop": ("",)}, r"stop must be a text or several, none of them empty, got \(''\,\)"),
+            ({"stop": ""}, "stop must be a text or several, none of them empty, got ''"),
+            ({"stop": ("\ud800",)}, "stop must be a text"),
+            ({"stop": 5}, "stop must be a text or several, none of them empty, got 5"),
+            ({"stop_token_ids": (-1,)}, r"stop_token_ids must be a list .* integers from 0 on, got \(-1,\)"),
+            ({"stop_token_ids": 5}, "stop_token_ids must be a list of up to 96 token ids"),
+            ({"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids must be a list of up to 96"),
+            ({"stop_token_ids": tuple(range(MAX_STOP_TOKEN_IDS + 1))}, "stop_token_ids must be a list of up to 96"),
+            ({"temperature": math.nan}, "temperature must be a finite number of at least 0, got nan"),
+            ({"temperature": 1e-9}, r"temperature must be 0 \(greedy\) or at least 0.0001, got 1e-09"),
+            ({"temperature": math.inf}, "temperature must be a finite number of at least 0, got inf"),
+            ({"top_p": math.nan}, "top_p must be a finite number above 0 and at most 1, got nan"),
+            ({"min_p": math.nan}, "min_p must be a finite number of at least 0 and below 1, got nan"),
+            ({"top_k": 2**31}, "top_k must be an integer of at least 0"),
+        ],
+    )
+    def test_what_no_engine_can_take_is_refused(self, fields: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            SamplingSpec(**fields)
+
+    @pytest.mark.parametrize(
+        "fields", [{"group_size": 2.0}, {"max_new_tokens": "8"}, {"top_k": True}, {"seed": None}, {"temperature": "1"}]
+    )
+    def test_numbers_of_another_type_are_refused_by_name(self, fields: dict[str, Any]) -> None:
+        with pytest.raises(TypeError, match=rf"SamplingSpec\.{next(iter(fields))} must be"):
+            SamplingSpec(**fields)
+
+    @given(st.data())
+    def test_what_is_accepted_is_of_the_promised_types(self, data: st.DataObject) -> None:
+        names = list(SamplingSpec.__dataclass_fields__)
+        fields = {name: data.draw(st.sampled_from(WILD)) for name in data.draw(st.sets(st.sampled_from(names)))}
+        try:
+            spec = SamplingSpec(**fields)
+        except (TypeError, ValueError) as error:
+            said = str(error)
+        else:
+            said = "SamplingSpec."
+            self._check(spec)
+        assert said.startswith("SamplingSpec.")
+
+    @staticmethod
+    def _check(spec: SamplingSpec) -> None:
+        assert all(isinstance(text, str) and text for text in spec.stop)
+        assert all(type(token) is int and token >= 0 for token in spec.stop_token_ids)
+        for name in ("temperature", "top_p", "min_p"):
+            assert math.isfinite(getattr(spec, name))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> LocalEngine:
+    """An engine in this process."""
+    engine = LocalEngine()
+    folder = tiny_model(tmp_path_factory.mktemp("requests"), context=256)
+    engine.start(str(folder), dtype=torch.float32, load_weights=True)
+    return engine
+
+
+class TestLocalEngine:
+    """Says what is wrong with a request before it samples anything."""
+
+    @pytest.mark.parametrize("token", [-1, VOCABULARY, 2**40, 0.5, "5", True])
+    def test_tokens_that_the_model_does_not_know_are_refused(self, local: LocalEngine, token: Any) -> None:
+        with pytest.raises(RequestError, match=rf"prompt 3 has the token {token!r}, and the model knows .* 0 to 127"):
+            local.generate([Prompt(2, [5]), Prompt(3, [5, token])], SamplingSpec(max_new_tokens=2), iteration=0)
+        with pytest.raises(RequestError, match="a sequence to be scored has the token"):
+            local.score([[5, 6], [5, token]])
+
+    def test_stop_tokens_that_the_model_does_not_know_are_refused(self, local: LocalEngine) -> None:
+        spec = SamplingSpec(max_new_tokens=2, stop_token_ids=(VOCABULARY,))
+        with pytest.raises(RequestError, match=r"SamplingSpec\.stop_token_ids has the token 128"):
+            local.generate([Prompt(0, [5])], spec, iteration=0)
+
+
+def test_of_requests_that_share_a_call_only_the_wrong_one_fails(local: LocalEngine) -> None:
+    spec = SamplingSpec(group_size=1, max_new_tokens=4)
+
+    async def run() -> list[Any]:
+        sampler = TurnSampler(local)  # one call at a time, with all that wait
+        sampler.expect(4)
+        asked = [sampler.sample(ids, spec, iteration=0, index=index) for index, ids in enumerate(IDS)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    ids = IDS = [[5, 6], [5, -1], [7], [8] * 300]
+    answers = asyncio.run(run())
+    assert [isinstance(answer, RequestError) for answer in answers] == [False, True, False, True]
+    alone = local.generate([Prompt(2, ids[2])], spec, iteration=0)
+    assert answers[2].token_ids == alone[0].token_ids
+
+
+@pytest.fixture
+def pool(vllm_pool: SharedPool, vllm_model: Path) -> Iterator[SharedPool]:
+    """The shared engines, which must be the same processes afterwards and answer."""
+    vllm_pool.load(ModuleWeights(load_trainer_model(vllm_model)), 0)
+    before = processes(vllm_pool)
+    yield vllm_pool
+    assert processes(vllm_pool) == before, "an engine died of a request"
+    assert len(vllm_pool.generate([Prompt(0, [10])], SamplingSpec(max_new_tokens=2), iteration=0)) == 8
+    vllm_pool.score([[10, 11, 12]])  # both engines
+
+
+def processes(pool: SharedPool) -> list[tuple[int, int]]:
+    """Process and number of restarts of every engine."""
+    assert pool._fleet is not None
+    return [(member.info["pid"], member.restarts) for member in pool._fleet.members]
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+class TestVLLM:
+    """Real engines under requests of any content."""
+
+    def test_no_sampling_specification_and_no_prompt_ends_an_engine(self, pool: SharedPool) -> None:
+        answered = [self._ask(pool, *one) for one in combinations()]
+        assert answered.count(True) > 30
+        assert answered.count(False) > 200
+
+    @staticmethod
+    def _ask(pool: SharedPool, fields: dict[str, Any], tokens: list[Any]) -> bool:
+        """Whether the engines sampled something; else the error was of the promised kind."""
+        prompts = [Prompt(0, [10, 11]), Prompt(1, tokens)]
+        try:
+            spec = SamplingSpec(**({"group_size": 1, "max_new_tokens": 3} | fields))
+        except (TypeError, ValueError):
+            return False
+        try:
+            samples = pool.generate(prompts, spec, iteration=0)
+        except RequestError:
+            return False
+        except ValueError:
+            if 0 < spec.temperature < 0.01 or spec.temperature > 2:  # vLLM's limits
+                return False
+            raise
+        assert [sample.prompt.index for sample in samples] == [0, 1]
+        assert all(0 <= token < VOCABULARY for sample in samples for token in sample.token_ids)
+        return True
+
+    def test_what_vllm_itself_refuses_is_an_error_of_that_request_on_that_engine(self, pool: SharedPool) -> None:
+        """Requests as they would reach an engine if none of our own checks stood before it."""
+        assert pool._fleet is not None
+        member = pool._fleet.members[0]
+        ids, good = sample_request(Prompt(0, [10, 11]), 0, SamplingSpec(max_new_tokens=4), 0, (1,))
+        wrong = [
+            (ids, good | {"stop": [""]}),
+            (ids, good | {"stop": "x", "detokenize": False}),
+            (ids, good | {"temperature": math.nan}),
+            (ids, good | {"temperature": "hot"}),
+            (ids, good | {"top_p": 0.0}),
+            (ids, good | {"max_tokens": 0}),
+            (ids, good | {"stop_token_ids": ["x"]}),
+            (ids, good | {"logprobs": -7}),
+            (ids, good | {"no_such_argument": 1}),
+            ([], good),
+            ([100_000], good),
+            ([-1], good),
+            (["x"], good),
+            ([5] * 600, good),
+        ]
+        expected = member.actor.generate.remote("right", [(ids, good)])
+        refs = [member.actor.generate.remote(f"wrong {number}", [one]) for number, one in enumerate(wrong)]
+        for ref in refs:
+            with pytest.raises(RequestError, match=r"vLLM engine 0 of 2 .* refused a request while generating"):
+                fetch(ref, member, "generating")
+        (beside,) = fetch(expected, member, "generating")  # under way at the same time
+        (again,) = fetch(member.actor.generate.remote("again", [(ids, good)]), member, "generating")
+        assert beside[0] == again[0]
+        with pytest.raises(EngineFailure, match="failed while pausing"):  # what is no request's fault is the engine's
+            fetch(member.actor.abort.remote(7), member, "pausing")
+
+    def test_every_request_to_the_endpoint_gets_its_own_answer(self, pool: SharedPool) -> None:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = CHAT_TEMPLATE
+        user = {"role": "user", "content": "1+1="}
+        answers: dict[str, int] = {}
+        with (
+            OpenAIEndpoint(pool, tokenizer, most_tokens=128, sampling=SamplingSpec(max_new_tokens=3)) as endpoint,
+            httpx.Client(
+                base_url=endpoint.base_url(), headers={"Authorization": f"Bearer {endpoint.api_key}"}, timeout=60
+            ) as client,
+        ):
+
+            def post(body: bytes) -> httpx.Response:
+                return client.post("chat/completions", content=body, headers={"Content-Type": "application/json"})
+
+            sent = list(bodies(user))
+            with ThreadPoolExecutor(32) as threads:
+                for number, answer in enumerate(threads.map(post, sent)):
+                    answers[f"{number}: {sent[number][:200]!r}"] = answer.status_code
+            strange = {body: status for body, status in answers.items() if status not in (200, 400)}
+            assert not strange
+            assert {200, 400} == set(answers.values())
+            for body, status in (({"stop": [""]}, 400), ({"stop": ["a", ""]}, 400), ({"stop": "##"}, 200)):
+                answer = client.post("chat/completions", json={"messages": [user]} | body)
+                assert answer.status_code == status
+
+
+def combinations() -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """Every field with every wild value, alone and beside what makes engines look at it; and wild prompts."""
+    beside: list[dict[str, Any]] = [{}, {"min_new_tokens": 2}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.9}]
+    names = [name for name in SamplingSpec.__dataclass_fields__ if name != "group_size"]
+    for name, value, other in itertools.product(names, WILD, beside):
+        yield other | {name: value}, [5]
+    for tokens in ([], [0], [127], [VOCABULARY], [5, -1], [2**40], [0.5], ["5"], [True], [None], [5] * 600):
+        yield {}, tokens
+
+
+def bodies(user: dict[str, Any]) -> Iterator[bytes]:
+    """Bodies with something wild in one field each, at any depth."""
+    import json
+
+    def body(**fields: Any) -> bytes:
+        return json.dumps({"messages": [user], "max_tokens": 2} | fields).encode()
+
+    wild = [value for value in WILD if not isinstance(value, bytes)]
+    fields = ("messages", "model", "max_tokens", "max_completion_tokens", "stop", "n", "stream", "logprobs", "tools",
+              "tool_choice", "response_format", "temperature", "stop_token_ids", "seed")  # fmt: skip
+    for name, value in itertools.product(fields, wild):
+        yield body(**{name: value})
+    for name, value in itertools.product(("role", "content", "name", "tool_calls", "tool_call_id"), wild):
+        yield body(messages=[user | {name: value}])
+    said = {"role": "assistant", "content": "2"}
+    for name, value in itertools.product(("name", "arguments"), [*wild, "[1]", "{", '{"a": {"b": [1, {}]}}']):
+        call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"} | {name: value}}
+        yield body(messages=[user, said | {"tool_calls": [call]}, {"role": "tool", "content": "4"}])
+    for depth in (60, 500, 100_000):
+        deep = "[" * depth + "]" * depth
+        nested = json.dumps({"a": 0}).replace("0", deep)
+        call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": nested}}
+        yield body(messages=[user, said | {"tool_calls": [call]}, user])
+        yield body(messages=[user], tools=0).replace(b'"tools": 0', f'"tools": [{nested}]'.encode())
+        yield body(metadata=0).replace(b'"metadata": 0', f'"metadata": {deep}'.encode())
+    yield from (b"", b"null", b"[]", b"{", b"\xff", b"{}", b'{"messages": [{}]}')
