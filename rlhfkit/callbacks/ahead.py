@@ -11,6 +11,7 @@ from rlhfkit.callbacks.filling import IterationFiller
 from rlhfkit.callbacks.ranks import everywhere
 from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.rollout.filling import FilledIteration
 from rlhfkit.validation import check_integer, check_number
 
@@ -42,7 +43,7 @@ class RolloutsAhead:
         engine = filler.generation.engine
         check_integer("max_staleness", max_staleness, minimum=1, why="sampling ahead needs some")
         check_number("rollout_timeout", timeout, above=0, why="it is in seconds")
-        if in_flight and not getattr(engine, "updates_in_flight", False):
+        if in_flight and not engine.updates_in_flight:
             raise ValueError(
                 f"in_flight=True changes the weights while the engine generates, and {type(engine).__name__} does not "
                 "say that it can (updates_in_flight): use LocalEngine or VLLMPool, or in_flight=False"
@@ -54,6 +55,7 @@ class RolloutsAhead:
         self._jobs: BackgroundRollouts[FilledIteration] = BackgroundRollouts()
         self._submitted = -1
         self._after: dict[str, Any] | None = None  # where the draws of the next job begin; the thread's
+        self._failure: BaseException | None = None  # of a job; those behind it fail as well
         self._group: Any = None
 
     def sample(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> FilledIteration:
@@ -72,7 +74,12 @@ class RolloutsAhead:
             if number - iteration < left:
                 self._submit(trainer, wanted, sampling, number)
         with self.filler.generation.phases.record("wait", iteration):
-            parts = everywhere(trainer, lambda: self._result(trainer, iteration))  # an error here is one everywhere
+            try:
+                parts = everywhere(trainer, lambda: self._result(trainer, iteration))  # an error here is one everywhere
+            except WeightsNeededError:
+                self._jobs.clear(self.timeout)
+                self._submitted = -1  # a second call queues this iteration and the ones behind it anew
+                raise
         filled = parts[0]
         assert filled is not None  # rank 0 takes part
         return filled
@@ -80,12 +87,19 @@ class RolloutsAhead:
     def _begin(self, trainer: Any, iteration: int) -> None:
         """Nothing is queued: the first iteration of this run, or of a run that goes on from a checkpoint."""
         self._submitted, self._after = iteration - 1, trainer.datamodule.draws().after
+        self._failure = None
         if self.filler.per_rank(trainer) and self._group is None:
             self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def _submit(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> None:
         def job() -> FilledIteration:
-            filled = self.filler.fill(trainer, wanted, sampling, iteration, after=self._after, group=self._group)
+            if self._failure is not None:  # it would begin with the prompts of the iteration that failed
+                raise self._failure
+            try:
+                filled = self.filler.fill(trainer, wanted, sampling, iteration, after=self._after, group=self._group)
+            except BaseException as error:
+                self._failure = error
+                raise
             self._after = filled.after
             return filled
 

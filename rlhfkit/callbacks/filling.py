@@ -12,7 +12,7 @@ from rlhfkit.rewards.base import part_names
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.filling import FilledIteration, fill_iteration
-from rlhfkit.rollout.streams import GroupStream, Rounds, StreamingEngine, can_stream
+from rlhfkit.rollout.streams import GroupStream, Rounds, StreamingEngine
 from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ class IterationFiller:
 
     def __init__(self, generation: Generation, dynamic_sampling: DynamicSampling | None, oversampling: float) -> None:
         check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
-        if oversampling and not can_stream(generation.engine):
+        if oversampling and not generation.engine.can_stream:
             raise ValueError(
                 f"oversampling={oversampling:g} drops what is not finished first, and "
-                f"{type(generation.engine).__name__} cannot (it has no stream()): use LocalEngine or VLLMPool, or "
+                f"{type(generation.engine).__name__} cannot (can_stream is false): use LocalEngine or VLLMPool, or "
                 "oversampling=0"
             )
         self.generation = generation
@@ -164,7 +164,7 @@ class IterationFiller:
             return grouped(samples, size)
 
         selects = self.dynamic_sampling is not None or self.oversampling
-        if can_stream(engine) and selects and not self.per_rank(trainer):
+        if engine.can_stream and selects and not self.per_rank(trainer):
             streaming: StreamingEngine = engine
             stream = streaming.stream(sampling, iteration=iteration)
             return ScoredStream(stream, generation, trainer, iteration, score)

@@ -43,6 +43,8 @@ class WeightPublisher:
         dtype = precision_dtype(trainer.precision, compute=True)
         version = trainer.global_step
         if same_everywhere(trainer, self.engine.version == version):
+            if self.engine.colocate:  # asleep since the policy learned, if it sleeps with its weights
+                everywhere(trainer, self.engine.wake)
             return
         with trainer.profiler.profile("rollout.publish"):
             everywhere(
@@ -67,7 +69,7 @@ class WeightPublisher:
         tolerance = self.tolerance
         if tolerance is None:
             tolerance = _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
-        if tolerance == float("inf"):
+        if tolerance == float("inf") or not self.engine.can_score:
             return
         module = trainer.lightning_module
         vocabulary = len(module.tokenizer)

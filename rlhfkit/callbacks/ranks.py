@@ -8,6 +8,7 @@ import torch.distributed
 from torch import Tensor
 
 from rlhfkit.rollout.engine import WeightInfo, WeightSource
+from rlhfkit.rollout.errors import WeightsNeededError
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ def everywhere(trainer: L.Trainer, step: Callable[[], T], *, group: Any = None) 
         The results of all ranks, in order, on every rank.
 
     Raises:
+        WeightsNeededError: If this is what every failed rank raised; all can do something about it together.
         Exception: What ``step`` raised here; on the other ranks a RuntimeError that names the rank and the error.
     """
     if trainer.world_size == 1:
@@ -34,15 +36,18 @@ def everywhere(trainer: L.Trainer, step: Callable[[], T], *, group: Any = None) 
         result = step()
     except Exception as raised:  # told to the other ranks below, then raised here
         error = raised
-    mine = (result, None if error is None else f"{type(error).__name__}: {error}")
+    curable = isinstance(error, WeightsNeededError)
+    mine = (result, None if error is None else f"{type(error).__name__}: {error}", curable)
     theirs: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(theirs, mine, group=group)
-    if error is not None:
+    if error is not None and not curable:
         raise error
-    for rank, (_, message) in enumerate(theirs):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} failed: {message}")
-    return [result for result, _ in theirs]
+    failed = [(rank, message, needs) for rank, (_, message, needs) in enumerate(theirs) if message is not None]
+    for rank, message, _ in sorted(failed, key=lambda one: one[2]):  # what nothing can be done about comes first
+        if all(needs for *_, needs in failed):
+            raise error or WeightsNeededError(f"rank {rank} failed: {message}")
+        raise RuntimeError(f"rank {rank} failed: {message}")
+    return [result for result, *_ in theirs]
 
 
 def same_everywhere(trainer: L.Trainer, condition: bool) -> bool:

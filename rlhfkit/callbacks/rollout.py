@@ -6,9 +6,10 @@ progress, logging, checkpoints.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -29,7 +30,12 @@ from rlhfkit.data.experience import Experience, Prompt, Sample
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, arrange_logprobs
+from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.validation import check_integer, check_number
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class RolloutCallback(Callback):
@@ -166,7 +172,8 @@ class RolloutCallback(Callback):
         started = trainer.global_step
         source = self.filler if self.ahead is None else self.ahead
         with trainer.profiler.profile("rollout.generate_and_score"):
-            filled = source.sample(trainer, shape.sequences // sampling.group_size, sampling, self.iteration)
+            wanted = shape.sequences // sampling.group_size
+            filled = self._with_weights(lambda: source.sample(trainer, wanted, sampling, self.iteration))
         if self.ahead is None:
             self.engine.sleep()  # until the next publish: engines on the ranks' GPUs make room for training
         self.samples = [sample for group in filled.groups for sample in group]
@@ -215,6 +222,20 @@ class RolloutCallback(Callback):
         with allowed, self.phases.record("publish", self.iteration):
             self.publisher.publish(trainer)
 
+    def _with_weights(self, sample: Callable[[], T]) -> T:
+        """Sample; engines that have lost their weights over it get them again, and it begins anew. A collective.
+
+        Samples come out the same, as each has its own seed. There is an end: engines are started again so often and no
+        more, and an error without hope is another one.
+        """
+        while True:
+            try:
+                return sample()
+            except WeightsNeededError as error:
+                log.warning("the engines get the current weights again, and sampling begins anew: %s", error)
+            self.engine.version = None
+            self.publish()
+
     # ------------------------------------------------------------------ hooks
 
     def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
@@ -244,7 +265,7 @@ class RolloutCallback(Callback):
             check = getattr(pl_module, "check_group_size", None)
             if check is not None:
                 check(self.sampling.group_size)
-            if self.ahead is not None and getattr(self.engine, "colocate", False):
+            if self.ahead is not None and self.engine.colocate:
                 raise ValueError(
                     "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
                     "max_staleness it would sample in that time: use one"
@@ -311,7 +332,9 @@ class RolloutCallback(Callback):
         prompts = [prompt for share in everywhere(trainer, lambda: list(batch)) for prompt in share]
         engine_to_itself = nullcontext() if self.ahead is None else self.ahead.held(trainer)
         with engine_to_itself:
-            sampled = {name: self.sample(prompts, way, iteration=-1) for name, way in self._validations.items()}
+            sampled = self._with_weights(
+                lambda: {name: self.sample(prompts, way, iteration=-1) for name, way in self._validations.items()}
+            )
         scored = scores_samples(trainer)
         for way, samples in sampled.items():
             if scored:

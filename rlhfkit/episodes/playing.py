@@ -126,12 +126,17 @@ class PlayingEngine(EngineWrapper):
         """
         check_context(prompts, 1, self.most_tokens)
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether groups are given as they end: episodes that are played are, recorded ones not."""
+        return not self.engine.recorded
+
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "EpisodeStream":
         """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`."""
         return EpisodeStream(self, sampling, iteration)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        """Play ``group_size`` episodes from each prompt; see :meth:`RolloutEngine.generate`.
+        """Play ``group_size`` episodes from each prompt; see :meth:`RolloutEngine.generate`. Recorded ones are given.
 
         Raises:
             ValueError: If a prompt leaves no room for an answer.
@@ -139,6 +144,8 @@ class PlayingEngine(EngineWrapper):
             BlockedLoopError: If async code of an episode blocks all others.
             Exception: Whatever the engine raised.
         """
+        if self.engine.recorded:
+            return self.engine.generate(prompts, sampling, iteration=iteration)
         stream = self.stream(sampling, iteration=iteration)
         try:
             stream.submit(prompts)
@@ -252,9 +259,8 @@ def which_failed(sample: Sample) -> str:
 
 def _model_context(engine: RolloutEngine, model: str, trust_remote_code: bool) -> int:
     """Tokens of prompt and completion that an engine can serve."""
-    limit = getattr(engine, "max_model_len", None)
-    if limit is not None:
-        return int(limit)
+    if engine.max_model_len is not None:
+        return engine.max_model_len
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)

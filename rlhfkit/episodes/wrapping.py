@@ -8,11 +8,11 @@ from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, arrange_logprobs
 
 
-class EngineWrapper:
+class EngineWrapper(RolloutEngine):
     """A :class:`~rlhfkit.rollout.engine.RolloutEngine` with the weights, versions and ranks of another.
 
-    Subclasses change :meth:`generate`. Other ways of sampling that the engine inside may have (``stream``) are not
-    passed on: they would go past the subclass.
+    Subclasses change :meth:`generate`. Everything that the engine inside can do is handed on but ``can_stream``: its
+    ``stream`` would go past the subclass, which may have one of its own.
 
     Args:
         engine: The engine inside.
@@ -32,9 +32,29 @@ class EngineWrapper:
         return self.engine.shared
 
     @property
+    def colocate(self) -> bool:
+        """Whether it uses the GPUs of the training ranks."""
+        return self.engine.colocate
+
+    @property
     def updates_in_flight(self) -> bool:
         """Whether new weights may come while it generates."""
-        return bool(getattr(self.engine, "updates_in_flight", False))
+        return self.engine.updates_in_flight
+
+    @property
+    def can_score(self) -> bool:
+        """Whether it can say log-probs of given tokens."""
+        return self.engine.can_score
+
+    @property
+    def recorded(self) -> bool:
+        """Whether samples are those of an earlier run."""
+        return self.engine.recorded
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and completion together; ``None``: the model's context."""
+        return self.engine.max_model_len
 
     @property
     def version(self) -> int | None:

@@ -124,6 +124,21 @@ class BackgroundRollouts(Generic[T]):
             running = [] if self._running is None else [self._running]
             return sorted([*self._done, *running, *self._waiting])
 
+    def clear(self, timeout: float) -> None:
+        """Forget all jobs and their results; the one that is running is waited for.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            TimeoutError: If that takes longer.
+        """
+        with self._changed:
+            self._waiting.clear()
+            if not self._changed.wait_for(lambda: self._running is None, timeout):
+                raise TimeoutError(f"the rollouts of iteration {self._running} did not end within {timeout:g} s")
+            self._done.clear()
+
     def close(self, timeout: float = 60.0) -> None:
         """Forget what has not started and wait a while for what has. A second call does nothing.
 

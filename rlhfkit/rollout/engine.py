@@ -6,6 +6,7 @@ sample is the same either way, because its randomness comes from its own seed.
 """
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -149,18 +150,58 @@ class WeightSource(Protocol):
 class RolloutEngine(Protocol):
     """Something that samples from the current policy.
 
-    An engine may do more, and says so: ``updates_in_flight = True``: :meth:`load` may be called while another thread is
-    in :meth:`generate`, whose samples go on with the new weights and know the version of each token; ``stream``: it
-    gives groups as they end, and can drop the rest (:class:`~rlhfkit.rollout.streams.StreamingEngine`);
-    ``arrange_logprobs``: truncated samples come with log-probs that the trainer's can be compared with
-    (:class:`UntruncatedLogprobs`).
+    What an engine can do besides sampling is said by the properties below, and nowhere else: whoever uses an engine
+    asks them, and a wrapper (:class:`~rlhfkit.episodes.wrapping.EngineWrapper`) hands them on. Their defaults are those
+    of an engine that can do nothing special; derive from this class and state what differs.
+
+    With truncated sampling one more thing is asked, of engines that are an :class:`UntruncatedLogprobs`.
     """
 
-    shared: bool
-    """True: one engine serves all ranks and only rank 0 calls ``generate`` and ``score``. False: each rank has one."""
-    version: int | None
+    version: int | None = None
     """Policy version of the weights being served; ``None`` before the first :meth:`load`."""
 
+    @property
+    def shared(self) -> bool:
+        """True: one engine serves all ranks, only rank 0 calls ``generate`` and ``score``. False: each rank has one."""
+        return False
+
+    @property
+    def colocate(self) -> bool:
+        """Whether it uses the GPUs of the training ranks, so that it has to sleep while the policy learns."""
+        return False
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether :meth:`load` may be called while another thread is in :meth:`generate`.
+
+        Its samples go on with the new weights then, and know the version of each token.
+        """
+        return False
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether it gives groups as they end, and can drop the rest.
+
+        If so it has ``stream``: :class:`~rlhfkit.rollout.streams.StreamingEngine`.
+        """
+        return False
+
+    @property
+    def can_score(self) -> bool:
+        """Whether there is a model that :meth:`score` can ask; the probe after a weight sync needs one."""
+        return True
+
+    @property
+    def recorded(self) -> bool:
+        """Whether samples are those of an earlier run: whole episodes, of which no single turn can be asked for."""
+        return False
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and completion together; ``None``: the model's context."""
+        return None
+
+    @abstractmethod
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
     ) -> None:
@@ -175,6 +216,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    @abstractmethod
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample ``group_size`` completions of each prompt.
 
@@ -195,6 +237,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    @abstractmethod
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probabilities (temperature 1, nothing truncated) of each token after the first.
 
@@ -206,6 +249,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    @abstractmethod
     def load(self, weights: WeightSource, version: int) -> None:
         """Serve these weights from now on. Called by every rank; rank 0 sends when the engine is shared.
 
@@ -216,16 +260,13 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give up memory that is not needed until :meth:`wake`; a hint."""
-        ...
+        """Give up memory that is not needed until :meth:`wake`; a hint. Nothing, unless an engine says otherwise."""
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-        ...
+        """Undo :meth:`sleep`; nothing happens to one that is awake."""
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""
-        ...
 
 
 @runtime_checkable

@@ -33,6 +33,13 @@ class RequestError(EngineError, ValueError):
     """A request that no engine takes: the fault is the request's, other requests and the engines are as they were."""
 
 
+class WeightsNeededError(EngineError):
+    """No engine serves, but some are up or starting: with the trainer's weights the same can be asked for again.
+
+    The trainer has to send them (``version = None``, then ``load``), as ``RolloutCallback`` does.
+    """
+
+
 class StallError(EngineError):
     """Nothing has been finished for too long; the message holds the state of every queue and engine."""
 

@@ -117,7 +117,7 @@ class Fleet:
             max_concurrency=10_000,
             runtime_env={"env_vars": self._environment},
         )
-        actor = remote.remote(self._arguments, self._in_process, place.environment)
+        actor = remote.remote(self._arguments, self._in_process, place.environment, place.not_on)
         size = len(self._places)
         return Member(number, size, actor, actor.start.remote(), restarts, self.policy, self._start_timeout)
 

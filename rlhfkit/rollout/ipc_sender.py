@@ -51,7 +51,7 @@ class IPCSender:
 
     def connect(self, receivers: Receivers) -> None:
         """Tell the workers how the bytes are laid out; see :class:`~rlhfkit.rollout.senders.WeightSender`."""
-        receivers.connect({"packed": True}).result()
+        receivers.connect({"packed": True}, ranked=False).result()  # there is no group to have a rank in
 
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
         """Rank 0's part; see :class:`~rlhfkit.rollout.senders.WeightSender`.

@@ -19,7 +19,7 @@ from rlhfkit.models.capabilities import use_own_attention
 from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.caching import cache_problem
 from rlhfkit.rollout.decoding import Completed, Decoding
-from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_requests, check_tokens
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
 from rlhfkit.rollout.step_gate import StepGate
 from rlhfkit.rollout.streams import sample_all
 from rlhfkit.validation import check_integer
@@ -27,7 +27,7 @@ from rlhfkit.validation import check_integer
 log = logging.getLogger(__name__)
 
 
-class LocalEngine:
+class LocalEngine(RolloutEngine):
     """In-process engine with batching and a key-value cache; the default of ``RolloutCallback``.
 
     Example::
@@ -44,6 +44,7 @@ class LocalEngine:
 
     shared = False
     updates_in_flight = True
+    can_stream = True
 
     def __init__(self, *, max_sequences: int = 128, device: str | None = None) -> None:
         check_integer("max_sequences", max_sequences, minimum=1)

@@ -221,9 +221,16 @@ class Members:
             refs[getattr(member.actor, method).remote(*(args if each is None else each[place]))] = member
         return RemoteCall(refs, doing, self.timeout if timeout is None else timeout)
 
-    def connect(self, rendezvous: dict[str, Any]) -> RemoteCall:
-        """Have every worker join the transfer group; those of the i-th engine are ranks 1 + i * ``workers_each`` on."""
-        each = [({**rendezvous, "rank_offset": 1 + i * self.workers_each},) for i in range(len(self.members))]
+    def connect(self, rendezvous: dict[str, Any], *, ranked: bool = True) -> RemoteCall:
+        """Have every worker get ready for transfers.
+
+        Args:
+            rendezvous: What it is told.
+            ranked: The workers join a group, in which those of the i-th engine are ranks 1 + i * ``workers_each`` on;
+                each engine is told its first as ``rank_offset``.
+        """
+        offsets = [{"rank_offset": 1 + i * self.workers_each} if ranked else {} for i in range(len(self.members))]
+        each = [(rendezvous | offset,) for offset in offsets]
         return self.submit("connect", doing="joining the weight transfer", each=each)
 
     def update(self, update: dict[str, Any]) -> RemoteCall:

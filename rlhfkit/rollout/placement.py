@@ -14,9 +14,6 @@ from typing import Any
 
 from rlhfkit.rollout.errors import EngineError
 
-_COLOCATED_SHARE = 0.5
-"""Of a GPU, claimed from Ray by an engine that shares it with a rank which Ray does not know of."""
-
 
 @dataclass(frozen=True)
 class Seat:
@@ -27,7 +24,27 @@ class Seat:
     gpu: str | None
     """Its GPU, by the id that ``CUDA_VISIBLE_DEVICES`` takes; ``None`` on a CPU."""
     on_ray: bool
-    """Whether the rank is a Ray actor: then the GPU is its own in Ray's books."""
+    """Whether the GPU is the rank's own in Ray's books, as those of ranks that Ray has started are."""
+    uuid: str | None = None
+    """Of the GPU; ``None`` where no driver says it."""
+
+    def __str__(self) -> str:
+        return f"GPU {self.gpu} of {self.host}"
+
+    def is_gpu_of(self, other: "Seat") -> bool:
+        """Whether both have the same GPU.
+
+        By UUID where both are known: in containers and under Slurm two processes may number the GPUs of one machine
+        differently. By machine and id otherwise.
+
+        Args:
+            other: Of a rank, or of whoever Ray has given a GPU.
+        """
+        if self.gpu is None or other.gpu is None:
+            return False
+        if self.uuid and other.uuid:
+            return self.uuid == other.uuid
+        return (self.host, self.gpu) == (other.host, other.gpu)
 
 
 @dataclass(frozen=True)
@@ -38,26 +55,45 @@ class Place:
     """Of the Ray actor."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in the engine's process before anything else."""
+    not_on: tuple[Seat, ...] = ()
+    """Whose GPUs it must not have."""
 
 
-def my_seat() -> Seat:
-    """Where this rank sits."""
+def my_seat(*, colocate: bool = False) -> Seat:
+    """Where this rank sits.
+
+    Args:
+        colocate: An engine is to share the rank's GPU, whether the rank uses it yet or not. Else a GPU counts as the
+            rank's when the process has begun to use it, as it has when a Trainer publishes weights.
+    """
     import torch
 
-    gpu = None
-    if torch.cuda.is_available():
+    gpu = uuid = None
+    if torch.cuda.is_available() and (colocate or torch.cuda.is_initialized()):
         index = torch.cuda.current_device()
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        gpu = visible[index] if visible else str(index)
-    return Seat(socket.gethostname(), gpu, on_ray=_is_actor())
+        gpu = visible_gpus()[index]
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return Seat(socket.gethostname(), gpu, on_ray=gpu in _rays_gpus(), uuid=None if uuid is None else str(uuid))
 
 
-def _is_actor() -> bool:
+def visible_gpus() -> list[str]:
+    """The GPUs that this process sees, by the ids that ``CUDA_VISIBLE_DEVICES`` takes, in CUDA's order."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(index) for index in range(torch.cuda.device_count())]
+    return [name.strip() for name in named.split(",") if name.strip()]
+
+
+def _rays_gpus() -> list[str]:
+    """The GPUs that Ray has given to this process; none in one that Ray has not started."""
     if "ray" not in sys.modules:
-        return False
+        return []
     import ray
 
-    return bool(ray.is_initialized() and ray.get_runtime_context().get_actor_id())
+    worker = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
+    return [str(name) for name in ray.get_gpu_ids()] if worker else []
 
 
 def _node_of(host: str) -> str:
@@ -123,9 +159,10 @@ def beside_ranks(seats: Sequence[Seat], num_engines: int, tensor_parallel_size: 
     for own in seats_of_engines(seats, num_engines, tensor_parallel_size):
         on_gpu = own[0].gpu is not None
         options: dict[str, Any] = {
-            "num_cpus": 0,  # cores are shared as well
-            # What is pinned is written in the environment; this much is claimed so that Ray gives the GPU to no third.
-            "num_gpus": _COLOCATED_SHARE if on_gpu and not own[0].on_ray else 0,
+            # Cores are shared as well. GPUs are named in the environment: in Ray's books they are the rank's, or held
+            # for it (gpu_reservation.py), so that no third is given them.
+            "num_cpus": 0,
+            "num_gpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_of(own[0].host), soft=False),
         }
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(str(seat.gpu) for seat in own)} if on_gpu else {}
@@ -145,21 +182,32 @@ class Apart:
         cpus: Cores of each.
         gpus: GPUs of each.
         timeout: Seconds that Ray may take.
+        ranks: Where the training ranks sit; no engine is started on a GPU of theirs.
+        held: GPUs of Ray's that are held for ranks which Ray does not know of.
 
     Raises:
         EngineError: If the cluster is too small, or what it has is not free in time.
     """
 
-    def __init__(self, num_engines: int, cpus: int, gpus: int, timeout: float) -> None:
+    def __init__(
+        self, num_engines: int, cpus: int, gpus: int, timeout: float, *, ranks: Sequence[Seat] = (), held: int = 0
+    ) -> None:
         import ray
 
+        self._ranks = tuple(seat for seat in ranks if seat.gpu is not None)
         bundle: dict[str, float] = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
         have = ray.cluster_resources()
-        for name, each in bundle.items():
-            if have.get(name, 0) < each * num_engines:
+        taken = {"GPU": held + sum(seat.on_ray for seat in self._ranks)}
+        for name, each in sorted(bundle.items(), reverse=True):  # GPUs first: they are what is rare
+            left = have.get(name, 0) - taken.get(name, 0)
+            if left < each * num_engines:
+                ranks_have = f", {taken[name]} of which the training ranks use" if taken.get(name) else ""
+                cure = "lower VLLMPool(num_engines=..., tensor_parallel_size=...) or add machines"
+                if name == "GPU" and self._ranks:
+                    cure += ", train on fewer GPUs, or share them: VLLMPool(colocate=True)"
                 raise EngineError(
                     f"{num_engines} engine(s) need {each * num_engines:g} {name}(s), but Ray's cluster has "
-                    f"{have.get(name, 0):g}: lower VLLMPool(num_engines=..., tensor_parallel_size=...) or add machines"
+                    f"{have.get(name, 0):g}{ranks_have}: {cure}"
                 )
         self._bundle = bundle
         self._group = ray.util.placement_group([bundle] * num_engines, strategy="SPREAD")
@@ -183,7 +231,8 @@ class Apart:
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(
                         self._group, placement_group_bundle_index=engine
                     ),
-                }
+                },
+                not_on=self._ranks,
             )
             for engine in range(self._group.bundle_count)
         ]

@@ -20,9 +20,10 @@ import torch
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rollout.agreement import everyones, rank, together
-from rlhfkit.rollout.engine import SamplingSpec, WeightSource, check_tokens
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.fleet import Fleet
+from rlhfkit.rollout.gpu_reservation import Reservation
 from rlhfkit.rollout.health import HealthPolicy, State
 from rlhfkit.rollout.ipc_sender import IPCSender
 from rlhfkit.rollout.nccl_sender import NcclSender
@@ -40,11 +41,13 @@ log = logging.getLogger(__name__)
 
 # vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.
 _TEMPERATURES = (0.01, 2.0)
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local")
+"""Arguments of vLLM that say how many processes an engine has, which the pool has to know."""
 _SYNC_ATTEMPTS = 4
 """Engines may die in so many attempts of one weight sync but the last."""
 
 
-class VLLMPool:
+class VLLMPool(RolloutEngine):
     """N vLLM engines as one :class:`~rlhfkit.rollout.engine.RolloutEngine`.
 
     Ray is joined when this process is connected to it already or ``RAY_ADDRESS`` is set, and started on this machine
@@ -69,7 +72,7 @@ class VLLMPool:
             and 1 GiB on a CPU.
         cpus_per_engine: Cores of an engine; on a CPU also its number of threads.
         device: ``"cpu"`` or ``"cuda"``; ``None``: GPUs if Ray's cluster has any.
-        engine_arguments: Any other argument of ``vllm.EngineArgs``; wins over ours.
+        engine_arguments: Any other argument of ``vllm.EngineArgs``; wins over ours. Not the numbers of its processes.
         environment: Environment variables of the engines.
         start_timeout: Seconds for all engines to be ready.
         generate_timeout: Seconds without any request of a batch being finished.
@@ -84,6 +87,9 @@ class VLLMPool:
 
     shared = True
     updates_in_flight = True
+    can_stream = True
+    colocate = False
+    max_model_len: int | None = None
 
     def __init__(
         self,
@@ -130,6 +136,12 @@ class VLLMPool:
         check_number("probe_tolerance", probe_tolerance, minimum=0, infinite=True, why="inf is no probe")
         if device not in (None, "cpu", "cuda"):
             raise ValueError(f"device must be None, 'cpu' or 'cuda', got {device!r}")
+        sizes = [name for name in _SIZES if (engine_arguments or {}).get(name, 1) not in (1, None)]
+        if sizes:
+            raise ValueError(
+                f"VLLMPool(engine_arguments=...) must leave {', '.join(sizes)} out: devices and weight transfers are "
+                "laid out for VLLMPool(num_engines=..., tensor_parallel_size=...), and other sizes are not supported"
+            )
         self.num_engines = num_engines
         self.tensor_parallel_size = tensor_parallel_size
         self.max_model_len = max_model_len
@@ -156,6 +168,7 @@ class VLLMPool:
         self._sender: WeightSender | None = None
         self._sync: WeightSync | None = None
         self._apart: Apart | None = None
+        self._reservation: Reservation | None = None
         self._stops: tuple[int, ...] = ()
         self._logprobs_mode = self.engine_arguments.get("logprobs_mode", "processed_logprobs")
 
@@ -172,7 +185,8 @@ class VLLMPool:
         """
         if self._started:
             return
-        seats = everyones(my_seat()) if self.colocate else []
+        # Weights of the model's own are served where nobody trains.
+        seats = [] if load_weights and not self.colocate else everyones(my_seat(colocate=self.colocate))
         together(lambda: self._start_or_join(model, dtype, trust_remote_code, load_weights, seats))
         self._started = True
         self.version = 0 if load_weights else None
@@ -191,15 +205,12 @@ class VLLMPool:
     def _start(
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, seats: list[Seat]
     ) -> None:
-        ray = require_ray()
+        require_ray()
         from rlhfkit.models.load import load_tokenizer, stop_token_ids
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._stops = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
-        processes = self.num_engines * self.tensor_parallel_size
-        own_gpus = 0 if self.device == "cpu" or self.colocate else processes
-        join_or_start_ray(num_cpus=processes * self.cpus_per_engine, num_gpus=own_gpus)
-        device = self.device or ("cuda" if ray.cluster_resources().get("GPU", 0) else "cpu")
+        device = self._find_room(seats)
         self._sender = self._new_sender(device)
         in_process = device == "cpu" and self.tensor_parallel_size == 1
         environment = engine_environment(
@@ -246,6 +257,18 @@ class VLLMPool:
             return IPCSender(bucket_bytes=self.bucket_bytes)
         return NcclSender(bucket_bytes=self.bucket_bytes)
 
+    def _find_room(self, seats: list[Seat]) -> str:
+        """Join or start Ray, and keep the ranks' GPUs out of its hands; returns the engines' kind of device."""
+        import ray
+
+        processes = self.num_engines * self.tensor_parallel_size
+        own = join_or_start_ray(num_cpus=processes * self.cpus_per_engine, ranks=seats)
+        gpus = ray.cluster_resources().get("GPU", 0) or any(seat.gpu is not None for seat in seats)
+        device = self.device or ("cuda" if gpus else "cpu")
+        if device == "cuda" and not own:
+            self._reservation = Reservation(seats, self.start_timeout)
+        return device
+
     def _places(self, device: str, seats: list[Seat]) -> list[Place]:
         """Where the engines go."""
         if self.colocate:
@@ -253,7 +276,8 @@ class VLLMPool:
         processes = self.tensor_parallel_size
         cpus = self.cpus_per_engine * (processes if device == "cpu" else 1)
         gpus = processes if device == "cuda" else 0
-        self._apart = Apart(self.num_engines, cpus, gpus, self.start_timeout)
+        held = 0 if self._reservation is None else len(self._reservation.gpus)
+        self._apart = Apart(self.num_engines, cpus, gpus, self.start_timeout, ranks=seats, held=held)
         return self._apart.places()
 
     def close(self) -> None:
@@ -264,7 +288,9 @@ class VLLMPool:
             self._fleet.close()
         if self._apart is not None:
             self._apart.close()
-        self._fleet, self._sender, self._sync, self._apart = None, None, None, None
+        if self._reservation is not None:
+            self._reservation.close()
+        self._fleet, self._sender, self._sync, self._apart, self._reservation = None, None, None, None, None
         self._started, self._asleep, self.version = False, False, None
 
     # ---------------------------------------------------------------- sleep
@@ -285,8 +311,14 @@ class VLLMPool:
     def wake(self) -> None:
         """Undo :meth:`sleep`; :meth:`load` does so by itself, when the memory is needed. Every rank calls it."""
         if self._asleep:
+            self._make_room()
             self._on_rank_0(Fleet.wake_up)
             self._asleep = False
+
+    def _make_room(self) -> None:
+        """Before colocated engines take memory: every rank gives back what torch keeps for its own next allocations."""
+        if self.colocate and torch.cuda.is_available():
+            together(torch.cuda.empty_cache)  # engines wake up when the last rank has
 
     def _on_rank_0(self, step: Callable[[Fleet], None]) -> None:
         """Do something to the fleet; what goes wrong is raised on every rank."""
@@ -327,6 +359,7 @@ class VLLMPool:
         self.version = None
         try:
             for attempt in range(1, _SYNC_ATTEMPTS + 1):
+                self._make_room()
                 outcome = attempt_to_send(weights, version, self._sender, self._sync)
                 if outcome.error is None:
                     self.version, self._asleep = version, False

@@ -3,8 +3,11 @@
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from rlhfkit.rollout.placement import Seat, visible_gpus
 
 
 def require_ray() -> Any:
@@ -24,44 +27,65 @@ def require_ray() -> Any:
     return ray
 
 
-def join_or_start_ray(*, num_cpus: int, num_gpus: int) -> None:
+def join_or_start_ray(*, num_cpus: int, ranks: Sequence[Seat] = ()) -> bool:
     """Use the Ray that this process is connected to, else the cluster in ``RAY_ADDRESS``, else start one here.
 
-    A Ray started here lives as long as this process.
+    A Ray started here lives as long as this process, and has the GPUs that this process sees and no rank uses.
 
     Args:
         num_cpus: Cores that the engines will claim; a machine with fewer is overcommitted, not refused.
-        num_gpus: GPUs that they will claim. They get the last ones of this machine, as training takes the first; 0:
-            Ray sees all there are.
+        ranks: Where the training ranks sit.
+
+    Returns:
+        Whether it was started here.
     """
     ray = require_ray()
     if ray.is_initialized():
-        return
+        return False
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
-        return
-    with _last_gpus_visible(num_gpus):
+        return False
+    free = gpus_without_ranks(ranks)
+    with _visible(free):
         ray.init(
             address="local",
             num_cpus=max(num_cpus, os.cpu_count() or 1),
+            num_gpus=None if free is None else len(free),
             include_dashboard=False,
             # Only token ids travel through it. Ray's default is 30 % of the machine's memory.
             object_store_memory=256 * 2**20,
             log_to_driver=False,
         )
+    return True
+
+
+def gpus_without_ranks(ranks: Sequence[Seat]) -> list[str] | None:
+    """The GPUs that this process sees and no rank uses, by their ids; ``None``: no rank uses any, so all are free.
+
+    Args:
+        ranks: Where the training ranks sit.
+    """
+    if all(seat.gpu is None for seat in ranks):
+        return None
+    import torch
+
+    host, free = socket.gethostname(), []
+    for index, name in enumerate(visible_gpus()):
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        gpu = Seat(host, name, on_ray=False, uuid=None if uuid is None else str(uuid))
+        if not any(gpu.is_gpu_of(seat) for seat in ranks):
+            free.append(name)
+    return free
 
 
 @contextlib.contextmanager
-def _last_gpus_visible(count: int) -> Iterator[None]:
-    """Let Ray see only the last GPUs, so that it cannot give engines those the training ranks use."""
-    import torch
-
+def _visible(gpus: list[str] | None) -> Iterator[None]:
+    """Let what is started inside see these GPUs alone; ``None``: all."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = before.split(",") if before else [str(index) for index in range(torch.cuda.device_count())]
-    if not count or count > len(visible):
+    if gpus is None:
         yield
         return
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[-count:])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
         yield
     finally:

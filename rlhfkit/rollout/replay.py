@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rlhfkit.data.experience import Prompt, Sample
-from rlhfkit.rollout.engine import SamplingSpec, WeightSource
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
 
 
 def samples_file(folder: str | Path, iteration: int) -> Path:
@@ -59,15 +59,17 @@ def load_samples(path: Path) -> list[Sample]:
     return samples
 
 
-class ReplayEngine:
+class ReplayEngine(RolloutEngine):
     """An engine that returns recorded samples, for finding out what training does with them.
 
     With the same prompts, sampling and seeds a run with it is the run that was recorded; rewards are computed anew, so
-    that a changed reward can be tried on old samples. It has no model: give ``RolloutCallback(probe_tolerance=inf)``.
+    that a changed reward can be tried on old samples. It has no model, so nothing is probed after a weight sync.
+    In place of the engine inside an ``EpisodeEngine`` or ``AgentEngine`` it gives the recorded episodes, and neither
+    environments nor agents are asked.
 
     Example::
 
-        RolloutCallback(reward, engine=ReplayEngine("dump"), sampling=sampling, probe_tolerance=float("inf"))
+        RolloutCallback(reward, engine=ReplayEngine("dump"), sampling=sampling)
 
     Args:
         folder: That ``RolloutDump`` wrote.
@@ -77,6 +79,8 @@ class ReplayEngine:
     """
 
     shared = False
+    can_score = False
+    recorded = True
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -84,8 +88,11 @@ class ReplayEngine:
         if not self.folder.is_dir():
             raise FileNotFoundError(f"there is no folder {str(folder)!r}: record a run with RolloutDump first")
 
-    def start(self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
         """Nothing to do; see :meth:`RolloutEngine.start`."""
+        self.version = 0 if load_weights else self.version
 
     def load(self, weights: WeightSource, version: int) -> None:
         """Take note of the version alone; see :meth:`RolloutEngine.load`."""
@@ -126,7 +133,7 @@ class ReplayEngine:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Not possible: there is no model."""
-        raise RuntimeError("a ReplayEngine has no model: use RolloutCallback(probe_tolerance=float('inf'))")
+        raise RuntimeError("a ReplayEngine has no model that could score")
 
     def sleep(self) -> None:
         """Nothing to give up."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhfkit.data.experience import Prompt
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
-from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure
+from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, WeightsNeededError
 from rlhfkit.rollout.fleet import Fleet
 from rlhfkit.rollout.health import State
 from rlhfkit.rollout.member import Member, fetch
@@ -114,6 +114,7 @@ class Jobs:
         Raises:
             RequestError: If vLLM refuses a request.
             StallError: If nothing was finished in time.
+            WeightsNeededError: If no engine serves any more, and some wait for weights or are starting.
             EngineError: If no engine is left, or several failed while they worked on one job.
         """
         self._watchdog.progress()  # nobody has waited since the last call
@@ -178,8 +179,10 @@ class Jobs:
         now = time.monotonic()
         self._unserved = now if self._unserved is None else self._unserved
         limit = fleet.policy.recovery_timeout
-        if fleet.hopeless or now - self._unserved >= limit:
-            raise EngineError(
+        if fleet.hopeless:
+            raise EngineError(f"no vLLM engine serves, and all are dead for good:\n{fleet.report()}\n{CURE}")
+        if now - self._unserved >= limit:
+            raise WeightsNeededError(
                 f"no vLLM engine serves, and none was brought back by a weight sync within {limit:g} s "
                 f"(HealthPolicy(recovery_timeout=...)):\n{fleet.report()}\n{CURE}"
             )

@@ -45,8 +45,8 @@ class Receivers(Protocol):
         """Where they reach this process."""
         ...
 
-    def connect(self, rendezvous: dict[str, Any]) -> Pending:
-        """Have every worker join the group; ``rank_offset`` is added to the rendezvous per engine."""
+    def connect(self, rendezvous: dict[str, Any], *, ranked: bool = True) -> Pending:
+        """Have every worker get ready. If ``ranked``, ``rank_offset`` is added to the rendezvous per engine."""
         ...
 
     def update(self, update: dict[str, Any]) -> Pending:

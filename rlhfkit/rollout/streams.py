@@ -39,7 +39,7 @@ class GroupStream(Protocol):
 
 
 class StreamingEngine(Protocol):
-    """A :class:`~rlhfkit.rollout.engine.RolloutEngine` that gives groups as they end, and can drop the rest."""
+    """A :class:`~rlhfkit.rollout.engine.RolloutEngine` whose ``can_stream`` is true."""
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> GroupStream:
         """Begin a stream; one at a time.
@@ -109,12 +109,3 @@ def sample_all(stream: GroupStream, prompts: Sequence[Prompt]) -> list[Sample]:
     order = {id(prompt): place for place, prompt in enumerate(prompts)}
     groups.sort(key=lambda group: order[id(group[0].prompt)])
     return [sample for group in groups for sample in group]
-
-
-def can_stream(engine: object) -> bool:
-    """Whether an engine gives groups as they end itself; what it passes on of an engine inside does not count.
-
-    Args:
-        engine: Any.
-    """
-    return callable(getattr(type(engine), "stream", None))

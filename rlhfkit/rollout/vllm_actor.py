@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rlhfkit.rollout.errors import RefusedRequest
+from rlhfkit.rollout.gpu_holder import assigned_gpus
+from rlhfkit.rollout.placement import Seat
 from rlhfkit.rollout.vllm_backends import AsyncBackend, Backend, InProcessBackend
 
 Result = TypeVar("Result")
@@ -56,10 +58,18 @@ class VLLMActor:
         arguments: Of ``vllm.EngineArgs``.
         in_process: Which backend.
         environment: Variables set in this process, over what Ray has set.
+        not_on: Training ranks whose GPUs this engine must not have.
     """
 
-    def __init__(self, arguments: dict[str, Any], in_process: bool, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        in_process: bool,
+        environment: dict[str, str] | None = None,
+        not_on: Sequence[Seat] = (),
+    ) -> None:
         os.environ.update(environment or {})
+        self._not_on = tuple(not_on)
         self._arguments = arguments
         self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
         self._numbers = itertools.count()
@@ -81,6 +91,7 @@ class VLLMActor:
         import psutil
         import ray
 
+        self._check_gpus()
         config = await self._backend.start(self._arguments)
         await self._backend.set_version("0")
         this = psutil.Process()
@@ -91,6 +102,22 @@ class VLLMActor:
             "node": ray.get_runtime_context().get_node_id(),
             "processes": [(one.pid, one.create_time()) for one in (this, *this.children(recursive=True))],
         }
+
+    def _check_gpus(self) -> None:
+        """The last wall between an engine and the training ranks; Ray should not have given it their GPUs.
+
+        Raises:
+            RuntimeError: If it has one of theirs.
+        """
+        for gpu in assigned_gpus() if self._not_on else ():
+            mine = Seat(gpu["host"], gpu["gpu"], on_ray=True, uuid=gpu["uuid"])
+            for rank, seat in enumerate(self._not_on):
+                if mine.is_gpu_of(seat):
+                    raise RuntimeError(
+                        f"Ray gave this engine {mine}, which training rank {rank} of those on GPUs uses: start Ray on "
+                        "the ranks' machines with the GPUs that they leave free (CUDA_VISIBLE_DEVICES=... ray start), "
+                        "let Ray start the ranks (launcher='ray'), or share GPUs with VLLMPool(colocate=True)"
+                    )
 
     @plain_errors
     async def health(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def test_a_replayed_run_is_the_recorded_one_bitwise(tmp_path: Path) -> None:
     first = json.loads((tmp_path / "dump" / "iteration_000000.jsonl").read_text().splitlines()[0])
     assert {"token_ids", "logprobs", "versions", "reward", "text", "prompt"} <= set(first)
     engine = ReplayEngine(tmp_path / "dump")
-    rollouts = RolloutCallback(digits, engine=engine, sampling=SAMPLING, probe_tolerance=float("inf"))
+    rollouts = RolloutCallback(digits, engine=engine, sampling=SAMPLING)
     trainer, again, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=3)
     trainer.fit(again, data)
     for name, tensor in weights(module).items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,11 @@ from shared_pool import SharedPool
 
 from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.data.experience import Prompt
+from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.health import State
+from rlhfkit.rollout.ipc_sender import IPCSender, _announcement
+from rlhfkit.rollout.member import Members
+from rlhfkit.rollout.senders import GlooSender
 from rlhfkit.rollout.transfer import ModuleWeights
 from rollout.test_pool import load_trainer_model
 
@@ -75,6 +80,7 @@ def test_weights_that_were_dropped_are_not_served_before_the_next_load(colocated
 def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
     vllm_pool: SharedPool, vllm_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At both levels, with a validation after each iteration, which engines sleep through and wake after."""
     other = tmp_path / "validation"
     other.mkdir()
     seen: list[tuple[set[State], set[bool]]] = []
@@ -104,8 +110,62 @@ def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
 
     apart = run()
     assert seen == [({State.SERVING}, {False})] * 4
-    with monkeypatch.context() as patch:
-        patch.setattr(vllm_pool, "colocate", True)
-        beside = run()
-    assert seen == [({State.ASLEEP}, {True})] * 4
-    assert torch.equal(beside, apart)
+    for level in (2, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_pool, "colocate", True)
+            patch.setattr(vllm_pool, "sleep_level", level)
+            beside = run()
+        assert seen == [({State.ASLEEP}, {True})] * 4
+        assert torch.equal(beside, apart)
+
+
+def test_what_each_sender_announces_is_what_vllm_takes(vllm_pool: SharedPool) -> None:
+    """Every transfer's handshake and announcement, read by vLLM's own classes in a process that has vLLM."""
+    import ray
+
+    assert vllm_pool._fleet is not None
+    member = vllm_pool._fleet.members[0]
+    infos = [WeightInfo("a", (2, 3), torch.float32), WeightInfo("b", (4,), torch.bfloat16)]
+
+    class Listening(Members):
+        """Two engines of two processes each that write down what they are told."""
+
+        @property
+        def num_workers(self) -> int:
+            return 4
+
+        def submit(self, method: str, *args: Any, each: Any = None, **ignored: Any) -> Any:
+            told.append((method, list(each) if each is not None else [args] * 2))
+            return SimpleNamespace(result=list, poll=lambda: None)
+
+    told: list[tuple[str, list[tuple[Any, ...]]]] = []
+    listening = Listening((member, member), 2, "127.0.0.1", 5.0)
+    IPCSender().connect(listening)
+    listening.update(_announcement(infos, {"GPU-0": (1, 2)}))
+    gloo = GlooSender(timeout=5.0)
+    gloo.connect(listening)
+    gloo.close()
+
+    def understood(actor: Any, told: Any) -> list[Any]:
+        """Runs where vLLM is."""
+        from types import SimpleNamespace
+
+        from vllm.distributed.weight_transfer import ipc_engine
+
+        from rlhfkit.rollout.vllm_plugin import GlooWeightTransferEngine
+
+        # As engine_environment() has it for this transfer; vLLM reads its variables once.
+        ipc_engine.envs = SimpleNamespace(VLLM_ALLOW_INSECURE_SERIALIZATION=True)
+        read = []
+        for engine, method, rows in told:
+            kind = {"ipc": ipc_engine.IPCWeightTransferEngine, "gloo": GlooWeightTransferEngine}[engine]
+            take = {"connect": kind.parse_init_info, "update": kind.parse_update_info}[method]
+            read += [vars(take(object.__new__(kind), *row)) for row in rows]
+        return read
+
+    sent = [(engine, *what) for engine, what in zip(("ipc", "ipc", "gloo"), told, strict=True)]
+    first, second, update, _, *rendezvous = ray.get(member.actor.__ray_call__.remote(understood, sent))
+    assert first == second == {"packed": True}
+    assert update["ipc_handles"] == {"GPU-0": (1, 2)}
+    assert (update["names"], update["tensor_sizes"]) == (["a", "b"], [24, 8])
+    assert [one["rank_offset"] for one in rendezvous] == [1, 3]

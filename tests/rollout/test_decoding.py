@@ -14,7 +14,7 @@ from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.step_gate import StepGate
-from rlhfkit.rollout.streams import Rounds, can_stream
+from rlhfkit.rollout.streams import Rounds
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
 
@@ -144,7 +144,7 @@ def test_a_stream_gives_every_group_once_and_the_shortest_first(
     folder: Path, models: list[torch.nn.Module], max_sequences: int
 ) -> None:
     engine = started(folder, models[0], max_sequences=max_sequences)
-    assert can_stream(engine)
+    assert engine.can_stream
     spec = SamplingSpec(group_size=3, max_new_tokens=60)
     expected = engine.generate(prompts(), spec, iteration=0)
     stream = engine.stream(spec, iteration=0)

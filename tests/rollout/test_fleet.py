@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data.experience import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.errors import EngineError, RequestError
+from rlhfkit.rollout.errors import EngineError, RequestError, WeightsNeededError
 from rlhfkit.rollout.health import HealthPolicy, State
 from rlhfkit.rollout.member import Member
 from rlhfkit.rollout.pool import VLLMPool
@@ -193,10 +193,28 @@ def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(fleet: Scene)
     fleet.check(fleet.pool.generate(PROMPTS, SPEC, iteration=5))
 
 
+def test_two_deaths_within_one_restart_end_in_a_load_not_in_the_end_of_the_run(fleet: Scene) -> None:
+    """Engine 0 is up again and waits for weights when engine 1 dies: what the trainer has is all that is missing."""
+    fleet.until(0, State.STALE, limit=120)
+    assert fleet.pool._fleet is not None
+    undisturbed = fleet.pool.generate(PROMPTS[:2], SPEC, iteration=6)
+    policy, fleet.pool._fleet.policy = fleet.pool.health, dataclasses.replace(fleet.pool.health, recovery_timeout=1)
+    try:
+        fleet.send(1, signal.SIGKILL)
+        with pytest.raises(WeightsNeededError, match=r"(?s)no vLLM engine serves.*engine 0 of 2.*waiting for weights"):
+            fleet.pool.generate(PROMPTS[:2], SPEC, iteration=6)
+    finally:
+        fleet.pool._fleet.policy = policy
+    fleet.pool.version = None  # what RolloutCallback does then
+    fleet.pool.load(ModuleWeights(fleet.model), 4)
+    assert fleet.member(0).state is State.SERVING
+    assert same(fleet.pool.generate(PROMPTS[:2], SPEC, iteration=6), undisturbed)
+
+
 def test_two_thousand_samples_through_accidents_are_all_there_once(fleet: Scene) -> None:
     """Several callers at once, loads in between, prompts that are refused, engines that are killed or stopped."""
     chance, spec = random.Random(7), SamplingSpec(group_size=4, max_new_tokens=12)
-    fleet.until(0, State.STALE, limit=120)
+    fleet.until(1, State.STALE, limit=120)
     fleet.load(5)
     finished = threading.Event()
     refused = 0

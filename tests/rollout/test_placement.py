@@ -1,16 +1,20 @@
-"""Where engines go, and what travels together to those beside a rank."""
+"""Where engines go: beside ranks, or on devices that no rank has; and what travels together to those beside a rank."""
 
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from strategies import ranks
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
@@ -84,3 +88,90 @@ def test_engines_apart_spread_over_the_machines_of_an_existing_cluster() -> None
         text, seconds = report[name]
         assert message in text
         assert seconds < 10
+
+
+class Cluster:
+    """A Ray node that declares eight GPUs, in a process of its own (``gpu_ranks.py``)."""
+
+    def __init__(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("gpu_ranks.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment | {"RAY_AUTH_MODE": "disabled"},
+            text=True,
+        )
+        self.address: str = self.answer()["address"]
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        while True:
+            line = self.process.stdout.readline()
+            assert line, "the cluster's process has ended"
+            if line.startswith("{"):  # Ray prints too
+                return json.loads(line)
+
+    def ranks_of_its_own(self, count: int) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Shared by the tests of this file."""
+    made = Cluster()
+    yield made
+    made.process.communicate(timeout=60)
+
+
+def check_apart(gpus: list[str], report: dict[str, Any]) -> None:
+    """Engines have GPUs, each its own, and none of a rank's; one more than there are is refused at once."""
+    assert len(set(gpus)) == len(gpus)
+    assert report["device"] == "cuda"
+    assert len(set(report["engines"])) == 4
+    assert not set(report["engines"]) & set(gpus)
+    assert set(report["not_on"]) == set(gpus)
+    used = rf", {len(gpus)} of which the training ranks use" if "has 8" in report["error"] else ""
+    assert re.search(
+        rf"7 engine\(s\) need 7 GPU\(s\), but Ray's cluster has [68]{used}: .*share them: VLLMPool\(colocate=True\)",
+        report["error"],
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.distributed
+class TestEnginesApart:
+    """No engine gets a GPU of a training rank's, whoever has started the ranks, on a node that declares eight."""
+
+    def test_from_ranks_of_slurm_that_see_their_own_gpu_alone(self, cluster: Cluster, tmp_path: Path) -> None:
+        first, second = ranks.run("rollout.gpu_ranks:place", 2, tmp_path, address=cluster.address, own_gpu_only=True)
+        assert [first["gpu"], second["gpu"]] == ["0", "1"]
+        check_apart(["0", "1"], first)
+
+    def test_from_ranks_of_a_script_that_starts_ray_itself(self, tmp_path: Path) -> None:
+        first, _ = ranks.run("rollout.gpu_ranks:place", 2, tmp_path)
+        check_apart(["0", "1"], first)
+        assert set(first["engines"]) <= set("234567")
+
+    def test_ranks_that_see_their_own_gpu_alone_leave_no_gpu_for_a_ray_of_theirs(self, tmp_path: Path) -> None:
+        first, _ = ranks.run("rollout.gpu_ranks:place", 2, tmp_path, own_gpu_only=True)
+        assert "engines" not in first
+        assert re.search(r"4 engine\(s\) need 4 GPU\(s\), but Ray's cluster has 0: .*train on fewer", first["error"])
+
+    def test_from_ranks_of_torchrun(self, cluster: Cluster, tmp_path: Path) -> None:
+        script = Path(__file__).with_name("gpu_ranks.py")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        done = subprocess.run(
+            [*command, cluster.address, tmp_path / "r"], capture_output=True, text=True, timeout=150
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        first, second = (json.loads((tmp_path / f"r.{rank}").read_text()) for rank in (0, 1))
+        check_apart([first["gpu"], second["gpu"]], first)
+
+    def test_from_ranks_that_ray_has_started(self, cluster: Cluster) -> None:
+        report = cluster.ranks_of_its_own(2)
+        assert len(report["not_on"]) == 2
+        check_apart(report["not_on"], report)

@@ -10,13 +10,12 @@ from tiny_models import tiny_tokenizer
 from rlhfkit.data import Prompt
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import ModuleWeights, SamplingSpec
-from rlhfkit.rollout.streams import can_stream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
 
 def test_groups_come_one_by_one_and_the_rest_is_dropped(vllm_pool: SharedPool, vllm_model: Path) -> None:
-    assert can_stream(vllm_pool)
+    assert vllm_pool.can_stream
     vllm_pool.load(ModuleWeights(load_causal_lm(str(vllm_model)).eval().requires_grad_(False)), 3)
     prompts = [Prompt(index, tiny_tokenizer()(f"{index}+{index}=").input_ids) for index in range(6)]
     spec = SamplingSpec(group_size=2, max_new_tokens=200)

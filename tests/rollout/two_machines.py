@@ -20,7 +20,7 @@ def main() -> None:
     os.environ["RAY_ADDRESS"] = cluster.address
     report: dict[str, object] = {}
     try:
-        join_or_start_ray(num_cpus=1, num_gpus=0)
+        join_or_start_ray(num_cpus=1)
         cluster.wait_for_nodes()
         report["loopback"] = cluster_address() == "127.0.0.1"
         apart = Apart(2, cpus=1, gpus=0, timeout=60)

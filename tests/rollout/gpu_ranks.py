@@ -1,0 +1,132 @@
+"""Training ranks on a machine that pretends to have eight GPUs, and where engines would go beside them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+ENGINES = 4
+
+
+def pretend_gpus() -> None:
+    """Have torch see the GPUs that ``CUDA_VISIBLE_DEVICES`` names, else eight; this rank uses that of its number."""
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",") if name]
+    cuda: Any = torch.cuda
+    cuda.is_available = cuda.is_initialized = lambda: True
+    cuda.device_count = lambda: len(named)
+    cuda.current_device = lambda: int(os.environ["LOCAL_RANK"]) % len(named)
+    cuda.get_device_properties = lambda index: SimpleNamespace(name="pretended")
+
+
+def place_engines() -> dict[str, Any]:
+    """What a pool does before it starts engines: this rank's GPU, and on rank 0 those of the engines."""
+    from rlhfkit.rollout.agreement import everyones, rank
+    from rlhfkit.rollout.errors import EngineError
+    from rlhfkit.rollout.placement import my_seat
+    from rlhfkit.rollout.pool import VLLMPool
+
+    seats = everyones(my_seat())
+    report: dict[str, Any] = {"gpu": seats[rank()].gpu}
+    if rank() > 0:
+        return report
+    import ray
+
+    def assigned() -> list[str]:
+        return [str(name) for name in ray.get_gpu_ids()]
+
+    pool = VLLMPool(num_engines=ENGINES)
+    try:
+        report["device"] = pool._find_room(seats)
+        places = pool._places(report["device"], seats)
+        tasks = [ray.remote(assigned).options(**place.options, max_retries=0).remote() for place in places]
+        report["engines"] = [name for names in ray.get(tasks, timeout=100) for name in names]
+        report["not_on"] = [seat.gpu for seat in places[0].not_on]
+        if pool._apart is not None:
+            pool._apart.close()
+        pool.num_engines = 7
+        pool._places(report["device"], seats)
+    except EngineError as error:
+        report["error"] = str(error)
+    finally:
+        pool.close()
+    return report
+
+
+def place(folder: Path, address: str | None = None, own_gpu_only: bool = False) -> dict[str, Any]:
+    """A rank that Ray has not started; rank 0 joins the cluster, or starts Ray where there is no address.
+
+    Args:
+        folder: Not used.
+        address: Of the cluster.
+        own_gpu_only: Each rank sees its own GPU and no other, as Slurm may have it.
+    """
+    import torch.distributed as dist
+
+    os.environ["RANK"] = os.environ["LOCAL_RANK"]
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # as the cluster has it: its token is not known here
+    os.environ.pop("RAY_ADDRESS", None)
+    if address is not None:
+        os.environ["RAY_ADDRESS"] = address
+    if own_gpu_only:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+    pretend_gpus()
+    dist.init_process_group("gloo")
+    try:
+        report = place_engines()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+        if os.environ["RANK"] == "0":
+            import ray
+
+            ray.shutdown()
+    return report
+
+
+def place_on_ray() -> str:
+    """A rank that Ray has started."""
+    import torch.distributed as dist
+
+    pretend_gpus()
+    dist.init_process_group("gloo")
+    report = place_engines()
+    dist.barrier()
+    dist.destroy_process_group()
+    return json.dumps(report)
+
+
+def start_a_cluster() -> None:
+    """A Ray node that declares eight GPUs; ranks of its own first, then it waits for others until stdin ends."""
+    import ray
+
+    from rlhfkit.strategies.ray_launcher import RayLauncher
+
+    ray.init(
+        address="local", num_cpus=16, num_gpus=8, include_dashboard=False, object_store_memory=80 * 2**20,
+        log_to_driver=False,
+    )  # fmt: skip
+    print(json.dumps({"address": ray.get_runtime_context().gcs_address}), flush=True)
+    for line in sys.stdin:
+        launcher = RayLauncher(
+            num_ranks=int(line), num_nodes=1, resources_per_rank={"CPU": 1.0, "GPU": 1.0}, device="cuda", timeout=100,
+            return_weights=False,
+        )  # fmt: skip
+        print(launcher.launch(place_on_ray), flush=True)
+    ray.shutdown()
+
+
+def main() -> None:
+    """Under torchrun: ``gpu_ranks.py ADDRESS FILE``. Else: the cluster."""
+    if len(sys.argv) == 1:
+        start_a_cluster()
+        return
+    report = place(Path(), sys.argv[1] or None)
+    Path(f"{sys.argv[2]}.{os.environ['LOCAL_RANK']}").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
