@@ -264,7 +264,7 @@ def test_an_error_while_sampling_ahead_ends_the_run_with_that_error(tmp_path: Pa
 
 def test_what_does_not_fit_together_is_refused() -> None:
     class Plain(LocalEngine):
-        stream = None  # type: ignore[assignment]
+        can_stream = False
         updates_in_flight = False
 
     with pytest.raises(ValueError, match="max_staleness must be an integer of at least 0"):

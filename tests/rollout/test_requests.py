@@ -232,9 +232,9 @@ class TestVLLM:
             with ThreadPoolExecutor(32) as threads:
                 for number, answer in enumerate(threads.map(post, sent)):
                     answers[f"{number}: {sent[number][:200]!r}"] = answer.status_code
-            strange = {body: status for body, status in answers.items() if status not in (200, 400)}
+            strange = {body: status for body, status in answers.items() if status not in (200, 400, 413)}
             assert not strange
-            assert {200, 400} == set(answers.values())
+            assert {200, 400} <= set(answers.values())
             for body, status in (({"stop": [""]}, 400), ({"stop": ["a", ""]}, 400), ({"stop": "##"}, 200)):
                 answer = client.post("chat/completions", json={"messages": [user]} | body)
                 assert answer.status_code == status
