@@ -16,6 +16,7 @@ from rlhfkit.rewards.programs.examine import SLACK, Ask, Examination, SandboxFai
 from rlhfkit.rewards.programs.tests import ProgramTests, last_code_block, read_tests, same_output
 from rlhfkit.rewards.sandbox.pool import Sandbox
 from rlhfkit.rewards.sandbox.process import Limits, Outcome, Work
+from rlhfkit.rewards.sandbox.walls import Backend
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class CodeExecution:
         file_mib: int = 64,
         output_mib: float = 1.0,
         network: bool = False,
+        backend: Backend = "auto",
+        allow_weak: bool = False,
         name: str = "code_execution",
     ) -> None:
         """Name the columns and set the limits; nothing is started before the first call.
@@ -85,10 +88,15 @@ class CodeExecution:
             file_mib: MiB that a program may write.
             output_mib: MiB that a run may print, and a value may have as text.
             network: Whether programs may use the network.
+            backend: Who puts up the walls: ``"bubblewrap"``, ``"namespaces"`` (our own), or ``"auto"``: bubblewrap
+                where it is installed and allowed, else our own.
+            allow_weak: Whether to run programs where this machine cannot keep them from the files that the trainer
+                reads, from the trainer, or from the network. If not, that is an error that names the missing wall.
             name: In logs.
 
         Raises:
             ValueError: If an argument is out of range.
+            RuntimeError: If bubblewrap is asked for and cannot be used.
         """
         check_number("timeout", timeout, above=0, why="it is in seconds")
         check_integer("max_tests", max_tests, minimum=1, optional=True)
@@ -111,6 +119,9 @@ class CodeExecution:
             factory="runner",
             arguments=(packages, output_limit),
             packages=False,
+            trusted=False,
+            files=(Path(__file__).with_name("driver.py"), Path(__file__).with_name("values.py")),
+            required=("data", "trainer", "network"),
             largest_answer=6 * output_limit + 4096,  # a byte may take six as JSON
         )
         self.sandbox = Sandbox(
@@ -125,6 +136,8 @@ class CodeExecution:
                 network=network,
             ),
             fresh=True,
+            backend=backend,
+            allow_weak=allow_weak,
         )
         self._metrics = CallMetrics(name)
         self._warned = False
@@ -135,6 +148,7 @@ class CodeExecution:
         Raises:
             ValueError: If a row has no tests, or tests of no known form.
             RewardFailure: If a program could not be run and ``on_failure`` is ``"stop"``.
+            WeakSandbox: If walls are missing here and ``allow_weak`` is not set.
             RuntimeError: If no process can be started.
         """
         tests = [self._tests(sample.prompt) for sample in samples]

@@ -106,11 +106,12 @@ class _Program:
             deadline: On the monotonic clock.
         """
         output = self._exchange({self.requests: _line(source), self.input: text}, self.output, limit, deadline)
+        if output is None:  # too much of it
+            return {"text": None, "timeout": False}
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(deadline - time.monotonic(), 0))
-        late = self.process.returncode is None and output is not None
-        good = output is not None and self.process.returncode == 0
-        return {"text": output.decode(errors="replace") if output is not None and good else None, "timeout": late}
+        good = self.process.returncode == 0
+        return {"text": output.decode(errors="replace") if good else None, "timeout": self.process.returncode is None}
 
     def ask(self, request: Any, limit: int, deadline: float) -> dict[str, Any]:
         """Write a line and take one.

@@ -27,17 +27,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_FIRST_USER = 1_900_000_000  # above what systemd gives to containers and services
 CHECK_EVERY = 0.1
 """Seconds between two looks at the memory of the worker's processes."""
 
 
 def main() -> None:
-    """Read the settings from the command line, and start guard and worker."""
-    settings = json.loads(sys.argv[1])
-    channel, confinement = _sibling("channel"), _sibling("confinement")
-    separated = confinement.separate()
+    """Read the settings from the command line, and start guard and worker; or the worker alone, inside bubblewrap."""
+    settings = json.loads(sys.argv[-1])
+    channel, confinement, namespaces = (_sibling(name) for name in ("channel", "confinement", "namespaces"))
+    if sys.argv[1] == "worker":
+        os.environ.pop("PWD", None)  # of bubblewrap
+        _work(settings, channel, confinement, separated=True)
+    namespaces.adopt_orphans()
+    settings["user"] = _FIRST_USER + os.getpid()  # a number that no other running process has
+    wrapped = settings["backend"] == "bubblewrap"
+    separated = wrapped or namespaces.separate()
     worker = os.fork()
     if worker == 0:
+        if wrapped:
+            _work_in_bubblewrap(settings)
         _work(settings, channel, confinement, separated)
     os.close(settings["channel"])
     reason = _guard(worker, int(settings["limits"]["memory_gib"] * 2**30), separated)
@@ -123,17 +132,44 @@ def _kill_all(worker: int | None, separated: bool) -> None:
 # ---------------------------------------------------------------------- the worker
 
 
+def _work_in_bubblewrap(settings: dict[str, Any]) -> None:
+    """Become a bubblewrap that starts the worker, and never return."""
+    try:
+        os.setsid()
+        _to_nowhere()
+        limits, view = settings["limits"], settings["view"]
+        walls = ["processes", "files", *(["data"] if view is not None else [])]
+        settings["standing"] = walls if limits["network"] else [*walls, "network"]
+        here = os.path.dirname(os.path.abspath(__file__))
+        shown = view if view is None or here.startswith(tuple(f"{path}/" for path in view)) else [*view, here]
+        flags = ["-I", "-B", "-u", *(["-S"] if sys.flags.no_site else [])]
+        program = [sys.executable, *flags, os.path.abspath(__file__), "worker", json.dumps(settings)]
+        words = _sibling("bubblewrap").command(program, settings["folder"], limits, shown, limits["network"])
+        os.execvp(words[0], words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
 def _work(settings: dict[str, Any], channel: ModuleType, confinement: ModuleType, separated: bool) -> None:
     """Serve, and never return."""
     code = 1
     try:
-        if separated:
+        if separated and "standing" not in settings:
             os.setsid()  # a signal to its group would reach the guard, which it cannot name otherwise
         _to_nowhere()
         trainer = channel.WorkerEnd(settings["channel"], settings["largest_answer"])
         setup = pickle.loads(trainer.read())
-        readable = [*setup["path"], os.path.dirname(setup["program"])]
-        walls = confinement.confine(settings["limits"], settings["folder"], separated=separated, readable=readable)
+        walls = confinement.confine(
+            settings["limits"],
+            settings["folder"],
+            user=settings["user"],
+            separated=separated,
+            standing=settings.get("standing", ()),
+            readable=[*setup["path"], os.path.dirname(setup["program"])],
+            view=settings["view"],
+        )
         trainer.write(_encoded({"status": "ok", "value": walls}, trainer.largest))  # before anybody's code is loaded
         trainer.read()
         if setup["path"]:

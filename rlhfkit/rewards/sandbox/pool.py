@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlhfkit.rewards.sandbox.process import Limits, Outcome, SandboxProcess, Work
+from rlhfkit.rewards.sandbox.walls import Backend, chosen_backend, require
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -37,9 +38,14 @@ class Sandbox:
         limits: What each may use.
         start_timeout: Seconds until a process must be ready.
         fresh: A new process for each call, so that none finds what another left behind.
+        backend: Who puts up the walls: ``"bubblewrap"``, ``"namespaces"`` (our own), or ``"auto"``: bubblewrap where it
+            is installed and allowed, else our own.
+        allow_weak: Whether to go on, with a warning, where walls are missing that the work requires; else that is an
+            error at the first call.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or the backend is none.
+        RuntimeError: If bubblewrap is asked for and cannot be used.
         OSError: On Windows, which has none of what this needs.
     """
 
@@ -52,6 +58,8 @@ class Sandbox:
         limits: Limits | None = None,
         start_timeout: float = START_TIMEOUT,
         fresh: bool = False,
+        backend: Backend = "auto",
+        allow_weak: bool = False,
     ) -> None:
         check_integer("workers", workers, minimum=1)
         check_number("timeout", timeout, above=0, why="it is in seconds")
@@ -65,9 +73,13 @@ class Sandbox:
         self.timeout = timeout
         self.limits = limits or Limits()
         self.fresh = fresh
+        self.backend: Backend = backend
+        self.allow_weak = allow_weak
+        chosen_backend(backend)
         self._start_timeout = start_timeout
         self._idle: queue.SimpleQueue[SandboxProcess] = queue.SimpleQueue()
-        self.processes = tuple(SandboxProcess(work, self.limits, start_timeout) for _ in range(workers))
+        options: dict[str, Any] = {"backend": backend, "allow_weak": allow_weak}
+        self.processes = tuple(SandboxProcess(work, self.limits, start_timeout, **options) for _ in range(workers))
         """All of them, running or not."""
         for process in self.processes:
             self._idle.put(process)
@@ -130,7 +142,7 @@ class Sandbox:
 
         def ask(job: Any, timeout: float) -> Outcome:
             outcome = process.ask(job, timeout)
-            self._check_network(process)
+            self._warn_of_missing_walls(process)
             return outcome
 
         try:
@@ -147,19 +159,17 @@ class Sandbox:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Processes stay where they are when it is sent elsewhere."""
-        options = ("workers", "timeout", "limits", "fresh")
+        options = ("workers", "timeout", "limits", "fresh", "backend", "allow_weak")
         given = {name: getattr(self, name) for name in options} | {"start_timeout": self._start_timeout}
         return partial(Sandbox, self.work, **given), ()
 
-    def _check_network(self, process: SandboxProcess) -> None:
-        """Say once if the network is not cut off though it should be."""
-        if not (self._warned or self.limits.network or "network" in (process.walls or ())):
+    def _warn_of_missing_walls(self, process: SandboxProcess) -> None:
+        """Say once what is missing though it is required, or was asked for."""
+        network = () if self.limits.network else ("network",)
+        missing = require(self.work.name, dict.fromkeys([*self.work.required, *network]), process.walls or ())
+        if missing and not self._warned:
             self._warned = True
-            log.warning(
-                "%s: this machine does not let us cut off the network; give the container none, or one that reaches "
-                "nothing of value",
-                self.work.name,
-            )
+            log.warning("%s", missing)
 
     def close(self) -> None:
         """End the processes when their calls have ended; the next call starts new ones."""

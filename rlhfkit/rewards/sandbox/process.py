@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhfkit.rewards.sandbox.channel import HEAD, Answer, WrongAnswer, receive, trainer_end
+from rlhfkit.rewards.sandbox.walls import Backend, WeakSandbox, chosen_backend, require, view
 from rlhfkit.validation import check_integer, check_number
 
 Status = Literal["ok", "timeout", "died", "error"]
@@ -88,6 +89,12 @@ class Work:
     factory: str
     arguments: tuple[Any, ...] = ()
     """Of the factory; pickled."""
+    trusted: bool = True
+    """Whether it may read whatever the trainer can. If not, it reads the interpreter, the packages, and ``files``."""
+    files: tuple[Path, ...] = ()
+    """What it reads beside that."""
+    required: tuple[str, ...] = ()
+    """Walls that it must not run without, see :data:`rlhfkit.rewards.sandbox.walls.WALLS`."""
     packages: bool = True
     """Whether it imports what we can import, or the standard library only (which starts faster)."""
     largest_answer: int = 1 << 20
@@ -103,14 +110,26 @@ class SandboxProcess:
         work: What it runs.
         limits: What it may use.
         start_timeout: Seconds until it must be ready.
+        backend: Who puts up the walls.
+        allow_weak: Whether it may run without walls that the work requires.
     """
 
-    def __init__(self, work: Work, limits: Limits, start_timeout: float) -> None:
+    def __init__(
+        self,
+        work: Work,
+        limits: Limits,
+        start_timeout: float,
+        *,
+        backend: Backend = "auto",
+        allow_weak: bool = False,
+    ) -> None:
         self.work = work
         self.limits = limits
         self.start_timeout = start_timeout
+        self.backend: Backend = backend
+        self.allow_weak = allow_weak
         self.walls: list[str] | None = None
-        """What :func:`rlhfkit.rewards.sandbox.confinement.confine` could put up; ``None`` before the first start."""
+        """What could be put up, see :data:`rlhfkit.rewards.sandbox.walls.WALLS`; ``None`` before the first start."""
         self._guard: subprocess.Popen[bytes] | None = None
         self._folder = ""
         self._end: socket.socket | None = None
@@ -223,6 +242,8 @@ class SandboxProcess:
             "folder": self._folder,
             "channel": worker.fileno(),
             "largest_answer": self.work.largest_answer,
+            "backend": chosen_backend(self.backend),
+            "view": None if self.work.trusted else view([self.work.program, *self.work.files]),
         }
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment |= {
@@ -235,7 +256,7 @@ class SandboxProcess:
         flags = ["-I", "-B", "-u", *([] if self.work.packages else ["-S"])]
         try:
             self._guard = subprocess.Popen(
-                [sys.executable, *flags, str(program), json.dumps(settings)],
+                [sys.executable, *flags, str(program), "guard", json.dumps(settings)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -257,6 +278,7 @@ class SandboxProcess:
 
         Raises:
             RuntimeError: If one of them fails.
+            WeakSandbox: If a wall is missing that it must not do without.
         """
         setup = {
             "path": [os.path.abspath(entry) for entry in sys.path] if self.work.packages else [],
@@ -266,13 +288,27 @@ class SandboxProcess:
         }
         try:
             walled = self._exchange(pickle.dumps(setup), deadline - time.monotonic())
+            if walled.status == "ok":
+                self.walls = list(walled.value)
+                self._check_walls()
             ready = walled if walled.status != "ok" else self._exchange(b"load", max(deadline - time.monotonic(), 0.01))
         except WrongAnswer as error:
             raise RuntimeError(f"no process could be started to run {self.work.name}: {error}") from None
         if ready.status != "ok":
             self.end()
             raise RuntimeError(f"no process could be started to run {self.work.name}: {ready.message}")
-        self.walls = list(walled.value)
+
+    def _check_walls(self) -> None:
+        """Go no further without the walls that the work must not do without.
+
+        Raises:
+            WeakSandbox: If one is missing and that was not allowed.
+        """
+        required = [wall for wall in self.work.required if wall != "network" or not self.limits.network]
+        missing = require(self.work.name, required, self.walls or ())
+        if missing and not self.allow_weak:
+            self.end()
+            raise WeakSandbox(missing)
 
     def _exchange(self, request: bytes, timeout: float) -> Outcome:
         """Send a message and wait for the answer; a process that does not give one is killed."""

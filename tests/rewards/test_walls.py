@@ -1,0 +1,146 @@
+"""The table of docs/security.md is what attacks found: in each situation that this machine can produce."""
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rlhfkit.rewards.sandbox import bubblewrap, seccomp
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("attacks.py")
+TABLE = REPOSITORY / "docs" / "security.md"
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the walls are Linux's")
+
+CONTAINED = ["setpriv", "--bounding-set", "-all,+chown,+dac_override,+fowner,+kill,+setgid,+setpcap,+setuid"]
+USER = ["setpriv", "--reuid", "1500", "--regid", "1500", "--clear-groups"]
+REFUSING = """
+import ctypes, os, sys
+sys.path.insert(0, sys.argv[1])
+import seccomp
+ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
+names = {"unshare": (272, 97), "landlock_create_ruleset": (444, 444)}
+assert seccomp.refuse({name: names[name] for name in sys.argv[2].split()})
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+
+def refusing(*calls: str) -> list[str]:
+    """A command in front of one that the kernel then refuses these calls."""
+    return [*USER, "/usr/bin/python3", "-c", REFUSING, str(Path(seccomp.__file__).parent), " ".join(calls)]
+
+
+SITUATIONS = {
+    "root, namespaces": ("namespaces", []),
+    "root, bubblewrap": ("bubblewrap", []),
+    "root in a container": ("namespaces", [*CONTAINED, "--inh-caps=-all"]),
+    "user, namespaces": ("namespaces", USER),
+    "user, bubblewrap": ("bubblewrap", USER),
+    "user, Landlock": ("namespaces", refusing("unshare")),
+    "user, neither": ("namespaces", refusing("unshare", "landlock_create_ruleset")),
+}
+"""Columns of the table: the backend, and the command in front of the trainer."""
+NOT_RUN = "macOS"
+
+ROWS = {
+    "files that the trainer reads": ["read_data"],
+    "the trainer's memory": ["read_memory", "read_memory_by_call", "trace"],
+    "its environment": ["read_environment"],
+    "its open files and sockets": ["open_descriptors", "take_descriptors"],
+    "signals to it": ["signal"],
+    "files elsewhere written": ["write_outside"],
+    "the network": ["connect"],
+    "memory beyond the limit": ["memory"],
+    "memfd and System V memory": ["uncounted_memory"],
+    "processes beyond the limit": ["processes"],
+    "a daemon that outlives the call": ["daemon"],
+}
+"""What an attack reaches, and the attacks that have to fail."""
+
+
+@cache
+def attacked(situation: str) -> dict[str, object]:
+    """What came of all attacks; skips where the situation cannot be produced."""
+    backend, before = SITUATIONS[situation]
+    if os.geteuid() != 0:
+        pytest.skip("situations are produced by root")
+    if backend == "bubblewrap" and not bubblewrap.works():
+        pytest.skip("bubblewrap is not installed, or not allowed here")
+    python = "/usr/bin/python3" if USER[0] in before and USER[1] in before else sys.executable
+    probe = [*before, python, "-c", "import sys; assert sys.version_info >= (3, 11)"]
+    if subprocess.run(probe, capture_output=True).returncode != 0:
+        pytest.skip("needs setpriv, and for another user than root Python 3.11 as /usr/bin/python3")
+    secret, marker = secrets.token_hex(8), f"marker-{secrets.token_hex(8)}"
+    folder = Path("/var/tmp") / f"rlhfkit-test-{marker}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "data.jsonl").write_text(secret)
+    (folder / "data.jsonl").chmod(0o644)
+    command = [*before, python, str(PROGRAM), str(REPOSITORY), str(folder), backend, secret[::-1], marker]
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=180, env=dict(os.environ, SECRET_COPY=secret)
+        )
+        assert ran.stdout, ran.stderr
+        found = json.loads(ran.stdout)
+        assert found["text"], ran.stderr
+        found |= json.loads(found.pop("text")) | {"daemon": outlives(marker)}
+        return found
+    finally:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def outlives(marker: str) -> bool:
+    """Whether a daemon is still there, which is then killed."""
+    time.sleep(0.2)
+    left = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if marker.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                left.append(int(name))
+        except OSError:
+            continue
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    return bool(left)
+
+
+@cache
+def documented() -> dict[str, dict[str, str]]:
+    """The table: for each row what holds in each column."""
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    header = next(line for line in lines if all(name in line for name in SITUATIONS))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[lines.index(header) :]]
+    return {row[0]: dict(zip(cells[0][1:], row[1:], strict=True)) for row in cells[1:] if row[0] in [*ROWS, "refused"]}
+
+
+@LINUX
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_what_holds_is_what_the_table_says(situation: str) -> None:
+    found = attacked(situation)
+    held = {row: "no" if any(found[attack] for attack in attacks) else "held" for row, attacks in ROWS.items()}
+    held["refused"] = "yes" if found["refused"] else "no"
+    assert held == {row: columns[situation] for row, columns in documented().items()}
+
+
+@LINUX
+def test_where_walls_are_missing_programs_are_refused_and_the_walls_named() -> None:
+    refused = str(attacked("user, neither")["refused"])
+    assert re.search(r"does not let us put up these walls: data \(it reads .*; trainer \(it can neither look", refused)
+    assert "allow_weak=True" in refused
+    assert not attacked("root, namespaces")["refused"]
+
+
+def test_what_was_not_run_says_so() -> None:
+    assert set(documented()) == {*ROWS, "refused"}
+    assert {columns[NOT_RUN] for columns in documented().values()} == {"not run"}
