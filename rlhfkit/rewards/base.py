@@ -11,6 +11,7 @@ be killed.
 import asyncio
 import functools
 import inspect
+import itertools
 import math
 import re
 import threading
@@ -143,7 +144,7 @@ def evaluate(
     results = {name: _call(name, reward, samples, warn_after) for name, reward in rewards.items()}
     waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
     if waiting:
-        results |= _wait(waiting, timeout)
+        results |= _wait(waiting, timeout, len(samples))
     return {name: _checked(name, result, samples) for name, result in results.items()}
 
 
@@ -156,15 +157,25 @@ def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: floa
     what = f"reward {name!r}, called with {len(samples)} samples of prompts {shown},"
     advice = "It runs in the trainer's own process and cannot be stopped there; SandboxedReward runs it in another one."
     with warn_if_slow(what, advice, after=warn_after):
-        return reward(samples)
+        return _taken(reward(samples), len(samples))
 
 
-def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float) -> dict[str, Any]:
+def _taken(values: Any, count: int) -> Any:
+    """The values of a generator or another iterable without a length, one more than there may be at most.
+
+    It runs the reward's code while it is iterated over, so that belongs to the call, and it may have no end.
+    """
+    if inspect.isawaitable(values) or hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        return values
+    return list(itertools.islice(values, count + 1))
+
+
+def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float, count: int) -> dict[str, Any]:
     """Results of awaitables, from an event loop in a thread of its own: a notebook's loop is running already."""
 
     async def one(name: str, awaitable: Awaitable[Any]) -> Any:
         try:
-            return await asyncio.wait_for(awaitable, timeout)
+            return _taken(await asyncio.wait_for(awaitable, timeout), count)
         except TimeoutError:
             raise TimeoutError(f"reward {name!r} did not answer within {timeout:g} s") from None
 
@@ -197,7 +208,7 @@ def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | 
     """The values as floats and ``None``, or an error that says which one is wrong."""
     rule = "a reward returns one finite number or None for each sample, in order"
     try:
-        listed = None if isinstance(values, str | Mapping) else list(values)
+        listed = None if isinstance(values, str | Mapping) else list(_taken(values, len(samples)))
     except TypeError:
         listed = None
     if listed is None:

@@ -15,7 +15,7 @@ from rlhfkit.data.experience import Sample
 from rlhfkit.rewards.base import Reward, reward_name
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
-from rlhfkit.rewards.sandbox import START_TIMEOUT, Limits, Outcome, Sandbox, Work
+from rlhfkit.rewards.sandbox import START_TIMEOUT, Backend, Limits, Outcome, Sandbox, Work
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class SandboxedReward:
         open_files: int = Limits.open_files,
         file_mib: int = Limits.file_mib,
         network: bool = True,
+        fresh: bool = False,
+        backend: Backend = "auto",
         environment: Mapping[str, str] | None = None,
         start_timeout: float = START_TIMEOUT,
         name: str | None = None,
@@ -77,6 +79,9 @@ class SandboxedReward:
             open_files: Open files of each process.
             file_mib: MiB that can be written.
             network: Whether it may use the network.
+            fresh: A new process for each call, which costs its imports each time. For rewards that run what the policy
+                wrote in their own interpreter, where it could change what later calls find.
+            backend: Who puts up the walls, see :class:`~rlhfkit.rewards.sandbox.Sandbox`.
             environment: Environment variables that it gets, such as keys of services.
             start_timeout: Seconds until a process has imported the reward.
             name: In logs; ``None``: the reward's.
@@ -110,6 +115,8 @@ class SandboxedReward:
                 network=network,
             ),
             start_timeout=start_timeout,
+            fresh=fresh,
+            backend=backend,
         )
         self._metrics = CallMetrics(self.name)
 

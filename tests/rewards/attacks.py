@@ -18,14 +18,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 SECRET = target["secret"][::-1].encode()
 
 def parents():
-    found, process = {target["trainer"]}, os.getppid()
+    found, process = [target["trainer"]], os.getppid()
     while process > 0 and process not in found:
-        found.add(process)
+        found.append(process)
         try:
             process = int(open(f"/proc/{process}/stat").read().rsplit(")", 1)[1].split()[1])
         except OSError:
             break
-    return found - {os.getpid()}
+    return [process for process in found if process != os.getpid()]
 
 def read_data():
     return SECRET in open(target["data"], "rb").read()

@@ -4,13 +4,23 @@ import asyncio
 import functools
 import math
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.rewards import ExactMatch, FormatReward, Reward, WeightedSum, exact_match, reward_name, score_samples
+from rlhfkit.rewards import (
+    ExactMatch,
+    FormatReward,
+    Reward,
+    WeightedSum,
+    evaluate,
+    exact_match,
+    reward_name,
+    score_samples,
+)
 
 
 def samples(count: int = 3) -> list[Sample]:
@@ -223,3 +233,24 @@ def test_rewards_are_readable_from_a_configuration_file() -> None:
     score_samples(reward, batch)
     assert batch[0].reward_parts == {"correct": 0.0, "short": -0.5}
     assert batch[0].reward == -0.25
+
+
+def test_generators_are_watched_and_endless_ones_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    def slow(batch: list[Sample]) -> Iterator[float]:
+        for _ in batch:
+            time.sleep(0.15)
+            yield 1.0
+
+    assert evaluate({"slow": slow}, samples(3), warn_after=0.1) == {"slow": [1.0] * 3}
+    assert "reward 'slow', called with 3 samples" in caplog.text
+
+    def endless(batch: list[Sample]) -> Iterator[float]:
+        while True:
+            yield 1.0
+
+    async def endless_later(batch: list[Sample]) -> Iterator[float]:
+        return endless(batch)
+
+    for reward in (endless, endless_later):
+        with pytest.raises(ValueError, match="returned 4 values for 3 samples"):
+            evaluate({"endless": reward}, samples(3), timeout=5.0)

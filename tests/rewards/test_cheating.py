@@ -1,6 +1,7 @@
 """No program gets a reward that it has not earned, and none takes another's: each cheat is a program of ``cheats``."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -28,18 +29,24 @@ def sample(program: str, tests: object) -> Sample:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[CodeExecution]:
-    made = CodeExecution(timeout=3.0, workers=2)
+    made = CodeExecution(timeout=20.0, workers=2)  # none of them needs it, but for a crowded machine
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def rewards(reward: CodeExecution) -> dict[str, tuple[object, object, object]]:
-    """Of each cheat, between an honest program before it and one behind it."""
+    """Of each cheat, between an honest program before it and one behind it, with the data set for all to read."""
+    data = Path("/var/tmp/rlhfkit-cheats.jsonl")
+    data.write_text(str(SECRETS))
+    data.chmod(0o644)
     cheats = [(name, program, ASSERTIONS, HONEST) for name, program in CALLED.items()]
     cheats += [(f"{name}, printing", program, OUTPUTS, HONEST_OUTPUT) for name, program in PRINTING.items()]
     batch = [sample(program, tests) for _, cheat, tests, honest in cheats for program in (honest, cheat)]
-    given = reward([*batch, sample(HONEST, ASSERTIONS)])
+    try:
+        given = reward([*batch, sample(HONEST, ASSERTIONS)])
+    finally:
+        data.unlink()
     return {name: (given[2 * i], given[2 * i + 1], given[2 * i + 2]) for i, (name, *_) in enumerate(cheats)}
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rewards.attacks import ATTACKS
 from rlhfkit.rewards.sandbox import bubblewrap, seccomp
 
 REPOSITORY = Path(__file__).parents[2]
@@ -131,6 +133,29 @@ def test_what_holds_is_what_the_table_says(situation: str) -> None:
     held = {row: "no" if any(found[attack] for attack in attacks) else "held" for row, attacks in ROWS.items()}
     held["refused"] = "yes" if found["refused"] else "no"
     assert held == {row: columns[situation] for row, columns in documented().items()}
+
+
+@LINUX
+def test_without_a_sandbox_the_attacks_reach_what_they_try_to_reach(tmp_path: Path) -> None:
+    """So what is held elsewhere is held by a wall."""
+    secret = secrets.token_hex(8)
+    (tmp_path / "data.jsonl").write_text(secret)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        trainer = subprocess.Popen(
+            [sys.executable, "-S", "-c", "import socket, sys; s = socket.socket(); print(id(s), flush=True); input()"],
+            env={"SECRET": secret}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert trainer.stdout is not None
+        target = {
+            "trainer": trainer.pid, "data": str(tmp_path / "data.jsonl"), "port": server.getsockname()[1],
+            "address": int(trainer.stdout.readline()), "secret": secret[::-1],
+        }  # fmt: skip
+        command = [sys.executable, "-S", "-c", ATTACKS]
+        ran = subprocess.run(command, input=json.dumps(target), capture_output=True, text=True, timeout=60)
+        trainer.kill()
+        trainer.communicate()
+    found = json.loads(ran.stdout)
+    assert [attack for attacks in ROWS.values() for attack in attacks if attack != "daemon" and not found[attack]] == []
 
 
 @LINUX

@@ -39,7 +39,8 @@ def command(
             words += ["--symlink", os.readlink(path), path]
         else:
             words += ["--ro-bind-try", path, path]
-    words += ["--dev", "/dev", "--proc", "/proc", "--perms", "0755", "--dir", os.path.dirname(folder)]
+    words += ["--dev", "/dev"] if view is not None else ["--dev-bind", "/dev", "/dev"]  # a reward may use a GPU
+    words += ["--proc", "/proc", "--perms", "0755", "--dir", os.path.dirname(folder)]
     for mode, path in (("0700", folder), ("1777", "/dev/shm")):
         words += ["--perms", mode, "--size", str(limits["file_mib"] << 20), "--tmpfs", path]
     return [*words, "--chdir", "/", "--", *program]
