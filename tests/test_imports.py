@@ -23,6 +23,7 @@ FLOORS = {
     "modules": 3,
     "rewards": 3,
     "callbacks": 4,
+    "checkpoints": 0,
     "strategies": 0,
     "commands": 5,
     "cli": 5,
@@ -70,7 +71,7 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or pat
 def test_no_import_runs_upward_and_strangers_do_not_meet(path: Path) -> None:
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for other in rooms_imported(path) - {room, "_version", "validation"}:
-        if room == "strategies":
+        if room == "strategies" and other != "checkpoints":
             pytest.fail(f"strategies stands alone, {path.name} imports {other}")
         if room != "cli":
             assert not {room, other} <= STRANGERS, f"{room} imports {other}"

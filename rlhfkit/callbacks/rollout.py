@@ -380,6 +380,7 @@ class RolloutCallback(Callback):
         """
         self.iteration = state_dict["iteration"]
         self._metrics = dict(state_dict["metrics"])
+        self.samples, self.experience = [], None  # those of an earlier fit are not this iteration's
         self._after = state_dict["after"]
         trainer, inside = self._trainer, state_dict.get("inside")
         self._inside = inside is not None

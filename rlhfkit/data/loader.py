@@ -112,7 +112,15 @@ class ExperienceLoader(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the iteration and the batches that were not handed out yet, as tensors and plain values."""
-        remaining = self._batches[self._position :]
+        return self.state_dict_before(0)
+
+    def state_dict_before(self, batches: int) -> dict[str, Any]:
+        """The state of some batches ago, to repeat those that no optimizer step was made with.
+
+        Args:
+            batches: Of this iteration.
+        """
+        remaining = self._batches[self._position - batches :]
         return {
             "length": self.length,
             "position": self.length - len(remaining),

@@ -241,8 +241,16 @@ class StepLoader(Generic[B]):
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the epoch and what it depends on, as plain values."""
+        return self.state_dict_before(0)
+
+    def state_dict_before(self, batches: int) -> dict[str, Any]:
+        """The state of some batches ago, to repeat those that no optimizer step was made with.
+
+        Args:
+            batches: Of this epoch.
+        """
         return {
-            "position": self._position % len(self),
+            "position": (self._position - batches) % len(self),
             "examples": len(self.lengths),
             "micro_batch_size": self.micro_batch_size,
             "max_tokens_per_micro_batch": self.max_tokens_per_micro_batch,

@@ -106,9 +106,17 @@ class StreamLoader(Generic[B]):
 
     def state_dict(self) -> dict[str, Any]:
         """Place in the stream and position in the epoch, as plain values."""
-        inside = self._position % self.accumulate != 0
+        return self.state_dict_before(0)
+
+    def state_dict_before(self, batches: int) -> dict[str, Any]:
+        """The state of some batches ago, to repeat those that no optimizer step was made with.
+
+        Args:
+            batches: At most those handed out of the last step.
+        """
+        inside = batches > 0 or self._position % self.accumulate != 0
         place = self._before if inside else self._behind
-        return {"place": place, "position": self._position % len(self), **self._sizes}
+        return {"place": place, "position": (self._position - batches) % len(self), **self._sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind what was trained on already.

@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from rlhfkit.checkpoints import ExactResume
 from rlhfkit.models import ScalarModel, unwrap
 from rlhfkit.models.adapters import frozen_beside_adapters, save_adapter
 from rlhfkit.models.saving import save_weights
@@ -87,6 +89,11 @@ class SavedModule(L.LightningModule):
             return name.startswith(children) or name in frozen or weight in frozen
 
         return by_name
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Bring along what makes checkpoints exact and whole; see :class:`~rlhfkit.checkpoints.ExactResume`."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [] if any(isinstance(callback, ExactResume) for callback in callbacks) else [ExactResume()]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out what is loaded by name: frozen children, and what adapters leave as it was. Note the classes."""

@@ -1,12 +1,11 @@
 """Saving and loading runs whose weights live in DeepSpeed engines: engine shards, state per rank, bitwise resume."""
 
-import random
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -15,8 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlhfkit.checkpoints import CheckpointError
+from rlhfkit.checkpoints.files import writing
+from rlhfkit.checkpoints.progress import settle
 from rlhfkit.strategies import directory, universal
-from rlhfkit.strategies.directory import CheckpointError
 from rlhfkit.strategies.engines import EngineOptimizer
 from rlhfkit.strategies.sharding import load_full_state
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 _TAG = "checkpoint"
-_OWN_STATE = "rlhfkit"
 
 
 class EngineCheckpoints(DeepSpeedStrategy):
@@ -38,14 +38,17 @@ class EngineCheckpoints(DeepSpeedStrategy):
             rank_00000.pt          everything else of one rank: loops, callbacks, loaders, schedulers, random state
 
     It is written to ``step=100.ckpt.tmp`` and renamed when complete, on a file system that all ranks share. Frozen
-    children are not in it. Random states are per rank, because loaders are.
+    children are not in it. Random states are per rank, because loaders are; they and the exact position in the run come
+    from :class:`~rlhfkit.checkpoints.ExactResume`, which the strategy attaches.
     """
+
+    saves_every_rank = True
+    """Each rank finds its own random state and loaders in a checkpoint."""
 
     engines: dict[str, "DeepSpeedEngine"]
     frozen_engines: dict[str, "DeepSpeedEngine"]
     _frozen: set[str]
     _accumulating: set[str]
-    _random_state: dict[str, Any] | None = None
     checkpoint_timeout: float = 7200.0
     """Seconds that ranks wait while rank 0 verifies a checkpoint, or converts it for another number of ranks."""
 
@@ -59,12 +62,26 @@ class EngineCheckpoints(DeepSpeedStrategy):
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes directories itself; storage_options are not supported.")
-        if self._accumulating:
-            rank_zero_warn(
-                "This checkpoint is saved inside an accumulation window; the gradients of the window so far are not in"
-                " it. Save after an optimizer step for an exact resume (every_n_train_steps and epoch ends are)."
-            )
         path = Path(self.broadcast(str(filepath)))
+        try:
+            self._write(path, checkpoint)
+        except CheckpointError:
+            if self.is_global_zero:
+                shutil.rmtree(directory.temporary(path), ignore_errors=True)
+            raise
+        self.barrier()
+
+    def _write(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
+        with writing(path):
+            self._write_files(path, checkpoint)
+            self.barrier()  # all files exist
+            folder = directory.temporary(path)
+            names = directory.files_in(folder)
+            records = self._gather(directory.seal(folder, names[self.global_rank :: self.world_size]))
+            if self.is_global_zero:
+                self._publish(path, records, checkpoint)
+
+    def _write_files(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
         if self.is_global_zero:
             directory.start(path)
         self.barrier()
@@ -79,21 +96,16 @@ class EngineCheckpoints(DeepSpeedStrategy):
                 exclude_frozen_parameters=self.exclude_frozen_parameters,
             )
         state = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
-        state[_OWN_STATE] = {"random": random_state(self.root_device)}
         torch.save(state, folder / rank_file(self.global_rank))
-        self.barrier()  # all files exist
-        names = directory.files_in(folder)
-        records = self._gather(directory.seal(folder, names[self.global_rank :: self.world_size]))
-        if self.is_global_zero:
-            about = {
-                "saved_at": time.time(),
-                "world_size": self.world_size,
-                "global_step": checkpoint.get("global_step"),
-                "engines": {name: engine.zero_optimization_stage() for name, engine in self.engines.items()},
-            }
-            merged = {name: record for part in records for name, record in part.items()}
-            directory.publish(path, merged, about)
-        self.barrier()
+
+    def _publish(self, path: Path, records: list[dict[str, Any]], checkpoint: Mapping[str, Any]) -> None:
+        about = {
+            "saved_at": time.time(),
+            "world_size": self.world_size,
+            "global_step": checkpoint.get("global_step"),
+            "engines": {name: engine.zero_optimization_stage() for name, engine in self.engines.items()},
+        }
+        directory.publish(path, {name: record for part in records for name, record in part.items()}, about)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a run into the engines; a damaged checkpoint is replaced by the newest intact older one, with a warning.
@@ -129,17 +141,9 @@ class EngineCheckpoints(DeepSpeedStrategy):
                 f"{file} holds objects of a callback, data module or hyperparameter that are not plain data. Store"
                 " plain numbers, strings, lists, dictionaries and tensors instead."
             ) from error
-        own = state.pop(_OWN_STATE)
-        if fitting and same_ranks:
-            self._random_state = own["random"]
-            set_random_state(own["random"], self.root_device)
-        return universal.with_finished_epoch(state) if fitting and not same_ranks else state
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """After a resume in the middle of an epoch, undo what starting the data loader drew from the generators."""
-        if self._random_state is not None and batch_idx > 0:
-            set_random_state(self._random_state, self.root_device)
-        self._random_state = None
+        if fitting:
+            settle(state["loops"]["fit_loop"])  # also for another number of ranks, which has other batches per epoch
+        return state
 
     def _agree_on(self, wanted: Path) -> Path:
         """Rank 0 verifies and chooses; all ranks load the same checkpoint or raise the same error."""
@@ -148,7 +152,8 @@ class EngineCheckpoints(DeepSpeedStrategy):
         )
         if found != wanted:
             rank_zero_warn(
-                f"The checkpoint {wanted} is damaged ({' '.join(complaints)}) Loading the intact one before it: {found}"
+                f"The checkpoint {wanted} is damaged ({' '.join(complaints)}) Loading the newest intact one saved"
+                f" before it: {found}. {directory.lost_steps(wanted, found)}"
             )
         return found
 
@@ -274,36 +279,6 @@ def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """State of the generators of torch, NumPy and Python, in plain types that load without running code."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": (
-            kind,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ),
-        "python": random.getstate(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put the generators into a state that :func:`random_state` returned."""
-    torch.set_rng_state(state["torch"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def rank_file(rank: int) -> str:

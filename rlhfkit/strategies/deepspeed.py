@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlhfkit.checkpoints.resume import attach
 from rlhfkit.strategies import rendezvous
 from rlhfkit.strategies.building import place_others, require_known_children, training_engines
 from rlhfkit.strategies.checkpoint import EngineCheckpoints
@@ -214,6 +215,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         for name, engine in {**self.engines, **self.frozen_engines}.items():
             module._modules[name] = engine
         self._set_deepspeed_activation_checkpointing()
+        attach(trainer, module)
         self.barrier()
 
     @property

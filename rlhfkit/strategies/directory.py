@@ -5,16 +5,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "manifest.json"
+from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError, missing
+from rlhfkit.checkpoints.files import sync_directory
+from rlhfkit.checkpoints.leftovers import OWNER, mark_as_ours
+
 _FORMAT = 1
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message says why and what to do."""
 
 
 def temporary(path: Path) -> Path:
@@ -32,13 +31,14 @@ def start(path: Path) -> Path:
     folder = temporary(path)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    mark_as_ours(folder)
     return folder
 
 
 def files_in(folder: Path) -> list[str]:
-    """Relative paths of all files below ``folder`` but the manifest, sorted."""
+    """Relative paths of all files of a checkpoint below ``folder`` but the manifest, sorted."""
     found = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-    return sorted(name for name in found if name != MANIFEST)
+    return sorted(name for name in found if name not in (MANIFEST, OWNER))
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -67,13 +67,14 @@ def publish(path: Path, records: Mapping[str, Mapping[str, Any]], about: Mapping
         stream.flush()
         os.fsync(stream.fileno())
     for directory in (*(d for d in folder.rglob("*") if d.is_dir()), folder):
-        _sync_directory(directory)
+        sync_directory(directory)
     old = replaced(path)
     if path.exists():
         remove(old)
         os.rename(path, old)
     os.rename(folder, path)
-    _sync_directory(path.parent)
+    (path / OWNER).unlink(missing_ok=True)  # not before: a kill in between would leave a folder of nobody's
+    sync_directory(path.parent)
     remove(old)
 
 
@@ -89,10 +90,11 @@ def remove(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint directory.
+    """The manifest of a checkpoint directory; every entry has its type.
 
     Raises:
-        CheckpointError: When there is none or it cannot be read.
+        DamagedCheckpointError: When it is missing beside files of a checkpoint, or its content is wrong.
+        CheckpointError: When there is no checkpoint directory of ours, or one of another version.
     """
     if path.is_file():
         raise CheckpointError(
@@ -100,16 +102,42 @@ def read_manifest(path: Path) -> dict[str, Any]:
             " wrote it."
         )
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist.")
+        raise missing(path)
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
+        if any(path.glob("rank_*.pt")):
+            raise DamagedCheckpointError(f"{path} has no {MANIFEST}, though it has files of ranks.") from None
         raise CheckpointError(f"{path} has no {MANIFEST}: it was not written by RLHFDeepSpeedStrategy.") from None
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.get('format')!r}; this version reads {_FORMAT}.")
+        raise DamagedCheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+        raise DamagedCheckpointError(f"{path / MANIFEST} cannot be read: it is no object with a format.")
+    if manifest["format"] != _FORMAT:
+        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version reads {_FORMAT}.")
+    wrong = [name for name, fits in _ENTRIES.items() if not fits(manifest.get(name))]
+    if wrong:
+        raise DamagedCheckpointError(
+            f"{path / MANIFEST} cannot be read: {', '.join(wrong)} missing or of a wrong type."
+        )
     return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and _is_count(value.get("size")) and isinstance(value.get("sha256"), str)
+
+
+_ENTRIES: dict[str, Callable[[Any], bool]] = {
+    "saved_at": lambda value: isinstance(value, int | float),
+    "world_size": lambda value: _is_count(value) and value > 0,
+    "global_step": lambda value: value is None or _is_count(value),
+    "engines": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+    "files": lambda value: isinstance(value, dict) and all(map(_is_record, value.values())),
+}
 
 
 def verify(path: Path, *, checksums: bool = True) -> dict[str, Any]:
@@ -123,19 +151,20 @@ def verify(path: Path, *, checksums: bool = True) -> dict[str, Any]:
         The manifest.
 
     Raises:
-        CheckpointError: Naming the first file that is missing, of the wrong size, or changed.
+        DamagedCheckpointError: Naming the first file that is missing, of the wrong size, or changed.
+        CheckpointError: When it is no checkpoint of ours.
     """
     manifest = read_manifest(path)
     for name, record in manifest["files"].items():
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{path}: the file {name} is missing.")
+            raise DamagedCheckpointError(f"{path}: the file {name} is missing.")
         if file.stat().st_size != record["size"]:
-            raise CheckpointError(f"{path}: {name} has {file.stat().st_size} bytes, not {record['size']}.")
+            raise DamagedCheckpointError(f"{path}: {name} has {file.stat().st_size} bytes, not {record['size']}.")
         if checksums:
             with open(file, "rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != record["sha256"]:
-                    raise CheckpointError(f"{path}: the contents of {name} have changed (SHA-256 differs).")
+                    raise DamagedCheckpointError(f"{path}: the contents of {name} have changed (SHA-256 differs).")
     return manifest
 
 
@@ -164,23 +193,26 @@ def older_checkpoints(path: Path) -> list[Path]:
 
 
 def usable(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint itself when it is intact, otherwise the newest older one that is.
+    """The checkpoint itself when it is intact, the newest older intact one when it is damaged.
+
+    Nothing else is a reason to take another one: a path that is not there or not ours is an error. Of a name whose
+    replacement was killed between two renames, the replaced checkpoint is still there and is taken.
 
     Returns:
         The path to load and the complaints about those passed over.
 
     Raises:
-        CheckpointError: When nothing intact is found. A path that was never a checkpoint of this format has no
-            fallback.
+        CheckpointError: When the path is no checkpoint, or nothing intact is found.
     """
     complaints: list[str] = []
-    try:
-        verify(path)
-        return path, complaints
-    except CheckpointError as error:
-        if path.is_file():
-            raise
-        complaints.append(str(error))
+    if path.exists() or not replaced(path).is_dir():
+        try:
+            verify(path)
+            return path, complaints
+        except DamagedCheckpointError as error:
+            complaints.append(str(error))
+    else:
+        complaints.append(f"{path} was being replaced when its run was killed.")
     for candidate in older_checkpoints(path):
         try:
             verify(candidate)
@@ -190,9 +222,17 @@ def usable(path: Path) -> tuple[Path, list[str]]:
     raise CheckpointError("There is no intact checkpoint to load. " + " ".join(complaints))
 
 
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def lost_steps(wanted: Path, found: Path) -> str:
+    """What it costs to load one checkpoint in place of another, as a sentence.
+
+    Args:
+        wanted: The damaged one.
+        found: The intact one.
+    """
+    here = read_manifest(found)["global_step"]
+    there = None
+    with contextlib.suppress(CheckpointError):
+        there = read_manifest(wanted)["global_step"]
+    if here is None or there is None:
+        return f"It is of optimizer step {here}; how many steps are lost is not known."
+    return f"{there - here} optimizer steps are lost: it is of step {here}, not of step {there}."

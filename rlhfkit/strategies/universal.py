@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rlhfkit.strategies.directory import CheckpointError
+from rlhfkit.checkpoints import CheckpointError
+from rlhfkit.checkpoints.leftovers import mark_as_ours
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -24,7 +25,6 @@ T = TypeVar("T")
 
 # What deepspeed 0.19.8 converts (ds_to_universal.py, extract_zero_shards and its counterpart for stage 3).
 _ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
-_MORE_THAN_ANY_EPOCH = 2**62
 
 
 def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
@@ -102,6 +102,7 @@ def _convert(path: Path, names: Iterable[str], manifest: Mapping[str, Any]) -> P
         raise CheckpointError(
             f"Resuming {path} with another number of ranks needs room beside it for a converted copy: {error}"
         ) from error
+    mark_as_ours(folder)
     try:
         for name in names:
             (tag,) = (entry.name for entry in (path / name).iterdir() if entry.is_dir())
@@ -210,15 +211,3 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(_equal, first, second))
     return bool(first == second)
-
-
-def with_finished_epoch(state: dict[str, Any]) -> dict[str, Any]:
-    """Tell the loops that an epoch which was complete when it was saved is complete with any number of batches.
-
-    Lightning 2.6.6 compares the saved count with the new run's batches per epoch: saved by two ranks after 6 batches
-    each, one rank with 12 would train on half of them again.
-    """
-    progress = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    if progress["is_last_batch"]:
-        progress["current"] = dict.fromkeys(progress["current"], _MORE_THAN_ANY_EPOCH)
-    return state

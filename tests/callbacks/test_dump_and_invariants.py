@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from rl_runs import digits, setup_run, weights
 from torch import Tensor
 
-from rlhfkit import GRPOModule, Invariants, ReplayEngine, RolloutCallback, RolloutDump, SamplingSpec
+from rlhfkit import GRPOModule, Invariants, ReplayEngine, RolloutCallback, RolloutDump, Sample, SamplingSpec
 from rlhfkit.callbacks import InvariantError
 from rlhfkit.data import Experience
 
@@ -30,6 +32,55 @@ def test_a_replayed_run_is_the_recorded_one_bitwise(tmp_path: Path) -> None:
     trainer.fit(again, data)
     for name, tensor in weights(module).items():
         assert torch.equal(tensor, weights(again)[name])
+
+
+class SaveInside(L.Callback):
+    """Saves after the sixth micro-batch of the run, in the middle of the second iteration."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.batches = path, 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.batches += 1
+        if self.batches == 6:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resume_inside_an_iteration_leaves_its_dump_and_other_samples_lie_beside_the_old(tmp_path: Path) -> None:
+    folder, saved = tmp_path / "dump", tmp_path / "inside.ckpt"
+    trainer, module, data, _ = setup_run(tmp_path, callbacks=[RolloutDump(folder), SaveInside(saved)], max_epochs=3)
+    trainer.fit(module, data)
+    contents = {path.name: path.read_text() for path in folder.iterdir()}
+    assert all(len(text.splitlines()) == 32 for text in contents.values())
+    (folder / "iteration_000002.jsonl").unlink()
+
+    trainer, module, data, _ = setup_run(tmp_path, callbacks=[RolloutDump(folder)], max_epochs=3)
+    trainer.fit(module, data, ckpt_path=str(saved))
+    assert {path.name: path.read_text() for path in folder.iterdir()} == contents
+
+    def other(samples: Sequence[Sample]) -> list[float]:
+        return [1.0 - reward for reward in digits(samples)]
+
+    rollouts = RolloutCallback(other, sampling=SAMPLING)
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[RolloutDump(folder)], max_epochs=1)
+    trainer.fit(module, data)
+    name = "iteration_000000"
+    assert (folder / f"{name}.replaced-1.jsonl").read_text() == contents[f"{name}.jsonl"]
+    assert len((folder / f"{name}.jsonl").read_text().splitlines()) == 32
+    assert (folder / f"{name}.jsonl").read_text() != contents[f"{name}.jsonl"]
+
+
+def test_a_run_that_dies_has_dumped_the_iteration_it_died_in_and_keeps_as_many_as_asked(tmp_path: Path) -> None:
+    class Dies(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.current_epoch == 2:
+                raise KeyboardInterrupt
+
+    folder = tmp_path / "dump"
+    trainer, module, data, _ = setup_run(tmp_path, callbacks=[RolloutDump(folder, keep=2), Dies()], max_epochs=3)
+    with pytest.raises(SystemExit):
+        trainer.fit(module, data)
+    assert sorted(path.name for path in folder.iterdir()) == ["iteration_000001.jsonl", "iteration_000002.jsonl"]
 
 
 def test_a_replay_of_something_else_is_refused(tmp_path: Path) -> None:

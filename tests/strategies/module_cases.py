@@ -12,7 +12,7 @@ from rl_runs import setup_run
 from tiny_models import tiny_model
 
 from rlhfkit import DPOModule, GRPOModule, PPOModule, PreferenceDataModule, SFTDataModule, SFTModule
-from rlhfkit.strategies.directory import CheckpointError
+from rlhfkit.checkpoints import CheckpointError
 
 
 class Keep(L.Callback):

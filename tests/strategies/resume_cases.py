@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from parity_cases import RANK, RANKS, Spy, difference, weight_difference
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
+from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.strategies import directory
-from rlhfkit.strategies.directory import CheckpointError
 
 
 class SaveAt(toys.pl.Callback):

@@ -98,7 +98,8 @@ def test_the_last_complete_checkpoint_is_never_deleted(tmp_path: Path) -> None:
     for name in ("a.ckpt", "b.ckpt"):
         folder = directory.start(tmp_path / name)
         (folder / "rank_00000.pt").write_text(name)
-        directory.publish(tmp_path / name, directory.seal(folder, ["rank_00000.pt"]), {"saved_at": 0.0})
+        about = {"saved_at": 0.0, "world_size": 1, "global_step": 0, "engines": {}}
+        directory.publish(tmp_path / name, directory.seal(folder, ["rank_00000.pt"]), about)
     (tmp_path / "b.ckpt" / "rank_00000.pt").unlink()
     with pytest.warns(UserWarning, match="only complete checkpoint"):
         strategy.remove_checkpoint(tmp_path / "a.ckpt")

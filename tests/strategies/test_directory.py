@@ -7,33 +7,40 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlhfkit.checkpoints import CheckpointError
+from rlhfkit.checkpoints.leftovers import remove_leftovers
 from rlhfkit.strategies import directory
-from rlhfkit.strategies.directory import CheckpointError
+
+
+def about(saved_at: float) -> dict[str, Any]:
+    """What a manifest says besides its files; the step of a checkpoint is the time it was saved at."""
+    return {"saved_at": saved_at, "world_size": 1, "global_step": int(saved_at), "engines": {"policy": 2}}
 
 
 def write(path: Path, content: str, saved_at: float) -> None:
     """A small checkpoint of two files, one in a folder."""
     folder = directory.start(path)
-    (folder / "policy").mkdir()
-    (folder / "policy" / "weights.bin").write_bytes(content.encode() * 200_000)
+    (folder / "policy" / "checkpoint").mkdir(parents=True)
+    (folder / "policy" / "checkpoint" / "weights.bin").write_bytes(content.encode() * 200_000)
     (folder / "rank_00000.pt").write_text(content)
-    directory.publish(path, directory.seal(folder, directory.files_in(folder)), {"saved_at": saved_at, "world_size": 1})
+    directory.publish(path, directory.seal(folder, directory.files_in(folder)), about(saved_at))
 
 
 def test_what_was_written_verifies_and_the_temporary_folder_is_gone(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt", "a", 1.0)
     manifest = directory.verify(tmp_path / "a.ckpt")
-    assert set(manifest["files"]) == {"policy/weights.bin", "rank_00000.pt"}
+    assert set(manifest["files"]) == {"policy/checkpoint/weights.bin", "rank_00000.pt"}
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_is_used(tmp_path: Path) -> None:
     for number, name in enumerate(["a", "b", "c"]):
         write(tmp_path / f"{name}.ckpt", name, float(number))
-    file = tmp_path / "b.ckpt" / "policy" / "weights.bin"
+    file = tmp_path / "b.ckpt" / "policy" / "checkpoint" / "weights.bin"
     content = bytearray(file.read_bytes())
     content[1234] ^= 1
     file.write_bytes(content)
@@ -63,11 +70,73 @@ def test_paths_that_are_no_checkpoints_are_refused_with_the_reason(tmp_path: Pat
     (tmp_path / "file.ckpt").write_text("weights")
     with pytest.raises(CheckpointError, match="is a file, not a checkpoint directory"):
         directory.usable(tmp_path / "file.ckpt")
-    with pytest.raises(CheckpointError, match="does not exist"):
-        directory.usable(tmp_path / "nothing.ckpt")
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match="has no manifest"):
         directory.usable(tmp_path / "folder")
+
+
+def test_a_path_that_does_not_exist_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
+    for number in range(1, 4):
+        write(tmp_path / f"step={number}.ckpt", "x", float(number))
+    (tmp_path / "step=9.ckpt.tmp").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"step=33.ckpt does not exist. .*: step=1.ckpt, step=2.ckpt, step=3.ckpt."
+    ):
+        directory.usable(tmp_path / "step=33.ckpt")
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        directory.usable(tmp_path / "step=9.ckpt.tmp" / "a.ckpt")
+
+
+def test_only_damage_is_a_reason_to_take_an_older_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path / "good.ckpt", "x", 1.0)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "model.safetensors").write_text("weights")
+    with pytest.raises(CheckpointError, match="was not written by RLHFDeepSpeedStrategy"):
+        directory.usable(tmp_path / "foreign")
+    write(tmp_path / "newer.ckpt", "x", 2.0)
+    manifest = tmp_path / "newer.ckpt" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    with pytest.raises(CheckpointError, match="has format 2; this version reads 1"):
+        directory.usable(tmp_path / "newer.ckpt")
+    write(tmp_path / "lost.ckpt", "x", 30.0)
+    (tmp_path / "lost.ckpt" / "policy" / "checkpoint" / "weights.bin").unlink()
+    assert directory.usable(tmp_path / "lost.ckpt")[0] == tmp_path / "good.ckpt"
+    words = directory.lost_steps(tmp_path / "lost.ckpt", tmp_path / "good.ckpt")
+    assert words == "29 optimizer steps are lost: it is of step 1, not of step 30."
+
+
+MANIFESTS = {
+    "a list": [],
+    "null": None,
+    "a number": 3,
+    "text": "manifest",
+    "empty": {},
+    "no files": {"format": 1, "saved_at": 2.0, "world_size": 1, "engines": {}},
+    "files as a list": {"format": 1, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": ["rank_00000.pt"]},
+    "records as numbers": {"format": 1, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": {"a": 3}},
+    "a size as text": {
+        "format": 1,
+        "saved_at": 2.0,
+        "world_size": 1,
+        "engines": {},
+        "files": {"a": {"size": "3", "sha256": ""}},
+    },
+    "no ranks": {"format": 1, "saved_at": 2.0, "world_size": 0, "engines": {}, "files": {}},
+    "engines as a list": {"format": 1, "saved_at": 2.0, "world_size": 1, "engines": ["policy"], "files": {}},
+    "a time as text": {"format": 1, "saved_at": "now", "world_size": 1, "engines": {}, "files": {}},
+    "a step as text": {"format": 1, "saved_at": 2.0, "world_size": 1, "global_step": "5", "engines": {}, "files": {}},
+}
+
+
+@pytest.mark.parametrize("content", MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_of_any_content_is_damage(tmp_path: Path, content: Any) -> None:
+    write(tmp_path / "a.ckpt", "a", 1.0)
+    write(tmp_path / "b.ckpt", "b", 2.0)
+    (tmp_path / "b.ckpt" / "manifest.json").write_text(json.dumps(content))
+    chosen, complaints = directory.usable(tmp_path / "b.ckpt")
+    assert chosen == tmp_path / "a.ckpt"
+    assert "manifest.json cannot be read" in complaints[0]
+    assert "how many steps are lost is not known" in directory.lost_steps(tmp_path / "b.ckpt", chosen)
 
 
 def _save_for_ever(path: Path) -> None:
@@ -87,6 +156,9 @@ def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path: Path, seed:
     chosen, _ = directory.usable(path)
     manifest = json.loads((chosen / "manifest.json").read_text())
     assert (chosen / "rank_00000.pt").read_text() == str(int(manifest["saved_at"]) % 10)
+    remove_leftovers(tmp_path)
+    unfinished_replacement = {"last.ckpt.old"} if not path.exists() else set()
+    assert set(os.listdir(tmp_path)) <= {"last.ckpt"} | unfinished_replacement
     write(path, "next", 1e9)  # and the next save works
     assert (directory.usable(path)[0] / "rank_00000.pt").read_text() == "next"
     assert os.listdir(tmp_path) == ["last.ckpt"]

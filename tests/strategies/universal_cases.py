@@ -14,8 +14,8 @@ from resume_cases import SaveAt
 from torch import Tensor
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
+from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.strategies import universal
-from rlhfkit.strategies.directory import CheckpointError
 
 STAGES = (0, 1, 2, 3)
 

@@ -1,0 +1,81 @@
+"""What killed processes have left is removed at the next start; what lives, or is somebody else's, is not."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhfkit.checkpoints.leftovers import OWNER, mark_as_ours, partial_file, remove_leftovers
+
+
+def dead_process() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def unfinished(folder: Path, *, pid: int | None = None, host: str | None = None) -> Path:
+    """A checkpoint that is being written, by this process unless told."""
+    (folder / "policy" / "checkpoint").mkdir(parents=True)
+    (folder / "rank_00000.pt").write_text("state")
+    mark_as_ours(folder)
+    owner = json.loads((folder / OWNER).read_text())
+    changes = {"pid": pid, "host": host}
+    (folder / OWNER).write_text(json.dumps(owner | {key: value for key, value in changes.items() if value is not None}))
+    return folder
+
+
+def age(path: Path, days: float) -> None:
+    """Make it look older than it is."""
+    moment = time.time() - days * 86400
+    for one in (path, *path.rglob("*")):
+        os.utime(one, (moment, moment))
+
+
+def test_leftovers_of_dead_processes_go_and_everything_else_stays(tmp_path: Path) -> None:
+    gone = [
+        unfinished(tmp_path / "a.ckpt.tmp", pid=dead_process()),
+        unfinished(tmp_path / "b.ckpt.tmp", host="elsewhere"),
+        tmp_path / "step=88.ckpt.deleted",
+        tmp_path / "c.ckpt.old",
+        tmp_path / partial_file(Path("d.ckpt")).name.replace(str(os.getpid()), str(dead_process())),
+    ]
+    age(gone[1], days=2)
+    (gone[2] / "policy").mkdir(parents=True)  # half of it has been deleted
+    (tmp_path / "c.ckpt").mkdir()
+    (tmp_path / "c.ckpt" / "manifest.json").write_text("{}")
+    gone[3].mkdir()
+    gone[4].write_text("half a file")
+
+    stays = [
+        unfinished(tmp_path / "e.ckpt.tmp", pid=os.getppid()),
+        unfinished(tmp_path / "f.ckpt.tmp", host="elsewhere"),
+        tmp_path / "notes.tmp",
+        tmp_path / "mine.deleted",
+        tmp_path / "g.ckpt.old",
+        tmp_path / "c.ckpt",
+        tmp_path / partial_file(Path("h.ckpt")).name.replace(str(os.getpid()), str(os.getppid())),
+    ]
+    stays[2].write_text("of the user")
+    stays[3].mkdir()
+    (stays[3] / "thesis.tex").write_text("of the user")
+    stays[4].mkdir()  # nothing has taken its place
+    stays[6].write_text("half a file")
+
+    assert sorted(remove_leftovers(tmp_path)) == sorted(gone)
+    assert sorted(tmp_path.iterdir()) == sorted(stays)
+    assert remove_leftovers(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"host": 1, "pid": "x"}'])
+def test_an_unreadable_owner_is_one_of_another_machine(tmp_path: Path, content: str) -> None:
+    folder = unfinished(tmp_path / "a.ckpt.tmp")
+    (folder / OWNER).write_text(content)
+    assert remove_leftovers(tmp_path) == []
+    age(folder, days=2)
+    assert remove_leftovers(tmp_path) == [folder]

@@ -1,0 +1,172 @@
+"""Runs of a model with two weights, which take milliseconds, and a callback that saves at every moment of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from rlhfkit.checkpoints import ExactResume
+from rlhfkit.data.loader import ExperienceLoader
+
+BATCHES, EPOCHS = 5, 3
+
+
+class Line(L.LightningModule):
+    """Two weights, dropout from the global generator, a step-wise schedule and a buffer; remembers its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+        self.seen: list[int] = []
+        self.stepped = 0
+        """Batches seen when the last optimizer step was done."""
+        self.epochs_begun = 0
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs_begun += 1
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(int(batch[0]))
+        noise = torch.rand(2, dtype=torch.float64)
+        return ((self.weights * noise - batch) ** 2).mean()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.stepped = len(self.seen)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Numbered:
+    """A batch of an iteration, as ``ExperienceLoader`` keeps it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+
+class Numbers(L.LightningDataModule):
+    """Batch ``n`` of epoch ``e`` is number ``100 * e + n``; of our loader for iterations or of a stateful one."""
+
+    def __init__(self, *, ours: bool) -> None:
+        super().__init__()
+        self.ours = ours
+        self.made: list[int] = []
+
+    def collect(self) -> list[Numbered]:
+        assert self.trainer is not None
+        torch.rand(3)  # as sampling may
+        epoch = self.trainer.current_epoch
+        self.made.append(epoch)
+        return [Numbered(100 * epoch + n) for n in range(BATCHES)]
+
+    def train_dataloader(self) -> Any:
+        if self.ours:
+            return ExperienceLoader(self.collect, BATCHES, restore=lambda state: Numbered(state["number"]))
+        return Stateful(self)
+
+    def val_dataloader(self) -> Any:
+        return [torch.zeros(1)]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return torch.tensor([batch.number], dtype=torch.float64) if isinstance(batch, Numbered) else batch
+
+
+class Stateful:
+    """A loader of somebody else's: it tells its place and cannot be rewound."""
+
+    def __init__(self, data: Numbers) -> None:
+        self.data, self.next, self.resumed = data, 0, False
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Numbered]:
+        first, self.resumed = (self.next if self.resumed else 0), False
+        for number in range(first, BATCHES):
+            self.next = number + 1
+            assert self.data.trainer is not None
+            yield Numbered(100 * self.data.trainer.current_epoch + number)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next, self.resumed = state["next"] % BATCHES, True
+
+
+class SaveEverywhere(L.Callback):
+    """Saves in every hook, and notes which batches the checkpoint's weights were trained on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.saved: dict[str, int] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _save(self, trainer: Any, module: Any, hook: str) -> None:
+        name = f"{len(self.saved):03d}-{hook}"
+        self.saved[name] = module.stepped
+        trainer.save_checkpoint(self.folder / f"{name}.ckpt")
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, pl_module, "epoch_start")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._save(trainer, pl_module, "batch_start")
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, pl_module, "backward")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._save(trainer, pl_module, "batch_end")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, pl_module, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, pl_module, "epoch_end")
+
+
+def fit(
+    folder: Path,
+    *,
+    ours: bool = True,
+    resume: Path | None = None,
+    callbacks: list[L.Callback] | None = None,
+    exact: bool = True,
+    **options: Any,
+) -> Line:
+    """A run of three epochs of five batches, or the rest of one.
+
+    ``exact=False`` is plain Lightning.
+    """
+    module, data = Line(), Numbers(ours=ours)
+    trainer = L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": EPOCHS,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "limit_val_batches": 0,
+            "default_root_dir": str(folder),
+            "callbacks": [*([ExactResume()] if exact else []), *(callbacks or [])],
+        }
+        | options
+    )
+    torch.manual_seed(7 if resume is None else 1234)
+    trainer.fit(module, data, ckpt_path=resume)
+    return module
