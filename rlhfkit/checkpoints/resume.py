@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -130,15 +131,17 @@ class ExactResume(Callback):
             return
         fit = checkpoint["loops"]["fit_loop"]
         settle(fit)
-        self._require_whole_windows(trainer, fit["epoch_loop.batch_progress"])
         self._resumed = True
         saved = checkpoint.get(_KEY)
+        if saved is None:
+            self._require_whole_windows(trainer, fit["epoch_loop.batch_progress"])
         every_rank = trainer.world_size == 1 or getattr(trainer.strategy, "saves_every_rank", False)
         if saved and every_rank and saved["rank"] == trainer.global_rank and saved["world_size"] == trainer.world_size:
             set_random_state(saved["state"], trainer.strategy.root_device)
             self._loaded = saved
 
     def _require_whole_windows(self, trainer: Any, progress: Mapping[str, Any]) -> None:
+        """Refuse what was saved inside a window by a run without this callback."""
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
             return
         batch, window = progress["current"], trainer.accumulate_grad_batches
@@ -171,7 +174,7 @@ def _stateful_loaders(trainer: Any) -> list[Any]:
     """The training loaders whose states are in a checkpoint, in its order."""
     combined = trainer.fit_loop._combined_loader
     loaders = [] if combined is None else combined.flattened
-    return [loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")]
+    return [loader for loader in loaders if isinstance(loader, _Stateful)]
 
 
 def attach(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
