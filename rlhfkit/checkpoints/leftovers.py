@@ -22,7 +22,7 @@ _PARTIAL_FILE = re.compile(r"\.(?P<host>[^.]+)-(?P<pid>\d+)\.tmp$")
 
 
 def partial_file(path: Path) -> Path:
-    """Where this process writes a single file before it has its name."""
+    """Where this process writes a file, or begins a folder, before it has its name."""
     return path.with_name(f"{path.name}.{_host()}-{os.getpid()}.tmp")
 
 
@@ -60,11 +60,16 @@ def _is_leftover(path: Path) -> bool:
             return _is_checkpoint_folder(path)
         if path.name.endswith(".old"):  # its successor took its place, but was killed before deleting it
             return (path.with_name(path.name.removesuffix(".old")) / MANIFEST).is_file() and _is_checkpoint_folder(path)
-        owner = _owner(path)
+        owner = _owner_by_name(path) or _owner(path)
         ours = owner is not None or _is_checkpoint_folder(path)
         return path.name.endswith(".tmp") and ours and _is_abandoned(path, owner)
+    by_name = _owner_by_name(path)
+    return by_name is not None and _is_abandoned(path, by_name)
+
+
+def _owner_by_name(path: Path) -> tuple[str, int] | None:
     found = _PARTIAL_FILE.search(path.name)
-    return found is not None and _is_abandoned(path, (found["host"], int(found["pid"])))
+    return None if found is None else (found["host"], int(found["pid"]))
 
 
 def _is_checkpoint_folder(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError, missing
 from rlhfkit.checkpoints.files import sync_directory
-from rlhfkit.checkpoints.leftovers import OWNER, mark_as_ours
+from rlhfkit.checkpoints.leftovers import OWNER, mark_as_ours, partial_file
 
 _FORMAT = 1
 
@@ -29,9 +29,12 @@ def replaced(path: Path) -> Path:
 def start(path: Path) -> Path:
     """An empty temporary directory for ``path``; what an interrupted save has left is removed."""
     folder = temporary(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    mark_as_ours(folder)
+    remove(folder)
+    fresh = partial_file(path)  # whose name says whose it is, until a file in it does
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    mark_as_ours(fresh)
+    os.rename(fresh, folder)
     return folder
 
 

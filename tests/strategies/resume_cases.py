@@ -44,10 +44,12 @@ def resume(folder: Path, model: str, stages: list[int], precisions: list[str]) -
     for stage, precision in ((s, p) for s in stages for p in precisions if p == "32-true" or s < 2):
         options = {"trainer": {"precision": precision}}
         name, place = f"rlhf_zero{stage}", folder / f"stage{stage}-{precision}"
-        straight, kept = run(name, model, 2, [SaveAt(4, place / "middle.ckpt")], **options)
+        saves = [SaveAt(3, place / "window.ckpt"), SaveAt(4, place / "middle.ckpt")]
+        straight, kept = run(name, model, 2, saves, **options)
         saver = ModelCheckpoint(dirpath=place, filename="end", save_on_train_epoch_end=True)
         run(name, model, 1, [saver], **options | {"trainer": options["trainer"] | {"enable_checkpointing": True}})
-        for moment, done in (("end", 6), ("middle", 4)):
+        moments = {"end": 6, "middle": 4} | ({"window": 2} if stage >= 2 else {})
+        for moment, done in moments.items():
             resumed, spy = run(name, model, 2, [], place / f"{moment}.ckpt", **options)
             report[f"stage {stage}, {precision}, {moment}"] = {
                 "loss": difference(resumed.losses, straight.losses[done:]),
@@ -78,6 +80,7 @@ def damage(folder: Path, model: str, place: str) -> dict[str, Any]:
         return {"validation": validate("rlhf_zero3", model, "32-true", source / "stage3-32-true" / "end.ckpt")}
     report: dict[str, Any] = {}
     two = source / "stage2-32-true"
+    report["typo"] = problem("rlhf_zero2", model, two / "typo.ckpt")
     report["stage"] = problem("rlhf_zero3", model, two / "end.ckpt")
     report["file"] = problem("rlhf_zero2", model, Path(model) / "config.json")
     file = two / "end.ckpt" / "policy" / "checkpoint" / "mp_rank_00_model_states.pt"

@@ -33,10 +33,12 @@ def report(place: Path, model_folder: str) -> dict[str, Any]:
     return results[0]
 
 
-@pytest.mark.parametrize("moment", ["end", "middle"])
-@pytest.mark.parametrize(
-    ("stage", "precision"), [*((s, "32-true") for s in STAGES), (0, "bf16-true"), (1, "bf16-true")]
-)
+RUNS = [*((s, "32-true") for s in STAGES), (0, "bf16-true"), (1, "bf16-true")]
+ENDS = [(*run, moment) for run in RUNS for moment in ("end", "middle")]
+MOMENTS = [*ENDS, *((stage, "32-true", "window") for stage in (2, 3))]
+
+
+@pytest.mark.parametrize(("stage", "precision", "moment"), MOMENTS)
 def test_resume_is_bitwise_the_straight_run(report: dict[str, Any], stage: int, precision: str, moment: str) -> None:
     values = report[f"stage {stage}, {precision}, {moment}"]
     assert values["loss"] == 0.0
@@ -70,9 +72,12 @@ def test_damage_and_mismatch_are_named_and_the_previous_checkpoint_is_used(
         assert "saved at ZeRO stage 2 and this run uses 3" in values["stage"]
         assert "is a file, not a checkpoint directory" in values["file"]
         assert values["losses"] == 8, "resumed from the middle (4 of 12 batches done), not from the end (6)"
+        assert "typo.ckpt does not exist. In" in values["typo"]
+        assert "end.ckpt, middle.ckpt, window.ckpt" in values["typo"]
     (warning,) = results[0]["warnings"]
     assert "mp_rank_00_model_states.pt have changed" in warning
     assert "middle.ckpt" in warning
+    assert "1 optimizer steps are lost: it is of step 2, not of step 3." in warning
 
 
 def test_a_real_run_killed_while_saving_resumes(tmp_path: Path, model_folder: str) -> None:
