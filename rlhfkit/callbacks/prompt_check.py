@@ -5,7 +5,6 @@ from typing import Any
 from rlhfkit.models.load import base_model_name, existing_name
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.prompt_room import longest_prompt
-from rlhfkit.rollout.replay import ReplayEngine
 
 
 def check_prompts(trainer: Any, module: Any, engine: RolloutEngine, sampling: SamplingSpec) -> None:
@@ -24,7 +23,7 @@ def check_prompts(trainer: Any, module: Any, engine: RolloutEngine, sampling: Sa
     """
     check = getattr(trainer.datamodule, "check_prompts", None)
     model = module.hparams.get("model")
-    if check is None or not isinstance(model, str) or isinstance(engine, ReplayEngine):
+    if check is None or not isinstance(model, str) or engine.recorded:
         return
     from transformers import AutoConfig
 

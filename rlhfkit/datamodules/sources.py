@@ -4,10 +4,12 @@ Every mistake that can be seen here is reported here, naming the file, the colum
 same data and so sees the same error.
 """
 
+import codecs
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +53,7 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
         rows = _read_path(name, split, subset)
     elif isinstance(data, Sequence):
         name = "the given list of rows"
-        rows = datasets.Dataset.from_list([dict(row) for row in data])
+        rows = _table([dict(row) for row in data])
     else:
         raise ValueError(f"data must be a path, a hub name, a list of rows or a Dataset, got {type(data).__name__}")
     if isinstance(rows, datasets.DatasetDict):
@@ -104,6 +106,8 @@ def _read_path(name: str, split: str, subset: str | None, **options: Any) -> Any
             raise ValueError(f"{name} is empty; at least one row is needed")
         if ".tsv" in suffixes:
             options["sep"] = "\t"
+        if builder == "json" and not options.get("streaming") and path.suffix not in _COMPRESSIONS:
+            _check_utf8(path)
         split = re.sub(r"\w+", "train", split, count=1)  # a file has one split, whatever the caller calls it
         return _load(name, builder, data_files=str(path), split=split, **options)
     if builder is not None or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -117,17 +121,86 @@ def _load(source: str, *args: Any, **kwargs: Any) -> Any:
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     try:
-        return datasets.load_dataset(*args, **kwargs)
+        with readable(source):
+            return datasets.load_dataset(*args, **kwargs)
     except DatasetNotFoundError as error:
         raise FileNotFoundError(
             f"{source} is neither a file, nor a folder, nor a data set on the hub: {error}"
         ) from error
     except ValueError as error:
+        if str(error).startswith(source):  # it says already what is wrong where
+            raise
         if "corresponds to no data" in str(error):  # how datasets 5.2 says that a table has a header and nothing else
             raise ValueError(f"{source} has no rows; at least one is needed") from error
         raise ValueError(f"{source} could not be read: {error}") from error
     except DatasetGenerationError as error:
+        if isinstance(error.__cause__, UnicodeDecodeError):
+            raise ValueError(_undecodable(source, error.__cause__)) from error
         raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
+
+
+@contextmanager
+def readable(source: Any) -> Iterator[None]:
+    """Say which file and line it is when a text cannot be decoded while the block reads it.
+
+    Args:
+        source: Where the rows come from.
+
+    Raises:
+        ValueError: In place of the decoder's error.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(_undecodable(source, error)) from error
+
+
+def _undecodable(source: Any, error: UnicodeDecodeError) -> str:
+    """What is wrong with a file that is not UTF-8."""
+    name, where = describe(source), ""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix not in _COMPRESSIONS:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as first:
+                    shown = line[max(first.start - 20, 0) : first.start + 20]
+                    where = f": line {number} has the byte 0x{line[first.start]:02x} ({shown!r})"
+                    break
+    return (
+        f"{name} is not UTF-8{where or f' ({error})'}. Convert it, from Latin-1 for instance with "
+        f"`iconv -f latin1 -t utf-8`"
+    )
+
+
+def _check_utf8(path: Path) -> None:
+    """Raise if a text file is not UTF-8, of which Arrow's JSON reader takes no notice until a row is used."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with readable(path), path.open("rb") as file:
+        while block := file.read(2**24):
+            decoder.decode(block)
+        decoder.decode(b"", final=True)
+
+
+def _table(rows: list[dict[str, Any]]) -> "Dataset":
+    """Rows in memory as a table, in which a column has one type."""
+    import datasets
+    import pyarrow  # type: ignore[import-untyped]  # it ships none
+
+    try:
+        return datasets.Dataset.from_list(rows)
+    except pyarrow.ArrowException as error:  # whose message names neither column nor row
+        for column in rows[0]:
+            kinds = [(index, type(row[column])) for index, row in enumerate(rows) if row.get(column) is not None]
+            other = next((one for one in kinds if one[1] is not kinds[0][1]), None)
+            if other is not None:
+                raise ValueError(
+                    f"column {column!r} of the given rows holds {kinds[0][1].__name__} in row {kinds[0][0]} and "
+                    f"{other[1].__name__} in row {other[0]} ({rows[other[0]][column]!r:.80}): a column has one type, "
+                    "so write all its values as the same"
+                ) from error
+        raise ValueError(f"the given rows make no table: {error}") from error
 
 
 def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:

@@ -18,7 +18,7 @@ from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, log_counts
 from rlhfkit.datamodules.formats import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
 from rlhfkit.datamodules.instructions import SFTDataModule
 from rlhfkit.datamodules.mixing import Mixture
-from rlhfkit.datamodules.sources import describe, stream_rows
+from rlhfkit.datamodules.sources import describe, readable, stream_rows
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,8 @@ class _SourceStream:
 
         self.rows = stream_rows(source, split=options.split, subset=options.subset)
         self.source = describe(source)
-        head = [dict(row) for row in self.rows.take(1)]
+        with readable(source):
+            head = [dict(row) for row in self.rows.take(1)]
         if not head:
             raise ValueError(f"{self.source} has no rows; at least one is needed")
         named = {name: getattr(options, name) for name in ("messages", "prompt", "completion", "text")}
@@ -191,7 +192,7 @@ class _SourceStream:
         """The rest of one pass."""
         first = row // self.block * self.block
         rows = iter(self.rows.skip(first))
-        while block := list(itertools.islice(rows, self.block)):
+        while block := self._block(rows):
             order = list(range(len(block)))
             if self.seed is not None:
                 order = permutation(len(block), seed=self.seed, number=(number << 40) + first)
@@ -205,6 +206,11 @@ class _SourceStream:
                     yield place + 1, fitting
             log_counts(self.source, len(block), counts, self.builder.max_length)
             first += len(block)
+
+    def _block(self, rows: Iterator[Any]) -> list[Any]:
+        """The next rows."""
+        with readable(self.source):
+            return list(itertools.islice(rows, self.block))
 
     def _recipes(self, builder: ExampleBuilder, row: Mapping[str, Any], where: str) -> list[Recipe]:
         return [builder.recipe(row, where, self.columns)]

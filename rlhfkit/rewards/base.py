@@ -15,15 +15,20 @@ import itertools
 import math
 import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from statistics import fmean
 from typing import Any, Protocol
 
+import torch
+
 from rlhfkit.data.experience import Sample
+from rlhfkit.rewards.failures import RewardFailure
 from rlhfkit.rewards.watchdog import WARN_AFTER, warn_if_slow
 
 TIMEOUT = 600.0
 """Seconds that an async reward may take for one batch of samples, unless told otherwise."""
+
+_LARGEST = torch.finfo(torch.float32).max
 
 _GRACE = 5.0  # seconds that a cancelled async reward has to end
 
@@ -141,23 +146,62 @@ def evaluate(
         ValueError: See :func:`score_samples`.
         TimeoutError: See :func:`score_samples`.
     """
+    before = _fingerprints(samples)
     results = {name: _call(name, reward, samples, warn_after) for name, reward in rewards.items()}
     waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
     if waiting:
         results |= _wait(waiting, timeout, len(samples))
+    after = _fingerprints(samples)
+    if after != before:
+        changed = next(place for place, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
+        raise ValueError(
+            f"reward {' or '.join(map(repr, rewards))} has changed the token ids of sample {changed} (prompt "
+            f"{samples[changed].prompt.index}), which would be trained on: work on a copy, list(sample.token_ids)"
+        )
     return {name: _checked(name, result, samples) for name, result in results.items()}
+
+
+def _fingerprints(samples: Sequence[Sample]) -> list[tuple[int, int]]:
+    """Of the tokens that will be trained on."""
+    prompts = {id(sample.prompt): hash(tuple(sample.prompt.token_ids)) for sample in samples}
+    return [(prompts[id(sample.prompt)], hash(tuple(sample.token_ids))) for sample in samples]
 
 
 def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: float) -> Any:
     """What a reward returns, watched unless it says that it needs no watching."""
+    given = list(samples)  # its own, so that sorting it or taking out of it moves nobody's reward
     if getattr(reward, "bounded", False) or getattr(reward, "composed", False):
-        return reward(samples)
+        return _passed_on(name, reward, given)
     prompts = sorted({sample.prompt.index for sample in samples})
     shown = ", ".join(map(str, prompts[:8])) + (" ..." if len(prompts) > 8 else "")
     what = f"reward {name!r}, called with {len(samples)} samples of prompts {shown},"
     advice = "It runs in the trainer's own process and cannot be stopped there; SandboxedReward runs it in another one."
     with warn_if_slow(what, advice, after=warn_after):
+        return _passed_on(name, reward, given)
+
+
+def _passed_on(name: str, reward: Reward, samples: list[Sample]) -> Any:
+    """What a reward returns; what it raises says whose error it is.
+
+    Raises:
+        RewardFailure: In place of errors that say too little, or would end the process.
+    """
+    try:
         return _taken(reward(samples), len(samples))
+    except SystemExit as error:
+        raise RewardFailure(
+            f"reward {name!r} has called sys.exit({error.code!r}), which would end the run: let it return None for "
+            "samples that it cannot score, or raise an error"
+        ) from error
+    except KeyError as error:
+        columns = ", ".join(sorted({column for sample in samples for column in sample.prompt.metadata}))
+        raise RewardFailure(
+            f"reward {name!r} failed with KeyError: {error}. The prompts' metadata has {columns or 'nothing'}; the "
+            "column given as PromptDataModule(answer=...) is sample.prompt.answer"
+        ) from error
+    except Exception as error:
+        error.add_note(f"raised by reward {name!r}, scoring {len(samples)} samples")
+        raise
 
 
 def _taken(values: Any, count: int) -> Any:
@@ -208,7 +252,8 @@ def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | 
     """The values as floats and ``None``, or an error that says which one is wrong."""
     rule = "a reward returns one finite number or None for each sample, in order"
     try:
-        listed = None if isinstance(values, str | Mapping) else list(_taken(values, len(samples)))
+        ordered = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping | Set)
+        listed = list(values) if ordered else None
     except TypeError:
         listed = None
     if listed is None:
@@ -224,6 +269,11 @@ def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | 
             number = math.nan if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
+        if math.isfinite(number) and abs(number) > _LARGEST:
+            raise ValueError(
+                f"reward {name!r} returned {value!r} for sample {position} (prompt {sample.prompt.index}), and rewards "
+                f"are numbers of float32, {_LARGEST:.3g} at most: scale it, or clip it"
+            )
         if not math.isfinite(number):
             raise ValueError(
                 f"reward {name!r} returned {value!r} for sample {position} (prompt {sample.prompt.index}: "

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import datasets
 import pytest
+from tiny_models import tiny_tokenizer
 
+from rlhfkit.datamodules import StreamingSFTDataModule
 from rlhfkit.datamodules.sources import check_columns, load_tokenizer, read_rows
 
 ROWS = [{"prompt": "1+1=", "answer": "two"}, {"prompt": "2+2=", "answer": "four"}]
@@ -104,3 +106,21 @@ def test_missing_values_are_counted_and_the_first_is_named(write_rows: Write) ->
 def test_no_tokenizer_says_where_to_give_one() -> None:
     with pytest.raises(ValueError, match="give the DataModule one, tokenizer='folder or hub name'"):
         load_tokenizer(None, object())
+
+
+@pytest.mark.parametrize("name", ["latin.jsonl", "latin.csv"])
+def test_a_file_that_is_not_utf8_is_named_with_line_byte_and_cure(tmp_path: Path, name: str) -> None:
+    head = b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n' if name.endswith("jsonl") else b"prompt\ncaf\xe9\n"
+    (tmp_path / name).write_bytes(head)
+    message = rf"{name} is not UTF-8: line 2 has the byte 0xe9 .*iconv"
+    with pytest.raises(ValueError, match=message):
+        read_rows(str(tmp_path / name))
+    data = StreamingSFTDataModule(str(tmp_path / name), text="prompt", steps_per_epoch=1, tokenizer=tiny_tokenizer())
+    with pytest.raises(ValueError, match=message):
+        data.setup("fit") or next(data.open_stream())
+
+
+def test_a_column_of_two_types_is_named_with_both_rows() -> None:
+    rows = [{"prompt": "a", "level": 1}, {"prompt": "b", "level": 2}, {"prompt": 3, "level": 3}]
+    with pytest.raises(ValueError, match=r"column 'prompt' of the given rows .* str in row 0 and int in row 2 \(3\)"):
+        read_rows(rows)
