@@ -42,7 +42,7 @@ RECORDS = {
     "MicroBatch", "PaddedBatch", "PreferenceBatch", "PreferenceExample", "Prompt", "Sample", "Step", "StepwiseBatch",
     "StepwiseExample", "TokenBatch", "TokenExample", "UnpairedBatch", "UnpairedExample", "WeightInfo",
     "DistilledExamples", "PreferenceExamples", "StepwiseExamples", "UnpairedExamples", "ModuleWeights",
-    "PromptBody", "PromptPass", "SampleBody", "SamplingSpec",
+    "PromptBody", "PromptPass", "SampleBody",
 }  # fmt: skip
 """What the library makes itself, some of it once a token: their numbers are checked where they come from."""
 
