@@ -1,0 +1,71 @@
+"""What a table of arguments is made of: changes that must be seen, and reasons why one cannot be."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value of an argument, after which something that a user can observe is different."""
+
+    value: Any
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that both runs have, because the one in question says something about them."""
+    around: Mapping[str, Any] = field(default_factory=dict)
+    """What both runs have around the object: data, callbacks."""
+    built: bool = False
+    """Seen on the object as it is built; nothing has to run."""
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """An argument that changes nothing that can be observed here."""
+
+    reason: str
+
+
+Rows = Mapping[str, Change | Unseen]
+Observe = Callable[[type, Mapping[str, Any], Mapping[str, Any], bool], Any]
+"""From a class, its arguments, what is around it and whether it only has to be built, to whatever can be compared."""
+
+
+def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
+    """All arguments of a class by name: its own, and those that its ``**kwargs`` hand on along the MRO."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in kind.__mro__:
+        if "__init__" not in base.__dict__:
+            continue
+        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]
+        for parameter in parameters:
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                found.setdefault(parameter.name, parameter)
+        if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return found
+
+
+def ignored(kind: type, rows: Rows, least: Mapping[str, Any], observe: Observe, names: list[str]) -> list[str]:
+    """Of some arguments of a class, those that make no difference.
+
+    Args:
+        kind: The class.
+        rows: Its table.
+        least: Arguments that every run has.
+        observe: Runs it.
+        names: The arguments.
+    """
+    seen: dict[str, Any] = {}
+    found = []
+    for name in names:
+        row = rows[name]
+        if isinstance(row, Unseen):
+            continue
+        given = {**least, **row.given}
+        key = repr((sorted(given.items(), key=str), sorted(row.around.items(), key=str), row.built))
+        if key not in seen:
+            seen[key] = observe(kind, given, row.around, row.built)
+        if observe(kind, {**given, name: row.value}, row.around, row.built) == seen[key]:
+            found.append(name)
+    return found

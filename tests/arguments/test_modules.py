@@ -1,0 +1,234 @@
+"""Every argument of every module: changed, it changes what is learned, logged or built, or a reason is given."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rlhfkit.modules
+from rlhfkit import (
+    CPOModule,
+    DFTModule,
+    DistillationModule,
+    DPOModule,
+    GRPOModule,
+    KTOModule,
+    LoRA,
+    OnPolicyDistillationModule,
+    ORPOModule,
+    PPOModule,
+    ProcessRewardModule,
+    RewardModule,
+    SFTModule,
+    SimPOModule,
+)
+
+from . import learning
+from .table import Change, Rows, Unseen, arguments_of, ignored
+
+LEAST: dict[str, Any] = {"model": "@model", "lr": 0.03}
+ONLY_GRADIENTS = Unseen("the base class's; this module has no pass without gradient over more than a micro-batch")
+BITS = Unseen("needs the extra qlora; tests/modules/test_lora.py compares with full weights where it is installed")
+
+
+def by_rewards(rewards: Tensor, group: Tensor) -> Tensor:
+    """An estimator of a user's own."""
+    return rewards - 0.3
+
+
+POLICY: dict[str, Change | Unseen] = {
+    "model": Change("@other"),
+    "lr": Change(0.01),
+    "weight_decay": Change(0.5),
+    "betas": Change((0.5, 0.5)),
+    "warmup_steps": Change(2),
+    "lr_schedule": Change("linear"),
+    "attention": Change("sdpa", built=True),
+    "gradient_checkpointing": Change(True, built=True),
+    "lora": Change(LoRA(rank=2), built=True),
+    "quantization": BITS,
+    "router_aux_loss_coef": Change(0.5, given={"model": "@experts"}),
+    "max_tokens_per_forward": Change(8),
+    "trust_remote_code": Change(True, given={"model": "@remote"}, built=True),
+}
+GRADIENTS = POLICY | {"max_tokens_per_forward": ONLY_GRADIENTS}
+REFERENCE: dict[str, Change | Unseen] = {
+    "ref_model": Change("@other"),
+    "precompute_ref_log_probs": Change(True),
+    "ref_cache": Change("@cache", given={"precompute_ref_log_probs": True}),
+    "ref_model_sync_steps": Change(1),
+    "ref_model_mixup_alpha": Change(0.1, given={"ref_model_sync_steps": 1}),
+    "max_tokens_per_forward": Change(8, given={"precompute_ref_log_probs": True}),
+}
+PAIRS: dict[str, Change | Unseen] = {"beta": Change(0.7), "label_smoothing": Change(0.2), "nll_coef": Change(0.5)}
+KL: dict[str, Any] = {"kl_coef": 0.1}
+CONSTANT: dict[str, Any] = {"aggregation": "constant-length", "max_length": 4}
+ON_POLICY: dict[str, Change | Unseen] = {
+    "advantages": Change(by_rewards),
+    "policy_loss": Change("cispo_loss"),
+    "policy_loss_arguments": Change({"dual_clip": 1.01}, given={"policy_loss": "ppo_loss"}),
+    "clip_low": Change(0.001),
+    "clip_high": Change(0.001),
+    "aggregation": Change("sequence-mean-token-sum"),
+    "max_length": Change(9, given=CONSTANT),
+    "kl_coef": Change(0.3),
+    "kl_estimator": Change("k2", given=KL),
+    "kl_target": Change(0.01, given=KL | {"kl_horizon": 10}),
+    "kl_horizon": Change(20, given=KL | {"kl_target": 0.01}, around={"epochs": 2}),
+    "kl_stop": Change(1e-6),
+    "kl_in_reward": Change("token", given=KL),
+    "entropy_coef": Change(0.1),
+    "ptx_coef": Change(0.3, given={"ptx_coef": 0.1}, around={"text": True}),
+    "correction": Change("tis"),
+    "log_entropy": Change(False),
+    "reward_model": Change("@scorer"),
+    "mask_truncated": Change(True),
+    "stop_properly_coef": Change(0.1),
+    "missing_eos_penalty": Change(0.7),
+    "normalize_rewards": Change(True),
+    "reward_clip": Change(0.5),
+}
+GROUPS: dict[str, Change | Unseen] = {
+    "advantage_scale": Change("batch"),
+    "gamma": Change(0.5),
+    "whiten_advantages": Change(True),
+    "token_level_rewards": Change(True, given={"advantage_scale": "none"}),
+}
+SHAPING = {"stop_properly_coef", "missing_eos_penalty", "normalize_rewards", "reward_clip", "reward_model"}
+
+
+def rewarded(row: Change | Unseen) -> Change:
+    """The same where rewards have a part in distillation."""
+    assert isinstance(row, Change)
+    return dataclasses.replace(row, given={**row.given, "reward_coef": 0.5})
+
+
+JSD: dict[str, Any] = {"divergence": "jsd"}
+PPO: dict[str, Change | Unseen] = {
+    "critic": Change("@other"),
+    "shared_backbone": Change(True),
+    "critic_lr": Change(1e-3),
+    "value_coef": Change(0.3, given={"shared_backbone": True}),
+    "value_clip": Change(1e-4),
+    "gamma": Change(0.5),
+    "lam": Change(0.3),
+    "critic_lam": Change(0.3),
+    "normalize_values": Change(True),
+    "whiten_advantages": Change(False),
+    "critic_warmup_steps": Change(2),
+    "kl_coef": Change(0.3, around={"epochs": 2}),  # in the first iteration the policy is the reference
+    "kl_in_reward": Change(False),
+    "kl_estimator": Change("k2"),
+    "kl_target": Change(0.01, given={"kl_horizon": 10}),
+    "kl_horizon": Change(20, given={"kl_target": 0.01}, around={"epochs": 2}),
+}
+SCALAR = GRADIENTS | {"head_std": Change(0.5)}
+TABLE: dict[type, tuple[str, Rows]] = {
+    SFTModule: ("texts", GRADIENTS),
+    DFTModule: ("texts", GRADIENTS),
+    DPOModule: (
+        "pairs",
+        POLICY
+        | REFERENCE
+        | PAIRS
+        | {
+            "loss_type": Change("ipo"),
+            "divergence": Change("forward_kl"),
+            "divergence_alpha": Change(0.2, given={"divergence": "alpha"}),
+            "discopop_temperature": Change(0.5, given={"loss_type": "discopop"}),
+            "ld_alpha": Change(0.1),
+            "use_weighting": Change(True),
+            "reference_free": Change(True),
+        },
+    ),
+    SimPOModule: ("pairs", GRADIENTS | PAIRS | {"gamma": Change(0.3), "alpha": Change(0.3)}),
+    CPOModule: ("pairs", GRADIENTS | PAIRS | {"loss_type": Change("hinge")}),
+    ORPOModule: ("pairs", GRADIENTS | {"beta": Change(0.7)}),
+    KTOModule: (
+        "unpaired",
+        POLICY
+        | REFERENCE
+        | {
+            "beta": Change(0.7),
+            "desirable_weight": Change(2.0),
+            "undesirable_weight": Change(2.0),
+            "loss_type": Change("apo_zero_unpaired"),
+        },
+    ),
+    RewardModule: ("pairs", SCALAR | {"centering": Change(0.5), "label_smoothing": Change(0.2)}),
+    ProcessRewardModule: ("steps", SCALAR),
+    DistillationModule: (
+        "texts",
+        POLICY
+        | {
+            "teacher": Change("@model"),
+            "divergence": Change("reverse_kl"),
+            "temperature": Change(3.0),
+            "teacher_weight": Change(0.2, given=JSD),
+            "distillation_coef": Change(0.4),
+            "top_k": Change(3),
+            "remainder": Change("renormalize", given={"top_k": 3}),
+            "precompute_teacher": Change(True, given={"top_k": 3}),
+            "teacher_cache": Change("@cache", given={"top_k": 3, "precompute_teacher": True}),
+            "chunk_size": Change(1),
+            "max_tokens_per_forward": Change(8, given={"top_k": 3, "precompute_teacher": True}),
+        },
+    ),
+    GRPOModule: ("prompts", POLICY | ON_POLICY | GROUPS),
+    OnPolicyDistillationModule: (
+        "prompts",
+        POLICY
+        | ON_POLICY
+        | {
+            "teacher": Change("@model"),
+            "divergence": Change("reverse_kl"),
+            "distillation_coef": Change(0.3),
+            "distillation_gamma": Change(0.5),
+            "reward_coef": Change(0.5),
+            "teacher_weight": Change(0.2, given=JSD),
+            "top_k": Change(3, given=JSD),
+            "remainder": Change("renormalize", given=JSD | {"top_k": 3}),
+            "chunk_size": Change(1, given=JSD),
+        }
+        | {name: rewarded(row) for name, row in (ON_POLICY | GROUPS).items() if name in GROUPS or name in SHAPING},
+    ),
+    PPOModule: ("prompts", POLICY | ON_POLICY | PPO),
+}
+LEAST_OF: dict[type, dict[str, Any]] = {
+    DistillationModule: {"teacher": "@other"},
+    OnPolicyDistillationModule: {"teacher": "@other"},
+}
+ABSTRACT = {"PolicyModule", "PreferenceModule", "ReferenceModule", "ScalarModule", "OnPolicyModule", "RewardedModule"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    place = tmp_path_factory.mktemp("arguments")
+    learning.prepare(place)
+    return place
+
+
+def test_every_module_is_in_the_table() -> None:
+    kinds = {getattr(rlhfkit.modules, name) for name in rlhfkit.modules.__all__}
+    modules = {kind for kind in kinds if isinstance(kind, type) and issubclass(kind, rlhfkit.modules.PolicyModule)}
+    assert {kind.__name__ for kind in modules - set(TABLE)} <= ABSTRACT
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_every_argument_has_a_row(kind: type) -> None:
+    assert set(TABLE[kind][1]) == set(arguments_of(kind))
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_no_argument_is_accepted_and_ignored(folder: Path, kind: type) -> None:
+    data, rows = TABLE[kind]
+    observe = functools.partial(learning.learn, folder, data)
+    least = LEAST | LEAST_OF.get(kind, {})
+    assert observe(kind, least, {}, False) == observe(kind, least, {}, False)
+    assert "error" not in observe(kind, least, {}, False)
+    assert ignored(kind, rows, least, observe, list(rows)) == []
