@@ -17,6 +17,8 @@ class Change:
     """What both runs have around the object: data, callbacks."""
     built: bool = False
     """Seen on the object as it is built; nothing has to run."""
+    refused: bool = False
+    """What is seen is an error that says why it does not fit here."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def ignored(kind: type, rows: Rows, least: Mapping[str, Any], observe: Observe, names: list[str]) -> list[str]:
-    """Of some arguments of a class, those that make no difference.
+    """Of some arguments of a class, those that make no difference, or an error where none was expected.
 
     Args:
         kind: The class.
@@ -66,6 +68,10 @@ def ignored(kind: type, rows: Rows, least: Mapping[str, Any], observe: Observe, 
         key = repr((sorted(given.items(), key=str), sorted(row.around.items(), key=str), row.built))
         if key not in seen:
             seen[key] = observe(kind, given, row.around, row.built)
-        if observe(kind, {**given, name: row.value}, row.around, row.built) == seen[key]:
+        changed = observe(kind, {**given, name: row.value}, row.around, row.built)
+        errors = [one["error"] for one in (seen[key], changed) if isinstance(one, dict) and "error" in one]
+        if len(errors) != row.refused:
+            found.append(f"{name}: {errors}")
+        elif changed == seen[key]:
             found.append(name)
     return found

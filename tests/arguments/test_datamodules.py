@@ -1,0 +1,249 @@
+"""Every argument of every DataModule: changed, it changes what is trained or validated on, or a reason is given."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lightning as L
+import pytest
+import torch
+from tiny_models import tiny_tokenizer
+from torch import Tensor
+
+from rlhfkit import (
+    Mixture,
+    PreferenceDataModule,
+    PromptDataModule,
+    SFTDataModule,
+    StepwiseDataModule,
+    StreamingSFTDataModule,
+    UnpairedPreferenceDataModule,
+)
+
+from .table import Change, Rows, Unseen, arguments_of, ignored
+
+TEMPLATE = (
+    "{% if style is defined %}{{ style }}{% endif %}{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+CHAT = {"tokenizer": "@chat"}
+
+
+def wide() -> list[dict[str, Any]]:
+    """Rows in which everything is there twice, under names that nobody would guess."""
+    rows = []
+    for i in range(6):
+        row: dict[str, Any] = {}
+        for copy in (1, 2):
+            asked, said = f"{i}+{copy}=", "x" * (i % 3) + str(i + copy)
+            row |= {f"q{copy}": asked, f"a{copy}": said, f"b{copy}": "y" * copy, f"t{copy}": asked + said}
+            row |= {f"l{copy}": bool((i + copy) % 2), f"g{copy}": 0.5 * copy, f"s{copy}": [said, "so" * copy]}
+            row |= {f"v{copy}": [True, copy == 1], f"k{copy}": f"{asked}!{said}!"}
+            chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+            row |= {f"c{copy}": chat, f"p{copy}": f"{asked}{said}", f"d{copy}": (i * copy) % 4}
+        rows.append(row)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Files and tokenizers."""
+    torch.set_num_threads(1)
+    place = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        (place / "wide.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wide()))
+        (place / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wide()[:4]))
+        tiny_tokenizer().save_pretrained(place / "plain")
+        chat = tiny_tokenizer()
+        chat.chat_template = TEMPLATE
+        chat.save_pretrained(place / "chat")
+        yield place
+
+
+class Record(L.LightningModule):
+    """Writes down what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(read(batch))
+        return self.weight * 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(("validation", read(batch)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def read(value: Any) -> Any:
+    """Tensors as lists."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if hasattr(value, "__dict__"):
+        return {name: read(one) for name, one in vars(value).items()}
+    return [read(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def batches(folder: Path, kind: type, arguments: Mapping[str, Any], around: Mapping[str, Any], built: bool) -> Any:
+    """All that one epoch trains and validates on, or prompts; and the files that were written."""
+    with tempfile.TemporaryDirectory() as own:
+
+        def path(value: Any) -> Any:
+            if not (isinstance(value, str) and value.startswith("@")):
+                return value
+            return str((folder if (folder / value[1:]).exists() else Path(own)) / value[1:])
+
+        given = {name: path(value) for name, value in arguments.items()}
+        if kind is Mixture:
+            mixture = Mixture([(path(source), weight) for source, weight in given["weights"]], until=given["until"])
+            return batches(folder, SFTDataModule, TEXT | {"data": mixture}, around, built)
+        try:
+            data: Any = kind(**given)
+            if isinstance(data, PromptDataModule):
+                return prompts(data, own)
+            module = Record()
+            trainer = L.Trainer(
+                accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False, default_root_dir=own, accumulate_grad_batches=2,
+                num_sanity_val_steps=0,
+            )  # fmt: skip
+            trainer.fit(module, data)
+        except (ValueError, TypeError, RuntimeError) as error:
+            return {"error": str(error).replace(own, "")}
+        files = sorted(str(file.relative_to(own).parts[0]) for file in Path(own).rglob("*") if file.is_file())
+        return {"seen": module.seen, "files": files}
+
+
+def prompts(data: PromptDataModule, own: str) -> Any:
+    """What is drawn in two passes, and what is beside it."""
+    data.setup("fit")
+    drawn = data.draws()
+    first = [next(drawn) for _ in range(8)]
+    validation = [[read(prompt) for prompt in part] for part in data.validation_batches()]
+    return [read(prompt) for prompt in first], validation, data.rollout_batch_size
+
+
+TEXT: dict[str, Any] = {"data": "@wide.jsonl", "tokenizer": "@plain", "text": "t1", "micro_batch_size": 2}
+ANSWERS: dict[str, Any] = {"prompt": "q1", "completion": "a1", "text": None}
+VALIDATED: dict[str, Any] = {"validation_data": "@other.jsonl", "validation_split": "train"}
+CHATTED: dict[str, Any] = {"tokenizer": "@chat", "prompt": "q1", "completion": "a1", "text": None}
+LIMITED: dict[str, Any] = {"max_tokens_per_micro_batch": 32, "micro_batch_size": None, "max_length": 8}
+EXAMPLES: dict[str, Change | Unseen] = {
+    "data": Change("@other.jsonl"),
+    "prompt": Change("q2", given=ANSWERS),
+    "completion": Change("a2", given=ANSWERS),
+    "messages": Change("c2", given={"messages": "c1", "text": None, "tokenizer": "@chat"}),
+    "text": Change("t2"),
+    "validation_data": Change("@other.jsonl", given={"validation_split": "train"}),
+    "split": Change("train[:50%]"),
+    "validation_split": Change("train[:50%]", given=VALIDATED),
+    "subset": Unseen("configurations are the hub's, which no test asks"),
+    "micro_batch_size": Change(1),
+    "max_tokens_per_micro_batch": Change(16, given=LIMITED),
+    "max_length": Change(6),
+    "overlong": Change("drop", given={"max_length": 9}),
+    "drop_last": Change(True),
+    "shuffle": Change(False),
+    "seed": Change(1),
+    "apply_chat_template": Change(False, given=CHATTED),
+    "system": Change("Be brief.", given=CHATTED),
+    "chat_template_arguments": Change({"style": "!"}, given=CHATTED),
+    "tokenizer": Change("@chat", given=ANSWERS),
+    "cache_dir": Change("@tokens"),
+    "num_proc": Unseen("the same examples, made by more processes: tests/datamodules/test_cache.py"),
+}
+PAIRS: dict[str, Any] = {"prompt": "q1", "chosen": "a1", "rejected": "b1", "text": None}
+LABELLED: dict[str, Any] = {"prompt": "q1", "completion": "a1", "label": "l1", "text": None}
+STEPS: dict[str, Any] = {"prompt": "q1", "completions": "s1", "labels": "v1", "text": None}
+NO_COLUMN = Unseen("refused: this kind of data has no such column")
+
+
+def with_least(rows: Rows, least: Mapping[str, Any], **changed: Change | Unseen) -> Rows:
+    """The same rows for data of other columns; ``given`` of a row comes last."""
+    made: dict[str, Change | Unseen] = {}
+    chat = {"tokenizer": "@chat"}
+    for name, row in rows.items():
+        if isinstance(row, Change):
+            kept = {key: value for key, value in row.given.items() if key not in {*ANSWERS, "tokenizer"}}
+            if row.given.get("tokenizer") == "@chat":
+                kept |= chat
+            row = Change(row.value, {**least, **kept}, row.around, row.built, row.refused)
+        made[name] = row
+    return made | changed
+
+
+TABLE: dict[type, Rows] = {
+    SFTDataModule: EXAMPLES,
+    PreferenceDataModule: with_least(
+        EXAMPLES,
+        PAIRS,
+        chosen=Change("a2", given=PAIRS),
+        rejected=Change("b2", given=PAIRS),
+        margin=Change("g1", given=PAIRS),
+        completion=Change("a1", given=PAIRS, refused=True),
+        messages=Change("c1", given=PAIRS, refused=True),
+        text=Change("t1", given=PAIRS, refused=True),
+    ),
+    UnpairedPreferenceDataModule: with_least(
+        EXAMPLES,
+        LABELLED,
+        label=Change("l2", given=LABELLED),
+        chosen=Change("a2", given=PAIRS),
+        rejected=Change("b2", given=PAIRS),
+        messages=Change("c1", given=LABELLED, refused=True),
+        text=Change("t1", given=LABELLED, refused=True),
+    ),
+    StepwiseDataModule: with_least(
+        EXAMPLES,
+        STEPS,
+        completions=Change("s2", given=STEPS),
+        labels=Change("v2", given=STEPS),
+        separator=Change(";", given=STEPS),
+        text=Change("k2", given={"text": "k1", "labels": "v1", "step_token": "!"}),
+        step_token=Change("=", given={"text": "k1", "labels": "v1", "step_token": "!"}, refused=True),
+        completion=Change("a1", given=STEPS, refused=True),
+        messages=Change("c1", given=STEPS, refused=True),
+    ),
+    StreamingSFTDataModule: {
+        **EXAMPLES,
+        "split": Change("train[:50%]", refused=True),
+        "steps_per_epoch": Change(2),
+        "shuffle_block": Change(1),
+        "max_tokens_per_micro_batch": Change(20, refused=True),
+        "drop_last": Change(True, refused=True),
+        "cache_dir": Change("@tokens", refused=True),
+        "num_proc": Change(2, refused=True),
+    },
+    Mixture: {
+        "weights": Change([("@wide.jsonl", 3.0), ("@other.jsonl", 1.0)]),
+        "until": Change("first"),
+    },
+}
+LEAST_OF: dict[type, dict[str, Any]] = {
+    StreamingSFTDataModule: TEXT | {"steps_per_epoch": 1},
+    Mixture: {"weights": [("@wide.jsonl", 1.0), ("@other.jsonl", 1.0)], "until": "all"},
+}
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_every_argument_has_a_row(kind: type) -> None:
+    assert set(TABLE[kind]) == set(arguments_of(kind))
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_no_argument_is_accepted_and_ignored(folder: Path, kind: type) -> None:
+    def observe(*arguments: Any) -> Any:
+        return batches(folder, *arguments)
+
+    rows = TABLE[kind]
+    found = ignored(kind, rows, LEAST_OF.get(kind, TEXT), observe, list(rows))
+    assert not found, "\n".join(found)
