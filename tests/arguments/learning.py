@@ -116,6 +116,20 @@ class Watch(L.Callback):
         self.seen |= {"metrics": metrics, "weights": look(pl_module)}
 
 
+def optimizers(module: Any) -> Any:
+    """Settings of the optimizer, and what the schedule makes of them in three steps."""
+    made = module.configure_optimizers()
+    optimizer = made["optimizer"] if isinstance(made, dict) else made
+    schedule = made["lr_scheduler"]["scheduler"] if isinstance(made, dict) else None
+    settings = []
+    for _ in range(3):
+        settings += [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return settings
+
+
 def look(module: Any) -> dict[str, Any]:
     """What is there once the network is built."""
     children: Any = dict(module.named_children())
@@ -157,7 +171,7 @@ def learn(
             module: Any = kind(**{name: path(value) for name, value in arguments.items()})
             if built:
                 module.configure_model()
-                return look(module)
+                return look(module), optimizers(module)
             watch = Watch()
             callbacks: list[L.Callback] = [watch]
             if issubclass(kind, OnPolicyModule):

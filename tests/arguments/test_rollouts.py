@@ -1,0 +1,284 @@
+"""Every argument of what a run of reinforcement learning is put together of: changed, something can be seen of it."""
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rlhfkit import (
+    EMA,
+    EpisodeEngine,
+    GRPOModule,
+    HFExport,
+    LocalEngine,
+    LoRA,
+    NonFiniteGuard,
+    PromptDataModule,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    VLLMPool,
+    callbacks,
+    episodes,
+    rollout,
+)
+from rlhfkit.callbacks import Invariants, RolloutDump, SampleTable, TrainingCurves
+from rlhfkit.datamodules.curriculum import ByColumn
+from rlhfkit.episodes import AgentEngine
+from rlhfkit.rollout import DynamicSampling, HealthPolicy, ReplayEngine
+
+from . import learning
+from .table import Change, Rows, Unseen, arguments_of, ignored
+
+
+def longest(samples: Sequence[Sample]) -> list[float]:
+    """Another reward."""
+    return [float(len(sample.token_ids)) for sample in samples]
+
+
+def never(samples: Sequence[Sample]) -> bool:
+    """Keeps no group."""
+    return False
+
+
+def turns(sample: Sample) -> float:
+    """The same for all samples."""
+    return 1.0
+
+
+class Cut(LocalEngine):
+    """Says that all of its answers were cut off."""
+
+    def generate(self, *arguments: Any, **more: Any) -> list[Sample]:
+        samples = super().generate(*arguments, **more)
+        for sample in samples:
+            sample.finish_reason = "length"
+        return samples
+
+
+class Infinite(GRPOModule):
+    """Has no finite loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * float("inf")
+
+
+class Samples(L.Callback):
+    """All that was sampled, in training and in validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
+        self.seen += [written(sample) for sample in (*rollouts.samples, *rollouts.validation_samples)]
+
+
+def written(sample: Sample) -> Any:
+    return (sample.prompt.token_ids, sample.prompt.answer, sample.token_ids, sample.finish_reason, sample.reward)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    place = tmp_path_factory.mktemp("rollouts")
+    learning.prepare(place)
+    for name, count in (("prompts", 8), ("others", 6)):
+        asked = [f"{i}+{i}=" if i % 2 else f"{i}=" for i in range(count)]
+        rows = [{"prompt": a, "question": f"{a}?", "answer": f"so #### {a}", "level": -i} for i, a in enumerate(asked)]
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+SAMPLING: dict[str, Any] = {"group_size": 2, "max_new_tokens": 3, "stop_token_ids": tuple(range(64, 128))}
+
+
+def run(folder: Path, kind: type, arguments: Mapping[str, Any], around: Mapping[str, Any], built: bool) -> Any:
+    """Two iterations in which an object of a class has a part: what is sampled, learned, logged, printed, written."""
+    with tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(io.StringIO()) as printed:
+
+        def path(value: Any) -> Any:
+            if isinstance(value, partial):
+                return value.func(*map(path, value.args))
+            if not (isinstance(value, str) and value.startswith("@")):
+                return value
+            return str((folder if (folder / value[1:]).exists() else Path(own)) / value[1:])
+
+        given = {name: path(value) for name, value in arguments.items()}
+        try:
+            parts = put_together(folder, kind, given, around)
+            watch, samples = learning.Watch(), Samples()
+            trainer = L.Trainer(
+                accelerator="cpu", devices=1, max_epochs=around.get("epochs", 2), logger=False, num_sanity_val_steps=0,
+                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=own,
+                callbacks=[*parts["callbacks"], watch, samples],
+            )  # fmt: skip
+            trainer.fit(parts["module"], parts["data"])
+        except (ValueError, TypeError, RuntimeError) as error:
+            return {"error": str(error).replace(own, "")}
+        files = {str(file.relative_to(own)): content(file) for file in Path(own).rglob("*") if file.is_file()}
+        return {**watch.seen, "samples": samples.seen, "printed": printed.getvalue(), "files": files}
+
+
+def content(file: Path) -> Any:
+    """Of a file; of pictures, which hold a date, the size."""
+    return file.stat().st_size if file.suffix == ".png" else file.read_bytes()
+
+
+def put_together(folder: Path, kind: type, given: dict[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:
+    """A run with one object of a class in it."""
+    data = {"data": str(folder / "prompts.jsonl"), "rollout_batch_size": 4, "micro_batch_size": 4}
+    data |= {"validation_data": str(folder / "others.jsonl"), "validation_split": "train"}
+    sampling = SamplingSpec(**(SAMPLING | given if kind is SamplingSpec else SAMPLING))
+    rollouts: dict[str, Any] = {"reward": learning.scored, "sampling": sampling, "engine": LocalEngine()}
+    if kind is DynamicSampling:
+        rollouts["dynamic_sampling"] = DynamicSampling(**given)
+    callback = RolloutCallback(**(rollouts | given if kind is RolloutCallback else rollouts))
+    extra = [kind(**given)] if issubclass(kind, L.Callback) and kind is not RolloutCallback else []
+    made = Infinite if around.get("infinite") else GRPOModule
+    lora = LoRA(rank=2) if around.get("lora") else None
+    return {
+        "module": made(str(folder / "model"), lr=0.03, lora=lora),
+        "data": PromptDataModule(**(data | given if kind is PromptDataModule else data)),
+        "callbacks": [callback, *extra],
+    }
+
+
+TEXT = Unseen("learned only with a ptx_coef: tests/arguments/test_modules.py")
+SAME_NUMBERS = "the same samples, "
+TABLE: dict[type, Rows] = {
+    PromptDataModule: {
+        "data": Change("@others.jsonl"),
+        "prompt": Change("question"),
+        "answer": Change("answer"),
+        "answer_extractor": Change(str, given={"answer": "answer"}),
+        "validation_data": Change("@prompts.jsonl"),
+        "pretraining_data": TEXT,
+        "split": Change("train[:5]"),
+        "validation_split": Change("train[:5]"),
+        "subset": Unseen("configurations are the hub's, which no test asks"),
+        "rollout_batch_size": Change(2),
+        "micro_batch_size": Change(2),
+        "validation_batch_size": Unseen(SAME_NUMBERS + "generated in other portions"),
+        "max_prompt_length": Change(3, refused=True),
+        "overlong_prompts": Change("drop", given={"max_prompt_length": 3, "rollout_batch_size": 2}, refused=True),
+        "shuffle": Change(False),
+        "seed": Change(1),
+        "order": Change(ByColumn("level")),
+        "apply_chat_template": Change(True, refused=True),
+        "system": Change("Be brief.", refused=True),
+        "chat_template_arguments": Unseen("a template's own: tests/datamodules/test_prompts.py"),
+        "tokenizer": Unseen("that of the module unless given: tests/datamodules/test_prompts.py"),
+    },
+    SamplingSpec: {
+        "group_size": Change(3),
+        "max_new_tokens": Change(2),
+        "min_new_tokens": Change(2),
+        "temperature": Change(0.5),
+        "top_p": Change(0.5),
+        "top_k": Change(2),
+        "min_p": Change(0.5),
+        "stop": Change(("1", "2", "3", "a", "b")),
+        "stop_token_ids": Change((5,)),
+        "seed": Change(1),
+    },
+    DynamicSampling: {
+        "by": Change(turns),
+        "keep": Change(never, given={"max_rounds": 2}),
+        "max_rounds": Change(2, given={"keep": never, "max_rounds": 1}),
+    },
+    RolloutCallback: {
+        "reward": Change(longest),
+        "engine": Change(Cut()),
+        "sampling": Change(SamplingSpec(**SAMPLING | {"max_new_tokens": 2})),
+        "validation_sampling": Change(SamplingSpec(**SAMPLING)),
+        "success": Change(0.1, given={"validation_sampling": SamplingSpec(**SAMPLING), "success": 1e9}),
+        "dynamic_sampling": Change(DynamicSampling(keep=never, max_rounds=2)),
+        "oversampling": Change(0.5),
+        "max_staleness": Change(1),
+        "in_flight": Unseen("when weights change depends on time: tests/callbacks/test_rollout_ahead.py"),
+        "rollout_timeout": Unseen("seconds: tests/callbacks/test_rollout_ahead.py"),
+        "alarms": Unseen("warnings: tests/callbacks/test_alarms.py"),
+        "probe_tolerance": Change(0.0, refused=True),
+    },
+    LocalEngine: {
+        "max_sequences": Unseen(SAME_NUMBERS + "so many at a time: tests/rollout/test_local.py"),
+        "device": Unseen("a machine with one device has no other"),
+    },
+    EMA: {
+        "decay": Change(0.1, given={"validate": False, "export": partial(HFExport, "@ema")}),
+        "start_step": Change(3, given={"validate": False, "export": partial(HFExport, "@ema")}),
+        "every_n_steps": Change(3, given={"validate": False, "export": partial(HFExport, "@ema")}),
+        "validate": Change(True, given={"validate": False}, refused=True),
+        "export": Change(partial(HFExport, "@ema"), given={"validate": False}),
+        "device": Unseen("a machine with one device has no other"),
+    },
+    HFExport: {
+        "folder": Change("@there"),
+        "adapter": Change(True, around={"lora": True}),
+        "every_n_epochs": Change(1),
+        "keep": Change(1, given={"every_n_epochs": 1}),
+    },
+    NonFiniteGuard: {
+        "max_skipped_updates": Change(1, around={"infinite": True}, refused=True),
+        "folder": Unseen("where batches are written when a run stops: tests/callbacks/test_guard.py"),
+    },
+    Invariants: {
+        "compares_groups": Unseen("what is checked, not what is done: tests/callbacks/test_dump_and_invariants.py")
+    },
+    RolloutDump: {
+        "folder": Change("@there"),
+        "every_n_iterations": Change(2),
+        "keep": Change(1),
+    },
+    SampleTable: {"rows": Change(2), "every_n_iterations": Change(2), "max_characters": Change(1)},
+    TrainingCurves: {
+        "path": Change("@there.png"),
+        "curves": Change((("length", ("rollout/length",)),)),
+        "title": Change("A run"),
+        "every_n_iterations": Unseen("the last picture is the same"),
+    },
+}
+LEAST: dict[type, dict[str, Any]] = {
+    HFExport: {"folder": "@here"},
+    RolloutDump: {"folder": "@here"},
+    TrainingCurves: {"path": "@here.png"},
+    DynamicSampling: {},
+}
+ELSEWHERE: dict[type, str] = {
+    VLLMPool: "starts vLLM: tests/rollout/test_pool.py, test_placement.py, test_colocate.py",
+    HealthPolicy: "when engines are given up: tests/rollout/test_health.py, test_fleet.py",
+    ReplayEngine: "its one argument is required: tests/rollout",
+    EpisodeEngine: "limits and environments: tests/episodes/test_episodes.py",
+    AgentEngine: "limits and addresses of its endpoint: tests/episodes/test_agents.py",
+}
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_every_argument_has_a_row(kind: type) -> None:
+    assert set(TABLE[kind]) == set(arguments_of(kind))
+
+
+def test_every_callback_and_engine_is_in_a_table() -> None:
+    public = [getattr(home, name) for home in (callbacks, rollout, episodes) for name in home.__all__]
+    kinds = {kind for kind in public if isinstance(kind, type)}
+    engines = {kind for kind in kinds if callable(getattr(kind, "generate", None))} - {rollout.RolloutEngine}
+    assert engines | {kind for kind in kinds if issubclass(kind, L.Callback)} <= {*TABLE, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_no_argument_is_accepted_and_ignored(folder: Path, kind: type) -> None:
+    def observe(*arguments: Any) -> Any:
+        return run(folder, *arguments)
+
+    rows = TABLE[kind]
+    found = ignored(kind, rows, LEAST.get(kind, {}), observe, list(rows))
+    assert not found, "\n".join(found)
