@@ -43,7 +43,12 @@ def wide() -> list[dict[str, Any]]:
             row |= {f"l{copy}": bool((i + copy) % 2), f"g{copy}": 0.5 * copy, f"s{copy}": [said, "so" * copy]}
             row |= {f"v{copy}": [True, copy == 1], f"k{copy}": f"{asked}!{said}!"}
             chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            row |= {f"c{copy}": chat, f"p{copy}": f"{asked}{said}", f"d{copy}": (i * copy) % 4}
+            row |= {
+                f"e{copy}": f"{said}<eos>x",
+                f"c{copy}": chat,
+                f"p{copy}": f"{asked}{said}",
+                f"d{copy}": (i * copy) % 4,
+            }
         rows.append(row)
     return rows
 
@@ -157,6 +162,7 @@ EXAMPLES: dict[str, Change | Unseen] = {
     "apply_chat_template": Change(False, given=CHATTED),
     "system": Change("Be brief.", given=CHATTED),
     "chat_template_arguments": Change({"style": "!"}, given=CHATTED),
+    "special_tokens_in_text": Change("escape", given={"text": "e1"}),
     "tokenizer": Change("@chat", given=ANSWERS),
     "cache_dir": Change("@tokens"),
     "num_proc": Unseen("the same examples, made by more processes: tests/datamodules/test_cache.py"),
@@ -189,6 +195,7 @@ TABLE: dict[type, Rows] = {
         chosen=Change("a2", given=PAIRS),
         rejected=Change("b2", given=PAIRS),
         margin=Change("g1", given=PAIRS),
+        special_tokens_in_text=Change("escape", given=PAIRS | {"chosen": "e1"}),
         completion=Change("a1", given=PAIRS, refused=True),
         messages=Change("c1", given=PAIRS, refused=True),
         text=Change("t1", given=PAIRS, refused=True),
@@ -197,6 +204,7 @@ TABLE: dict[type, Rows] = {
         EXAMPLES,
         LABELLED,
         label=Change("l2", given=LABELLED),
+        special_tokens_in_text=Change("escape", given=LABELLED | {"completion": "e1"}),
         chosen=Change("a2", given=PAIRS),
         rejected=Change("b2", given=PAIRS),
         messages=Change("c1", given=LABELLED, refused=True),
@@ -208,6 +216,7 @@ TABLE: dict[type, Rows] = {
         completions=Change("s2", given=STEPS),
         labels=Change("v2", given=STEPS),
         separator=Change(";", given=STEPS),
+        special_tokens_in_text=Change("escape", given=STEPS | {"prompt": "e1"}),
         overlong=Change("drop", given=STEPS | {"max_length": 9}),
         text=Change("k2", given={"text": "k1", "labels": "v1", "step_token": "!"}),
         step_token=Change("=", given={"text": "k1", "labels": "v1", "step_token": "!"}, refused=True),

@@ -93,7 +93,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     learning.prepare(place)
     for name, count in (("prompts", 8), ("others", 6)):
         asked = [f"{i}+{i}=" if i % 2 else f"{i}=" for i in range(count)]
-        rows = [{"prompt": a, "question": f"{a}?", "answer": f"so #### {a}", "level": -i} for i, a in enumerate(asked)]
+        rows = [
+            {"prompt": a, "question": f"{a}?", "marked": f"{a}<eos>", "answer": f"so #### {a}", "level": -i}
+            for i, a in enumerate(asked)
+        ]
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
 
@@ -176,6 +179,7 @@ TABLE: dict[type, Rows] = {
         "apply_chat_template": Change(True, refused=True),
         "system": Change("Be brief.", refused=True),
         "chat_template_arguments": Unseen("a template's own: tests/datamodules/test_prompts.py"),
+        "special_tokens_in_text": Change("escape", given={"prompt": "marked"}),
         "tokenizer": Unseen("that of the module unless given: tests/datamodules/test_prompts.py"),
     },
     SamplingSpec: {
