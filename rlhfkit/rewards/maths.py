@@ -17,7 +17,7 @@ from typing import ClassVar
 from rlhfkit.data.experience import Sample
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.rules import required_answer
-from rlhfkit.rewards.sandbox import Sandbox, Work
+from rlhfkit.rewards.sandbox import Outcome, Sandbox, Work
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class MathMatch:
         jobs = [{"answer": answer, "text": sample.text} for answer, sample in zip(answers, samples, strict=True)]
         scores: list[float | None] = []
         for sample, outcome in zip(samples, self.sandbox.map(jobs), strict=True):
+            if outcome.status == "ok" and outcome.value not in (None, 0.0, 1.0):  # SymPy may evaluate what it reads
+                outcome = Outcome("error", message=f"answered {str(outcome.value)[:200]}", seconds=outcome.seconds)
             self._metrics.add(outcome)
             scores.append(outcome.value if outcome.status == "ok" else 0.0)
             if outcome.status != "ok":

@@ -55,6 +55,11 @@ def child_returns(fork: Callable[[], int]) -> None:
         raise ChildReturns
 
 
+def take_over() -> None:
+    """Change what later calls in this interpreter give."""
+    globals()["float"] = lambda text: 1000.0
+
+
 ACTS: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "fork and raise": lambda: in_child(os.fork, lambda: None),
@@ -79,6 +84,14 @@ ACTS: dict[str, Callable[[], Any]] = {
     "exit": lambda: os._exit(3),
     "exit later": lambda: later(lambda: os._exit(3), 0.01),
 }
+
+
+def reward_that_can_be_taken_over(samples: list[Any]) -> list[float]:
+    """The same, in an interpreter that a sample may change."""
+    if samples[0].text.startswith("take over"):
+        take_over()
+        return [0.0]
+    return reward(samples)
 
 
 def reward(samples: list[Any]) -> list[float]:

@@ -194,3 +194,8 @@ def digits_or_death(samples: list[Any]) -> list[float]:
     if any(sample.text[:1].isalpha() for sample in samples):
         os._exit(1)
     return [sum(character.isdigit() for character in sample.text) / 8 for sample in samples]
+
+
+def of_no_judge() -> Any:
+    """Factory of a worker that has been taken over."""
+    return lambda job: 7.0

@@ -48,6 +48,17 @@ def test_each_of_many_hostile_calls_gets_its_own_answer_or_none(reward: Sandboxe
     assert unhurt >= 40 - sum(acts.count(act) for act in LATE)
 
 
+def test_a_fresh_process_for_each_call_has_nothing_of_the_calls_before() -> None:
+    name, batch = (
+        "rewards.hostile_rewards.reward_that_can_be_taken_over",
+        [sample("take over", 0), sample("nothing", 1)],
+    )
+    kept, fresh = SandboxedReward(name, workers=1), SandboxedReward(name, workers=1, fresh=True)
+    assert kept(batch) == [0.0, 1000.0]  # as docs/security.md says of code that a reward runs in its own interpreter
+    assert fresh(batch) == [0.0, 1.0]
+    kept.close()
+
+
 @pytest.mark.parametrize("act", sorted(set(ACTS) - {"nothing"}))
 def test_what_comes_after_each_hostile_call_is_right_or_none(reward: SandboxedReward, act: str) -> None:
     given = reward([sample(act, 5), *(sample("nothing", value) for value in range(6, 10))])

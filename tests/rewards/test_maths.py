@@ -6,12 +6,14 @@ import pickle
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import MathMatch, math_match
 from rlhfkit.rewards import maths as module
+from rlhfkit.rewards.sandbox import Sandbox, Work
 
 
 def sample(answer: object, text: str) -> Sample:
@@ -65,6 +67,17 @@ def test_process_that_dies_is_replaced(reward: MathMatch) -> None:
     os.kill(guard, signal.SIGKILL)
     time.sleep(0.2)
     assert reward([sample("42", "42")]) == [1.0]
+
+
+def test_a_judge_that_has_been_taken_over_gives_no_reward(caplog: pytest.LogCaptureFixture) -> None:
+    made = MathMatch(workers=1)
+    program = Path(__file__).with_name("misbehaving.py")
+    made.sandbox = Sandbox(
+        Work(name="t", program=program, factory="of_no_judge", packages=False), workers=1, timeout=20
+    )
+    assert made([sample("42", "42")]) == [0.0]
+    assert "judging it failed: answered 7.0" in caplog.text
+    made.close()
 
 
 def test_works_off_the_main_thread(reward: MathMatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
+from rlhfkit.rewards.sandbox import Limits, Sandbox, Work, bubblewrap
 from rlhfkit.rewards.sandbox.process import SandboxProcess
 
 CASES = Path(__file__).with_name("misbehaving.py")
@@ -288,6 +288,21 @@ def test_wrong_numbers_are_named(options: dict[str, float], message: str) -> Non
         sandbox(**options)
     with pytest.raises(ValueError, match="memory_gib must be a finite number above 0, got 0"):
         Limits(memory_gib=0)
+
+
+def test_backends_are_named_and_one_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="backend must be one of auto, bubblewrap, namespaces, got 'docker'"):
+        sandbox(backend="docker")
+    monkeypatch.setenv("PATH", "/nowhere")
+    bubblewrap.works.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="there is no bwrap on the PATH"):
+            sandbox(backend="bubblewrap")
+        ours = sandbox(backend="auto")
+        assert ours.run(0).status == "ok"
+        ours.close()
+    finally:
+        bubblewrap.works.cache_clear()
 
 
 ALONE = """
