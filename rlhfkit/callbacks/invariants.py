@@ -1,5 +1,6 @@
 """``Invariants``: what must hold in every iteration, checked while the run goes on."""
 
+import random
 from typing import Any
 
 import lightning as L
@@ -17,10 +18,12 @@ class InvariantError(RuntimeError):
 class Invariants(Callback):
     """Stops a run of reinforcement learning whose data is not what the algorithm takes it for.
 
-    Checked once an iteration, at the cost of a few comparisons: all log-probs and advantages are finite; padding and
-    prompts are not trained on; a group has no sample twice, and no prompt is in an iteration twice; samples with equal
-    rewards in all of their group have advantage 0 (estimators that compare groups only); no token is from a policy of
-    the future, or older than ``max_staleness`` allows; log-probs of the engine are at most 0.
+    Checked once an iteration, at the cost of a few comparisons and two forward passes: all log-probs and advantages are
+    finite; padding and prompts are not trained on; a group has no sample twice, and no prompt is in an iteration twice;
+    samples with equal rewards in all of their group have advantage 0 (estimators that compare groups only); no token is
+    from a policy of the future, or older than ``max_staleness`` allows; log-probs of the engine are at most 0; in a
+    random micro-batch, what the policy says of a random row of each rank is what it says of that row alone. Modules of
+    ours check that last point in the first batch of every fit by themselves, without this callback.
 
     Args:
         compares_groups: Check that equal rewards give advantage 0; not so with a critic, with REINFORCE++, with the
@@ -37,10 +40,14 @@ class Invariants(Callback):
         self._versions: list[int] = []  # the policy's at the start of the last iterations
 
     def on_train_batch_start(self, trainer: Any, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Check the iteration with its first micro-batch."""
+        """Check the iteration with its first micro-batch, and the rows of a random one, the same on every rank."""
+        rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
+        check = getattr(pl_module, "row_problems", None)  # a user's own module need not be one of ours
+        chosen = random.Random(rollouts.iteration).randrange(int(trainer.num_training_batches))
+        if check is not None and batch_idx == chosen and (problems := check(batch)):
+            raise InvariantError(f"iteration {rollouts.iteration}: {'; '.join(problems)}")
         if batch_idx:
             return
-        rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
         experience = rollouts.experience
         if experience is None:  # the rest of an iteration from a checkpoint
             return

@@ -1,15 +1,17 @@
 """``PolicyModule``: what every module with a language model shares: loading, optimizer, saving, forward, logging."""
 
 import math
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.data.experience import Experience
 from rlhfkit.data.grouping import deal_groups
 from rlhfkit.losses import aggregate
@@ -25,6 +27,7 @@ from rlhfkit.models import (
 from rlhfkit.models.adapters import remember_start
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.models.quantization import Quantization
+from rlhfkit.models.row_check import ROW_TOLERANCES, Unpadded, row_difference
 from rlhfkit.modules.clipping import clip_each_child
 from rlhfkit.modules.saving import SavedModule
 from rlhfkit.modules.schedules import SCHEDULES, learning_rate_factor
@@ -95,6 +98,7 @@ class PolicyModule(SavedModule):
         self.lora = LoRA.of(lora)
         self.hparams["lora"] = None if self.lora is None else self.lora.plain()  # safe to load, unlike an object
         self._tokenizer: Any = None
+        self._rows_checked = False
 
     # ------------------------------------------------------------------ building
 
@@ -159,8 +163,11 @@ class PolicyModule(SavedModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Refuse what a DataModule of another kind gives: fine-tuned on pairs, a model would learn rejected answers.
 
+        The first batch of a fit is also checked for rows that see one another, see :meth:`row_problems`.
+
         Raises:
             TypeError: If the batch is none of ``batch_types``.
+            RuntimeError: If what the policy says of a row depends on the other rows.
         """
         if self.batch_types and type(batch) not in self.batch_types:
             known = " or ".join(kind.__name__ for kind in self.batch_types)
@@ -168,6 +175,39 @@ class PolicyModule(SavedModule):
                 f"{type(self).__name__} learns from {known}, got {type(batch).__name__}: take the DataModule that "
                 "belongs to it, or name what your own gives in the module's batch_types"
             )
+        if not self._rows_checked and isinstance(batch, PaddedBatch):
+            self._rows_checked = True
+            problems = self.row_problems(batch)
+            if problems:
+                raise RuntimeError(f"{'; '.join(problems)}. Load the model with attention='sdpa' to train it")
+
+    def row_problems(self, batch: PaddedBatch) -> list[str]:
+        """Compare a random row of a batch alone with the same row among the others. A collective: two forward passes.
+
+        Args:
+            batch: This rank's, of at least one row.
+
+        Returns:
+            For each rank on which what the policy says of the row depends on the other rows, which row it is and how
+            far the two are apart; the same on every rank.
+        """
+        # The first row of a packed batch comes before all others and cannot have seen them.
+        row = random.Random(f"{self.trainer.global_step} {self.global_rank}").randrange(1, max(len(batch), 2))
+        row = min(row, len(batch) - 1)
+        training = self.policy.training
+        self.policy.eval()
+        with self.trainer.precision_plugin.forward_context():
+            far = row_difference(self.policy, batch, row)
+        self.policy.train(training)
+        mine = torch.tensor([row, far], dtype=torch.float64, device=self.device)
+        found = cast(Tensor, self.all_gather(mine)).reshape(-1, 2).tolist()
+        tolerance = ROW_TOLERANCES[precision_dtype(self.trainer.precision, compute=True)]
+        return [
+            f"row {int(row)} of a batch of rank {rank} differs by {far:.2g} a token from what it is alone "
+            f"(allowed: {tolerance:g}): sequences of a batch see one another"
+            for rank, (row, far) in enumerate(found)
+            if math.isfinite(far) and far > tolerance  # a policy that has diverged is somebody else's to report
+        ]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimizer trains: one group for each child with parameters that require a gradient.
@@ -323,7 +363,7 @@ class PolicyModule(SavedModule):
         Returns:
             (B, T-1) float32 on the CPU.
         """
-        batch = _Tokens(token_ids.to(self.device))
+        batch = Unpadded(token_ids.to(self.device))
         training = self.policy.training
         self.policy.eval()  # an engine has no dropout
         with self.trainer.precision_plugin.forward_context():
@@ -338,11 +378,3 @@ class PolicyModule(SavedModule):
             metrics: Detached scalars by name.
         """
         self.log_dict(dict(metrics), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
-
-
-class _Tokens:
-    """Sequences without padding, as a batch."""
-
-    def __init__(self, input_ids: Tensor) -> None:
-        self.input_ids = input_ids
-        self.attention_mask = torch.ones_like(input_ids, dtype=torch.bool)

@@ -143,3 +143,39 @@ def test_what_does_not_hold_stops_the_run_and_is_named(tmp_path: Path, change: A
     trainer, module, data, _ = setup_run(tmp_path, module=Tampered, callbacks=[Invariants()], max_epochs=1)
     with pytest.raises(InvariantError, match=message):
         trainer.fit(module, data)
+
+
+class Leaking(GRPOModule):
+    """A policy whose tokens see the mean of all others where several sequences are packed, from an update on."""
+
+    since = 0
+
+    def build_policy(self) -> torch.nn.Module:
+        policy = super().build_policy()
+
+        def mix(_: Any, args: Any, given: dict[str, Any]) -> Any:
+            layout, hidden = given.get("packed_layout"), given["hidden_states"]
+            leaks = layout is not None and len(layout.places) > 1 and self.global_step >= self.since
+            return args, {**given, "hidden_states": hidden + 3 * hidden.mean(1, keepdim=True) if leaks else hidden}
+
+        policy.model.layers[0].self_attn.register_forward_pre_hook(mix, with_kwargs=True)
+        return policy
+
+
+def test_rows_that_see_one_another_stop_every_run_in_its_first_batch(tmp_path: Path) -> None:
+    trainer, module, data, _ = setup_run(tmp_path, module=Leaking, max_epochs=1)
+    with pytest.raises(
+        RuntimeError, match=r"row \d+ of a batch of rank 0 differs by .* from what it is alone"
+    ) as raised:
+        trainer.fit(module, data)
+    assert trainer.global_step == 0
+    assert "sequences of a batch see one another" in str(raised.value)
+
+
+def test_rows_that_see_one_another_later_are_found_by_the_invariants(tmp_path: Path) -> None:
+    class Later(Leaking):
+        since = 4  # two iterations of two updates
+
+    trainer, module, data, _ = setup_run(tmp_path, module=Later, callbacks=[Invariants()], max_epochs=3)
+    with pytest.raises(InvariantError, match=r"iteration 2: row \d+ of a batch of rank 0 differs by"):
+        trainer.fit(module, data)

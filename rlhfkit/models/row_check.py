@@ -1,0 +1,55 @@
+"""One row of a batch alone against the same row among the others: no row may see another.
+
+What :mod:`rlhfkit.models.capabilities` finds out on a tiny copy is checked here on the model itself, with real tokens.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.models.forward import TokenizedBatch, policy_output, unwrap
+from rlhfkit.models.heads import ScalarModel, scalar_output
+
+ROW_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
+"""Nats (for numbers of a scalar model: times their size, where that is above 1) that a row's tokens may differ on
+average. In float32 sums in another order give about 1e-5, in 64 bits too, where norms and log-probs are still taken in
+32. A bfloat16 has 8 bits, so a logit of 20 is rounded to multiples of 0.1, and tokens of a mixture of experts can go to
+others; over a row that averages to a few hundredths, while rows that see one another differ by 0.5 and more."""
+
+
+class Unpadded:
+    """Sequences without padding, as a batch.
+
+    Args:
+        input_ids: (B, T) int64.
+    """
+
+    def __init__(self, input_ids: Tensor) -> None:
+        self.input_ids = input_ids
+        self.attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
+
+
+@torch.no_grad()
+def row_difference(model: nn.Module, batch: TokenizedBatch, row: int) -> float:
+    """How far what a model says of a row changes when the row is alone. Two forward passes, whatever the batch.
+
+    Args:
+        model: A causal language model or a :class:`~rlhfkit.models.ScalarModel`, bare or wrapped, in eval mode.
+        batch: B sequences, padded on the right.
+        row: Which of them.
+
+    Returns:
+        Mean difference over the row's tokens: log-probs in nats; of a scalar model its numbers, divided by their mean
+        size where that is above 1. Not finite if one of the numbers is not.
+    """
+    real = batch.attention_mask.bool()
+    single = Unpadded(batch.input_ids[row : row + 1, : int(real[row].sum())])
+    chosen = torch.zeros_like(real)
+    chosen[row] = real[row]
+    if isinstance(unwrap(model), ScalarModel):
+        among, alone = scalar_output(model, batch, chosen)[chosen], scalar_output(model, single)[0]
+        scale = max(float(alone.abs().mean()), 1.0)
+    else:
+        chosen, wanted = chosen[:, 1:], single.attention_mask[:, 1:]
+        among = policy_output(model, batch, chosen).logprobs[chosen]
+        alone, scale = policy_output(model, single, wanted).logprobs[0], 1.0
+    return float((among - alone).abs().mean()) / scale if len(among) else 0.0
