@@ -18,7 +18,7 @@ from rlhfkit.models.forward import NO_VALUE_HEAD, VALUE_HEAD, TokenizedBatch, mo
 from rlhfkit.models.load import choose_attention, disable_dropout, existing_name, pretrained_arguments
 from rlhfkit.models.lora import LoRA
 from rlhfkit.models.output_logits import output_logits
-from rlhfkit.models.quantization import Quantization
+from rlhfkit.models.quantization import Quantization, keep_layout
 from rlhfkit.models.router_loss import backbone_router_loss
 from rlhfkit.models.saving import save_weights
 
@@ -176,6 +176,7 @@ def load_scalar_model(
     config.num_labels = 2 if stepwise else 1
     loaded: Any = classifier_class(config, stepwise=stepwise).from_pretrained(name, **arguments)
     choose_attention(loaded, attention)
+    keep_layout(loaded)
     model = ScalarModel(loaded)
     if is_new:
         _initialize(cast(nn.Linear, loaded.score), head_std)

@@ -12,7 +12,7 @@ from rlhfkit.models.adapters import adapter_base, add_lora, load_adapter
 from rlhfkit.models.attention import PACKED_ATTENTION
 from rlhfkit.models.capabilities import use_packed_attention
 from rlhfkit.models.lora import LoRA
-from rlhfkit.models.quantization import Quantization, quantization_config
+from rlhfkit.models.quantization import Quantization, keep_layout, quantization_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -169,6 +169,7 @@ def load_causal_lm(
         base, **pretrained_arguments(base, dtype, attention, quantization, trust_remote_code)
     )
     choose_attention(model, attention)
+    keep_layout(model)
     if base != name:
         load_adapter(model, name)
     elif lora is not None:

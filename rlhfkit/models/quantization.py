@@ -1,9 +1,10 @@
 """Frozen weights in 4 bits, for training adapters on models that would not fit otherwise."""
 
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
+from torch import nn
 
 Quantization = Literal["nf4"]
 """How frozen weights may be held: 4-bit NormalFloat."""
@@ -34,3 +35,17 @@ def quantization_config(quantization: Quantization, dtype: torch.dtype) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Let weights in 4 bits stay as they are in eval mode.
+
+    bitsandbytes 0.50 rearranges them in place for inference on CPUs with AVX512-BF16, and does not undo it when the
+    model is trained on: the backward pass then stops at the layer, and what is merged is no longer the weight.
+
+    Args:
+        model: Loaded with :func:`quantization_config`, or not quantized; changed in place.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            cast(Any, layer).support_avx512bf16_for_cpu = False

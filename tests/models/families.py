@@ -40,6 +40,22 @@ GPT2: dict[str, Any] = {
     "pad_token_id": 0,
 }
 FALCON = {name: value for name, value in COMMON.items() if name != "head_dim"}
+GEMMA3_WITH_TOWER: dict[str, Any] = {
+    "text_config": COMMON
+    | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "query_pre_attn_scalar": 32},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+    "image_token_index": 100,
+    "boi_token_index": 101,
+    "eoi_token_index": 102,
+}
 XLSTM: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -153,6 +169,7 @@ def family(
 
 
 INTERFACE = "no attention interface in Transformers"
+UNHEARD = "keyword arguments do not reach its attention"
 RECURRENT = "recurrent layers"
 
 FAMILIES: tuple[Family, ...] = (
@@ -242,6 +259,12 @@ FAMILIES: tuple[Family, ...] = (
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention"],
         query_pre_attn_scalar=32,
+    ),
+    family(
+        "Gemma 3 with its vision tower",
+        "gemma3",
+        base=GEMMA3_WITH_TOWER,
+        notes="the tower keeps Transformers' attention",
     ),
     family(
         "Gemma 3n",
@@ -380,7 +403,7 @@ FAMILIES: tuple[Family, ...] = (
     family("Mistral", "mistral", sliding_window=4),
     family("Mixtral", "mixtral", MOE),
     family("ModernBERT decoder", "modernbert-decoder", local_attention=4, global_attn_every_n_layers=2),
-    family("Moshi (text)", "moshi", ffn_dim=64, packed=False, notes=INTERFACE),
+    family("Moshi (text)", "moshi", ffn_dim=64, packed=False, notes=UNHEARD),
     family(
         "MPT",
         "mpt",
@@ -399,7 +422,7 @@ FAMILIES: tuple[Family, ...] = (
         notes=INTERFACE + "; ALiBi",
     ),
     family("nanochat", "nanochat"),
-    family("Nemotron", "nemotron", packed=False, notes="keyword arguments do not reach its attention"),
+    family("Nemotron", "nemotron", packed=False, notes=UNHEARD),
     family(
         "Nemotron-H",
         "nemotron_h",

@@ -130,3 +130,18 @@ def test_what_is_saved_and_exported_says_the_same(family: Family, root: Path, tm
         before, _ = plain_output(plain_model(folder, family), batch)
     torch.testing.assert_close(out.logprobs, saved, rtol=0, atol=TOLERANCE)
     assert not family.lora or (saved - before).abs().max() > 1e-2
+
+
+def test_a_vision_tower_keeps_transformers_attention(root: Path) -> None:
+    """Patches of an image see one another in both directions; our attention is causal."""
+    family = next(family for family in FAMILIES if family.model_type == "gemma3")
+    folder = folder_of(family, root)
+    model, plain = load_causal_lm(str(folder)).eval(), plain_model(folder, family)
+    assert (
+        model.config.text_config._attn_implementation
+        == PACKED_ATTENTION
+        != model.config.vision_config._attn_implementation
+    )
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (one.model.vision_tower(pixel_values=pixels).last_hidden_state for one in (model, plain))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
