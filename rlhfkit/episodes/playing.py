@@ -127,6 +127,17 @@ class PlayingEngine(EngineWrapper):
         check_context(prompts, 1, self.most_tokens)
 
     @property
+    def shortens_answers(self) -> bool:
+        """A turn is cut to what is left of the episode's tokens."""
+        return True
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of an episode; ``None``: the model's context."""
+        limits = [limit for limit in (self.max_episode_tokens, self.engine.max_model_len) if limit is not None]
+        return min(limits, default=None)
+
+    @property
     def can_stream(self) -> bool:
         """Whether groups are given as they end: episodes that are played are, recorded ones not."""
         return not self.engine.recorded

@@ -52,6 +52,11 @@ class EngineWrapper(RolloutEngine):
         return self.engine.recorded
 
     @property
+    def shortens_answers(self) -> bool:
+        """Whether answers are cut to the room that the context leaves."""
+        return self.engine.shortens_answers
+
+    @property
     def max_model_len(self) -> int | None:
         """Tokens of prompt and completion together; ``None``: the model's context."""
         return self.engine.max_model_len

@@ -197,6 +197,11 @@ class RolloutEngine(Protocol):
         return False
 
     @property
+    def shortens_answers(self) -> bool:
+        """Whether answers are cut to the room that the context leaves, so that a prompt needs room for one token."""
+        return False
+
+    @property
     def max_model_len(self) -> int | None:
         """Tokens of prompt and completion together; ``None``: the model's context."""
         return None

@@ -17,13 +17,16 @@ from rlhfkit.rollout.placement import Seat
 
 log = logging.getLogger(__name__)
 
+_PATIENCE_SECONDS = 60.0
+"""For processes that import nothing to start. A GPU that was claimed by others meanwhile is waited for in vain."""
+
 
 class Reservation:
     """The GPUs of ranks that Ray does not know of, claimed from Ray.
 
     Args:
         seats: Of all ranks.
-        timeout: Seconds that Ray may take.
+        timeout: Seconds that Ray may take, if that is less than a minute.
     """
 
     def __init__(self, seats: Sequence[Seat], timeout: float) -> None:
@@ -35,7 +38,7 @@ class Reservation:
             return
         try:
             for node, count in _free_gpus({seat.host for seat in outside}):
-                self._hold(node, count, outside, timeout)
+                self._hold(node, count, outside, min(timeout, _PATIENCE_SECONDS))
         except BaseException:
             self.close()
             raise

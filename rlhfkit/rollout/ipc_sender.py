@@ -105,7 +105,6 @@ class IPCSender:
             together(partial(fill, part))  # then every worker may read
             together(partial(announce, part))  # then every worker has read
         together(lambda: next(stream, None))
-        torch.cuda.ipc_collect()
 
     def close(self) -> None:
         """Nothing is held between transfers."""

@@ -363,6 +363,8 @@ class VLLMPool(RolloutEngine):
                 outcome = attempt_to_send(weights, version, self._sender, self._sync)
                 if outcome.error is None:
                     self.version, self._asleep = version, False
+                    if self.colocate and torch.cuda.is_available():
+                        torch.cuda.ipc_collect()  # finishing the update, engines have let go of the ranks' buffers
                     return
                 if not outcome.touched and attempt == 1:
                     self.version = before

@@ -23,22 +23,15 @@ def longest_prompt(engine: RolloutEngine, config: Any, sampling: SamplingSpec) -
     """Tokens that a prompt may have, and why.
 
     Args:
-        engine: What generates. Engines of episodes shorten answers to the room there is; others do not.
+        engine: What generates.
         config: Of the model, of Transformers.
         sampling: How is sampled.
 
     Returns:
         ``None`` where there is no limit.
     """
-    limits = {"the model's context": context_length(config)}
-    answer = sampling.max_new_tokens
-    inner: Any = engine
-    while isinstance(getattr(inner, "engine", None), RolloutEngine):
-        if hasattr(inner, "max_episode_tokens"):
-            limits["max_episode_tokens"] = inner.max_episode_tokens
-            answer = 1
-        inner = inner.engine
-    limits["max_model_len"] = getattr(inner, "max_model_len", None)
+    limits = {"the model's context": context_length(config), "the engine's max_model_len": engine.max_model_len}
+    answer = 1 if engine.shortens_answers else sampling.max_new_tokens
     known = {name: limit for name, limit in limits.items() if limit is not None}
     if not known:
         return None

@@ -37,11 +37,11 @@ WRAPPERS: dict[str, Callable[[RolloutEngine], RolloutEngine]] = {
     "episodes on a wrapper": lambda engine: EpisodeEngine(Recorded(engine), Counting),
 }
 CAPABILITIES = sorted(name for name, member in vars(RolloutEngine).items() if isinstance(member, property))
-HANDED_ON = [name for name in CAPABILITIES if name != "can_stream"]
+HANDED_ON = [name for name in CAPABILITIES if name not in ("can_stream", "shortens_answers")]
 
 
 def capabilities(engine: RolloutEngine) -> dict[str, Any]:
-    """Everything that an engine says of itself, but whether it streams."""
+    """Everything that an engine says of itself, but what is the outer engine's to say."""
     return {name: getattr(engine, name) for name in HANDED_ON}
 
 
@@ -93,8 +93,11 @@ def test_the_engines_of_this_library_are_seen_through_every_wrapper(wrapper: str
         assert capabilities(wrapped) == capabilities(engine)
         assert wrapped.can_stream == (wrapper != "wrapper" and not engine.recorded)
         assert hasattr(type(wrapped), "stream") or not wrapped.can_stream
+        assert wrapped.shortens_answers == (wrapper != "wrapper")
         wrapped.version = 5
         assert engine.version == 5
+    assert EpisodeEngine(VLLMPool(max_model_len=77), Counting, max_episode_tokens=50).max_model_len == 50
+    assert EpisodeEngine(VLLMPool(max_model_len=77), Counting, max_episode_tokens=90).max_model_len == 77
     seen = {tuple(capabilities(engine).values()) for engine in engines}
     assert len(seen) == len(engines)
 

@@ -1,5 +1,6 @@
 """Training ranks on a machine that pretends to have eight GPUs, and where engines would go beside them."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -45,6 +46,8 @@ def place_engines() -> dict[str, Any]:
         tasks = [ray.remote(assigned).options(**place.options, max_retries=0).remote() for place in places]
         report["engines"] = [name for names in ray.get(tasks, timeout=100) for name in names]
         report["not_on"] = [seat.gpu for seat in places[0].not_on]
+        if "RAY_ADDRESS" not in os.environ and not seats[0].on_ray:
+            report["refusal"] = refusal(dataclasses.replace(seats[1], gpu=report["engines"][0]), places[0])
         if pool._apart is not None:
             pool._apart.close()
         pool.num_engines = 7
@@ -54,6 +57,22 @@ def place_engines() -> dict[str, Any]:
     finally:
         pool.close()
     return report
+
+
+def refusal(rank: Any, place: Any) -> str:
+    """What an engine says that is placed on this rank's GPU."""
+    import ray
+
+    from rlhfkit.rollout.vllm_actor import VLLMActor
+
+    engine = ray.remote(VLLMActor).options(**place.options).remote({}, True, {}, (rank,))
+    try:
+        ray.get(engine.start.remote(), timeout=100)
+    except ray.exceptions.RayTaskError as error:
+        return str(error.cause)
+    finally:
+        ray.kill(engine)
+    return ""
 
 
 def place(folder: Path, address: str | None = None, own_gpu_only: bool = False) -> dict[str, Any]:

@@ -57,6 +57,17 @@ class TestColocatedEngines:
         assert [len(share) for share in seats_of_engines(machines([1], gpus=False), 3, 1)] == [1, 1, 1]
 
 
+def test_one_gpu_is_known_by_its_uuid_else_by_machine_and_id() -> None:
+    """Two tasks of Slurm may call different GPUs 0, and two containers of one machine have different names for it."""
+    here = Seat("a", "0", on_ray=False, uuid="x")
+    assert here.is_gpu_of(Seat("container", "3", on_ray=True, uuid="x"))
+    assert not here.is_gpu_of(Seat("a", "0", on_ray=True, uuid="y"))
+    assert here.is_gpu_of(Seat("a", "0", on_ray=True))
+    assert not here.is_gpu_of(Seat("a", "1", on_ray=True))
+    assert not here.is_gpu_of(Seat("b", "0", on_ray=True))
+    assert not Seat("a", None, on_ray=False).is_gpu_of(Seat("a", None, on_ray=True))
+
+
 @given(
     sizes=st.lists(st.integers(min_value=1, max_value=50), min_size=1, max_size=20),
     capacity=st.integers(min_value=1, max_value=200),
@@ -155,6 +166,7 @@ class TestEnginesApart:
         first, _ = ranks.run("rollout.gpu_ranks:place", 2, tmp_path)
         check_apart(["0", "1"], first)
         assert set(first["engines"]) <= set("234567")
+        assert re.match(rf"RuntimeError: Ray gave this engine GPU {first['engines'][0]} of .*, which", first["refusal"])
 
     def test_ranks_that_see_their_own_gpu_alone_leave_no_gpu_for_a_ray_of_theirs(self, tmp_path: Path) -> None:
         first, _ = ranks.run("rollout.gpu_ranks:place", 2, tmp_path, own_gpu_only=True)
