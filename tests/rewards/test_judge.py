@@ -136,6 +136,29 @@ def test_values_equal_themselves_and_nothing_else(value: object) -> None:
     assert [other for other in others if same({"k": value}, {"k": other})] == []
 
 
+def test_what_agrees_is_equal_in_python_and_what_is_equal_agrees_but_for_booleans() -> None:
+    chosen = random.Random(1)
+
+    def value(depth: int = 3) -> Any:
+        kind = chosen.choice(["leaf"] * 3 + ["list", "tuple", "set", "dict"]) if depth else "leaf"
+        if kind == "leaf":
+            return chosen.choice([0, 1, 2, 0.0, 1.0, "a", "b", None, b"a", True, False])
+        if kind in ("list", "tuple"):
+            return {"list": list, "tuple": tuple}[kind](value(depth - 1) for _ in range(chosen.randrange(3)))
+        leaves = [value(0) for _ in range(chosen.randrange(3))]
+        return set(leaves) if kind == "set" else {leaf: value(depth - 1) for leaf in leaves}
+
+    agreeing = 0
+    for _ in range(20_000):
+        left, right = value(2), value(2)
+        agreeing += same(left, right)
+        if same(left, right):
+            assert left == right
+        elif left == right:
+            assert "True" in f"{left}{right}" or "False" in f"{left}{right}"
+    assert agreeing > 500
+
+
 def test_subclasses_become_plain_and_own_equality_counts_for_nothing() -> None:
     class Equal(int):
         def __eq__(self, other: object) -> bool:

@@ -127,9 +127,12 @@ def _become(user: int, folder: str, readable: Iterable[str]) -> None:
 
 
 def _open_to_all(path: str) -> bool:
-    """Whether everybody may go to a file or into a folder; one that does not exist hinders nobody."""
-    places = (place for place in (Path(path), *Path(path).parents) if place.exists())
-    return all(place.stat().st_mode & stat.S_IXOTH for place in places if place.is_dir() or place != Path(path))
+    """Whether everybody may read a file or go into a folder; one that does not exist hinders nobody."""
+    place = Path(path)
+    if not place.exists():
+        return True
+    wanted = stat.S_IXOTH if place.is_dir() else stat.S_IROTH
+    return bool(place.stat().st_mode & wanted) and all(one.stat().st_mode & stat.S_IXOTH for one in place.parents)
 
 
 def _permitted() -> int:

@@ -323,6 +323,7 @@ class SandboxProcess:
         number = secrets.token_bytes(16)
         sending = memoryview(HEAD.pack(number, len(request)) + request)
         answer = Answer(number, self.work.largest_answer)
+        flood = 0
         assert self._end is not None
         assert self._guard is not None
         assert self._guard.stdout is not None
@@ -341,6 +342,9 @@ class SandboxProcess:
                 if output in ready:
                     printed = os.read(output, 1 << 16)
                     self._keep(printed)
+                    flood += len(printed)
+                    if flood > _LAST_OUTPUT:  # whoever prints without end waits for us, not we for them
+                        time.sleep(0.001)
                     if not printed:
                         selector.unregister(output)
                 data = self._receive() if ready.get(channel, 0) & selectors.EVENT_READ else b""
