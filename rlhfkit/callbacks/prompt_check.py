@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlhfkit.models.load import base_model_name, existing_name
+from rlhfkit.models.load import base_model_name, load_config, stop_token_ids
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.prompt_room import longest_prompt
 
@@ -19,16 +19,22 @@ def check_prompts(trainer: Any, module: Any, engine: RolloutEngine, sampling: Sa
         sampling: How is sampled.
 
     Raises:
-        ValueError: If a prompt leaves no room for an answer, or has a token that the model does not know.
+        ValueError: If a prompt leaves no room for an answer or has a token that the model does not know, or nothing
+            would end an answer.
     """
     check = getattr(trainer.datamodule, "check_prompts", None)
     model = module.hparams.get("model")
     if check is None or not isinstance(model, str) or engine.recorded:
         return
-    from transformers import AutoConfig
-
     trusted = bool(module.hparams.get("trust_remote_code"))
-    config = AutoConfig.from_pretrained(base_model_name(existing_name(model)), trust_remote_code=trusted)
+    config = load_config(model, trust_remote_code=trusted)
+    stops = stop_token_ids(base_model_name(model), module.tokenizer, trust_remote_code=trusted)
+    if not (stops or sampling.stop or sampling.stop_token_ids):
+        raise ValueError(
+            f"nothing ends an answer of {model}: its tokenizer has no end-of-sequence token (tokenizer.eos_token is "
+            "None), nor has its generation_config.json. Set tokenizer.eos_token and save it with the model, or give "
+            "SamplingSpec(stop_token_ids=...) or SamplingSpec(stop=...)"
+        )
     room = longest_prompt(engine, config, sampling)
     if room is None:
         return

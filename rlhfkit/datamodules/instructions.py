@@ -201,9 +201,17 @@ class SFTDataModule(L.LightningDataModule):
             special_tokens_in_text=self.special_tokens_in_text,
         )
         name = describe(source)
-        return ExampleBuilder(style, self.max_length, self.overlong, name, cache=self.token_cache).build(
-            rows, **columns
-        )
+        builder = ExampleBuilder(style, self.max_length, self.overlong, name, cache=self.token_cache)
+        examples = builder.build(rows, **columns)
+        context = None if self.trainer is None else getattr(self.trainer.lightning_module, "context_length", None)
+        longest = max(range(len(examples)), key=lambda index: examples.lengths[index])
+        if context is not None and examples.lengths[longest] > context:
+            raise ValueError(
+                f"{name}, row {examples.rows[longest]}, has {examples.lengths[longest]} tokens within max_length "
+                f"{self.max_length}, more than the model's context of {context}: lower max_length to {context}, or "
+                "use a model with a longer context"
+            )
+        return examples
 
     def train_dataloader(self) -> StepLoader[Any]:
         """Micro-batches of this rank, with the exact totals of their optimizer step."""

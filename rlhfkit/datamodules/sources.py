@@ -251,21 +251,33 @@ def load_tokenizer(tokenizer: Any, module: Any = None) -> Any:
         The tokenizer.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or it has tokens that the module's model does not know.
     """
     if isinstance(tokenizer, str | os.PathLike):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(os.fspath(tokenizer))
-    if tokenizer is not None:
-        return tokenizer
-    found = getattr(module, "tokenizer", None)
+        tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer))
+    found = tokenizer if tokenizer is not None else getattr(module, "tokenizer", None)
     if found is None:
         raise ValueError(
             "no tokenizer: the LightningModule has none (attribute `tokenizer`), so give the DataModule one, "
             "tokenizer='folder or hub name'"
         )
+    _check_vocabulary(found, getattr(module, "vocabulary_size", None))
     return found
+
+
+def _check_vocabulary(tokenizer: Any, known: int | None) -> None:
+    """Raise if a tokenizer has tokens that the model has no embedding of; it would fail when one comes up."""
+    vocabulary = tokenizer.get_vocab() if known is not None else {}
+    beyond = [token for token, index in vocabulary.items() if index >= (known or 0)]
+    if beyond:
+        raise ValueError(
+            f"the tokenizer has {len(beyond)} tokens that the model does not know, such as {beyond[0]!r} "
+            f"({vocabulary[beyond[0]]}): the model has embeddings of the tokens 0 to {(known or 0) - 1}. Use the "
+            "model's own tokenizer, or resize its embeddings before (model.resize_token_embeddings(len(tokenizer)), "
+            "save_pretrained)"
+        )
 
 
 def no_loader() -> list[Any]:

@@ -59,6 +59,35 @@ def base_model_name(name: str) -> str:
     return name if base is None else existing_name(base)
 
 
+def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model, or of the model behind an adapter.
+
+    Args:
+        name: Folder or hub name.
+        trust_remote_code: Run Python code that comes with the model. Off unless asked.
+
+    Raises:
+        FileNotFoundError: If ``name`` is a path and no folder.
+    """
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(base_model_name(existing_name(name)), trust_remote_code=trust_remote_code)
+
+
+def context_length(config: Any) -> int | None:
+    """Tokens that a model can see.
+
+    Args:
+        config: Of Transformers.
+
+    Returns:
+        ``None`` for models that see everything, such as recurrent ones.
+    """
+    text = config.get_text_config()
+    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
+    return next((int(length) for length in named if length), None)
+
+
 def require_attention(attention: str | None) -> None:
     """Refuse flash attention that is not installed, with the cure.
 

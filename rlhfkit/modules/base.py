@@ -25,7 +25,7 @@ from rlhfkit.models import (
     policy_output,
 )
 from rlhfkit.models.adapters import remember_start
-from rlhfkit.models.load import precision_dtype
+from rlhfkit.models.load import context_length, load_config, precision_dtype
 from rlhfkit.models.quantization import Quantization
 from rlhfkit.models.row_check import ROW_TOLERANCES, Unpadded, row_difference
 from rlhfkit.modules.clipping import clip_each_child
@@ -99,6 +99,7 @@ class PolicyModule(SavedModule):
         self.hparams["lora"] = None if self.lora is None else self.lora.plain()  # safe to load, unlike an object
         self._tokenizer: Any = None
         self._rows_checked = False
+        self._model_config: Any = None
 
     # ------------------------------------------------------------------ building
 
@@ -108,6 +109,24 @@ class PolicyModule(SavedModule):
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.hparams["model"], trust_remote_code=self.hparams["trust_remote_code"])
         return self._tokenizer
+
+    @property
+    def model_config(self) -> Any:
+        """The model's configuration, read when first needed; no weights are loaded for it."""
+        if self._model_config is None:
+            trusted = self.hparams["trust_remote_code"]
+            self._model_config = load_config(self.hparams["model"], trust_remote_code=trusted)
+        return self._model_config
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """Tokens that the model knows."""
+        return getattr(self.model_config.get_text_config(), "vocab_size", None)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that the model can see; ``None``: any number."""
+        return context_length(self.model_config)
 
     @property
     def model_dtype(self) -> torch.dtype:
@@ -222,6 +241,9 @@ class PolicyModule(SavedModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW over everything that requires a gradient, with warm-up and decay per optimizer step."""
+        if self._trainer is not None:  # NaN would make every gradient NaN, and Lightning takes it
+            clip = self.trainer.gradient_clip_val
+            check_number("Trainer(gradient_clip_val=...)", clip, minimum=0, optional=True, infinite=True)
         optimizer = torch.optim.AdamW(
             self.parameter_groups(),
             lr=self.hparams["lr"],

@@ -2,21 +2,8 @@
 
 from typing import Any
 
+from rlhfkit.models.load import context_length
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-
-
-def context_length(config: Any) -> int | None:
-    """Tokens that a model can see.
-
-    Args:
-        config: Of Transformers.
-
-    Returns:
-        ``None`` for models that see everything, such as recurrent ones.
-    """
-    text = config.get_text_config()
-    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
-    return next((int(length) for length in named if length), None)
 
 
 def longest_prompt(engine: RolloutEngine, config: Any, sampling: SamplingSpec) -> tuple[int, str] | None:
