@@ -81,3 +81,15 @@ def unfinished_batches(trainer: Any) -> int:
         return 0
     window = trainer.accumulate_grad_batches
     return batch.ready - batch.processed // window * window
+
+
+def is_batch_on_its_way(trainer: Any) -> bool:
+    """Whether a loader has handed out a batch that the loops do not count yet: it is being moved to the device.
+
+    Args:
+        trainer: While it fits.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    # Without a length, fetchers are one batch ahead at all times.
+    counted = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return fetcher is not None and fetcher.length is not None and fetcher.fetched == counted + 1

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rlhfkit.checkpoints.errors import CheckpointError
 from rlhfkit.checkpoints.files import install
 from rlhfkit.checkpoints.leftovers import remove_leftovers
-from rlhfkit.checkpoints.progress import rewind, settle, unfinished_batches
+from rlhfkit.checkpoints.progress import is_batch_on_its_way, rewind, settle, unfinished_batches
 from rlhfkit.checkpoints.random_state import random_state, set_random_state
 
 _KEY = "random_state"
@@ -49,7 +49,8 @@ class ExactResume(Callback):
     """
 
     def __init__(self) -> None:
-        self._at_window: tuple[int, dict[str, Any]] | None = None  # optimizer steps and random state when it began
+        self._steps: int | None = None  # optimizer steps that a whole batch belongs to
+        self._at_window: tuple[int, dict[str, Any]] | None = None  # its first batch, and the random state at its start
         self._at_step: list[dict[str, Any]] = []  # states of loaders that cannot be rewound
         self._loaded: Mapping[str, Any] | None = None  # random state to put back when the first batch is there
         self._resumed = False
@@ -57,7 +58,7 @@ class ExactResume(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Take over the reading and writing of single files, and remove what kills have left."""
         install(trainer.strategy)
-        self._at_window, self._at_step, self._loaded, self._resumed = None, [], None, False
+        self._steps, self._at_window, self._at_step, self._loaded, self._resumed = None, None, [], None, False
         if stage == "fit" and trainer.is_global_zero:
             savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
             folders = {Path(one.dirpath) for one in savers if one.dirpath and "://" not in str(one.dirpath)}
@@ -76,29 +77,34 @@ class ExactResume(Callback):
                 position belongs to the weights.
         """
         device = trainer.strategy.root_device
-        about = {"rank": trainer.global_rank, "world_size": trainer.world_size, "batch_begun": False}
-        checkpoint[_KEY] = {**about, "state": random_state(device)}
-        batches = unfinished_batches(trainer) if trainer.state.fn == TrainerFn.FITTING else 0
-        if not batches:
+        checkpoint[_KEY] = {
+            "rank": trainer.global_rank,
+            "world_size": trainer.world_size,
+            "batch_begun": False,
+            "state": random_state(device),
+        }
+        if trainer.state.fn != TrainerFn.FITTING:
             return
+        batches = unfinished_batches(trainer)
+        handed_out = batches + is_batch_on_its_way(trainer)
+        if not handed_out:
+            return
+        if self._steps not in (None, trainer.global_step):
+            raise CheckpointError(
+                f"Training stopped between optimizer step {trainer.global_step} and the end of its micro-batch: a "
+                "checkpoint of this moment could not be resumed exactly, so none is saved. Resume the last one."
+            )
+        checkpoint[_KEY]["batch_begun"] = True
+        if self._at_window is not None and self._at_window[0] == _batches_begun(trainer) - batches + 1:
+            checkpoint[_KEY]["state"] = self._at_window[1]
         fit = checkpoint["loops"]["fit_loop"]
-        if self._at_window is not None:
-            steps, state = self._at_window
-            if steps != trainer.global_step:
-                raise CheckpointError(
-                    f"Training stopped between optimizer step {trainer.global_step} and the end of its micro-batch: a "
-                    "checkpoint of this moment could not be resumed exactly, so none is saved. Resume the last one."
-                )
-            checkpoint[_KEY] = {**about, "batch_begun": True, "state": state}
         rewind(fit, batches)
-        saved = fit["state_dict"].get("combined_loader")
-        if saved:
-            loaders = _stateful_loaders(trainer)
-            for index, loader in enumerate(loaders):
-                if isinstance(loader, Rewindable):
-                    saved[index] = loader.state_dict_before(batches)
-                elif self._at_step:
-                    saved[index] = self._at_step[index]
+        saved = fit["state_dict"].get("combined_loader") or []
+        for index, loader in enumerate(_stateful_loaders(trainer) if saved else []):
+            if isinstance(loader, Rewindable):
+                saved[index] = loader.state_dict_before(handed_out)
+            elif self._at_step:
+                saved[index] = self._at_step[index]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Undo what starting a loader in the middle of an epoch drew, and note the random state of a new window."""
@@ -107,11 +113,13 @@ class ExactResume(Callback):
                 set_random_state(self._loaded["state"], trainer.strategy.root_device)
             self._loaded = None
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._at_window = trainer.global_step, random_state(trainer.strategy.root_device)
+            self._steps = trainer.global_step
+            self._at_window = _batches_begun(trainer), random_state(trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After an optimizer step, note where loaders stand that cannot be rewound."""
+        """After an optimizer step, note its number, and where loaders stand that cannot be rewound."""
         if not unfinished_batches(trainer):
+            self._steps = trainer.global_step
             self._note_loaders(trainer)
 
     def _note_loaders(self, trainer: L.Trainer) -> None:
@@ -168,6 +176,10 @@ class ExactResume(Callback):
             # Nothing of this epoch was trained on. A restarting loop (which it always is with max_steps) would take the
             # place before the first batch for one at which validation is due, and count one that did not happen.
             batches.restarting = False
+
+
+def _batches_begun(trainer: Any) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def _stateful_loaders(trainer: Any) -> list[Any]:

@@ -47,6 +47,7 @@ def test_leftovers_of_dead_processes_go_and_everything_else_stays(tmp_path: Path
     ]
     age(gone[1], days=2)
     (gone[2] / "policy").mkdir(parents=True)  # half of it has been deleted
+    (gone[2] / "policy" / "zero_to_fp32.py").write_text("DeepSpeed puts it there")
     (tmp_path / "c.ckpt").mkdir()
     (tmp_path / "c.ckpt" / "manifest.json").write_text("{}")
     gone[3].mkdir()

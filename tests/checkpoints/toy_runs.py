@@ -145,12 +145,16 @@ def fit(
     resume: Path | None = None,
     callbacks: list[L.Callback] | None = None,
     exact: bool = True,
+    last: bool = False,
     **options: Any,
 ) -> Line:
     """A run of three epochs of five batches, or the rest of one.
 
-    ``exact=False`` is plain Lightning.
+    ``exact=False`` is plain Lightning; ``last=True`` puts ``ExactResume`` behind the other callbacks, as modules do.
     """
+    callbacks = [*(callbacks or [])]
+    if exact:
+        callbacks.insert(len(callbacks) if last else 0, ExactResume())
     module, data = Line(), Numbers(ours=ours)
     trainer = L.Trainer(
         **{
@@ -163,7 +167,7 @@ def fit(
             "num_sanity_val_steps": 0,
             "limit_val_batches": 0,
             "default_root_dir": str(folder),
-            "callbacks": [*([ExactResume()] if exact else []), *(callbacks or [])],
+            "callbacks": callbacks,
         }
         | options
     )
