@@ -15,6 +15,7 @@ from typing import Any
 from rlhfkit.data.experience import FinishReason, Prompt, Sample
 from rlhfkit.episodes.chat_protocol import ChatError, ChatRequest, readable, reply_message, same_message
 from rlhfkit.episodes.environment import Action
+from rlhfkit.episodes.event_loop import in_thread
 from rlhfkit.episodes.observations import ObservationTokenizer
 from rlhfkit.episodes.tools import ToolCallParser
 from rlhfkit.episodes.trajectory import Trajectory
@@ -23,6 +24,9 @@ from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import RequestError
 
 log = logging.getLogger(__name__)
+
+_LONG = 20_000
+"""Characters that are encoded in a few milliseconds."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -98,7 +102,7 @@ class ChatSession:
             self.limit = self.limit or "turns"
             raise ChatError(f"the episode has had its {self.max_turns} turns", code="turn_limit_exceeded")
         messages = [readable(message) for message in request.messages]
-        parent, trajectory = self._begin(messages, request.offered_tools)
+        parent, trajectory = await self._begun(messages, request.offered_tools)
         context = trajectory.context
         spec = self._sampling(request, len(context))
         digest = hashlib.blake2b(repr(context).encode(), digest_size=8).digest()
@@ -122,6 +126,17 @@ class ChatSession:
         )
         self.turns.append(turn)
         return turn
+
+    async def _begun(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
+        """What the policy has to read; long conversations are encoded in a thread, as the loop serves all others."""
+        if sum(len(str(message["content"])) for message in messages) <= _LONG:
+            return self._begin(messages, tools)
+        self._answering += 1  # other requests of the session may come meanwhile
+        try:
+            began: tuple[ChatTurn | None, Trajectory] = await in_thread(self._begin, messages, tools)
+            return began
+        finally:
+            self._answering -= 1
 
     def _begin(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
         """What the policy has to read, from the longest answer that the conversation continues."""

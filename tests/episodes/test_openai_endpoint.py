@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -258,3 +259,19 @@ def test_bodies_are_counted_before_they_are_parsed(engine: Recorded, body: bytes
         answer = httpx.post(f"{endpoint.base_url()}/chat/completions", content=body, headers=headers)
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
+
+
+def test_a_long_conversation_is_encoded_off_the_loop_and_refused_for_its_length(engine: Recorded) -> None:
+    """Long texts take the tokenizer seconds, in which others are to be answered."""
+    with OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128) as endpoint:
+        client = httpx.Client(headers={"Authorization": f"Bearer {endpoint.api_key}"}, timeout=60)
+        body = {"messages": [{"role": "user", "content": "1+" * 200_000}]}
+        with ThreadPoolExecutor() as threads:
+            long = threads.submit(client.post, f"{endpoint.base_url()}/chat/completions", json=body)
+            answered = 0
+            while not long.done():
+                assert client.get(f"{endpoint.base_url()}/models").status_code == 200
+                answered += not long.done()
+        assert long.result().status_code == 400
+        assert long.result().json()["error"]["code"] == "context_length_exceeded"
+    assert answered >= 5

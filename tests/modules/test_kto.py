@@ -258,7 +258,11 @@ def test_data_with_one_prompt_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"beta": 0}, "beta"), ({"loss_type": "bco"}, "loss_type"), ({"desirable_weight": -1}, "desirable_weight must be a finite number of at least 0, got -1")],
+    [
+        ({"beta": 0}, "beta"),
+        ({"loss_type": "bco"}, "loss_type"),
+        ({"desirable_weight": -1}, "desirable_weight must be a finite number of at least 0, got -1"),
+    ],
 )
 def test_bad_arguments_are_refused_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
