@@ -268,7 +268,7 @@ def normalize_advantages(
 
 
 def _check_eps(eps: float) -> None:
-    if eps < 0.0:
+    if not eps >= 0.0:
         raise ValueError(f"eps must not be negative, got {eps}")
 
 

@@ -194,7 +194,7 @@ def rejection_mask(
         raise ValueError(f"divergence must be one of k1, k2, k3, got {divergence!r}")
     if divergence != "k1" and low is not None:
         raise ValueError(f"low belongs to divergence 'k1', got low={low} with {divergence!r}")
-    if high <= 0.0 or (low is not None and not 0.0 < low <= high):
+    if not high > 0.0 or (low is not None and not 0.0 < low <= high):
         raise ValueError(f"need 0 < low <= high, got low={low} and high={high}")
     mask = mask.bool()
     log_ratio, known = _log_ratio(logprobs, rollout_logprobs, mask)
@@ -312,7 +312,7 @@ def _check_bounds(
             f"reject_level={reject_level!r}, reject_low={reject_low}, reject_high={reject_high}"
         )
     for smaller, larger in ((low, high), (reject_low, reject_high)):
-        if (smaller is not None and smaller < 0.0) or (larger is not None and larger <= (smaller or 0.0)):
+        if not ((smaller is None or smaller >= 0.0) and (larger is None or larger > (smaller or 0.0))):
             raise ValueError(f"bounds of the ratio need 0 <= low < high, got low={smaller} and high={larger}")
-    if log_ratio_clamp <= 0.0:
+    if not log_ratio_clamp > 0.0:
         raise ValueError(f"log_ratio_clamp must be positive, got {log_ratio_clamp}")

@@ -222,7 +222,7 @@ def on_policy_distillation_loss(
         ValueError: If the shapes differ or the clamp is not positive.
     """
     check_same_shape(rollout_logprobs=rollout_logprobs, logprobs=logprobs)
-    if log_ratio_clamp is not None and log_ratio_clamp <= 0.0:
+    if log_ratio_clamp is not None and not log_ratio_clamp > 0.0:
         raise ValueError(f"log_ratio_clamp must be positive or None, got {log_ratio_clamp}")
     difference = -on_policy_distillation_advantages(logprobs, teacher_logprobs, mask)
     current = select(full_precision(logprobs), mask)
@@ -307,7 +307,7 @@ def _check(
             "a teacher given for some tokens only needs teacher_ids"
         )
     check_same_shape(teacher=teacher, teacher_ids=teacher_ids if teacher_ids is not None else teacher)
-    if temperature <= 0.0:
+    if not temperature > 0.0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if not 0.0 < teacher_weight < 1.0:
         raise ValueError(f"teacher_weight must lie in (0, 1), got {teacher_weight}")

@@ -74,7 +74,7 @@ def kl_estimate(
     check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, importance_weight=importance_weight, mask=mask)
     if estimator not in get_args(KLEstimator):
         raise ValueError(f"estimator must be one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")
-    if clamp is not None and clamp <= 0.0:
+    if clamp is not None and not clamp > 0.0:
         raise ValueError(f"clamp must be positive or None, got {clamp}")
     policy, reference = full_precision(logprobs), full_precision(ref_logprobs.detach())
     if mask is not None:
@@ -133,7 +133,7 @@ def kl_loss(
     Raises:
         ValueError: If shapes differ or a knob is unknown or out of range.
     """
-    if coef < 0.0:
+    if not coef >= 0.0:
         raise ValueError(f"coef must be 0 or more, got {coef}")
     if coef == 0.0:
         logprobs = logprobs.detach()

@@ -208,9 +208,9 @@ def _check_knobs(logprobs: Tensor, beta: float, desirable_weight: float, undesir
             f"log-probs must be (B,), one sum per sequence, got {tuple(logprobs.shape)}; "
             "sequence_logprobs(token_logprobs, mask) makes it"
         )
-    if beta <= 0.0:
+    if not beta > 0.0:
         raise ValueError(f"beta must be positive, got {beta}")
-    if desirable_weight < 0.0 or undesirable_weight < 0.0:
+    if not (desirable_weight >= 0.0 and undesirable_weight >= 0.0):
         raise ValueError(f"weights must not be negative, got {desirable_weight} and {undesirable_weight}")
 
 

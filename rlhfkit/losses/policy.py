@@ -149,7 +149,7 @@ def grpo_loss(
     Raises:
         ValueError: If shapes do not fit, a knob is out of range, or ``kl_coef`` lacks its ``ref_logprobs``.
     """
-    if kl_coef < 0.0:
+    if not kl_coef >= 0.0:
         raise ValueError(f"kl_coef must be 0 (no penalty) or more, got {kl_coef}")
     if kl_coef > 0.0 and ref_logprobs is None:
         raise ValueError(f"kl_coef={kl_coef} needs ref_logprobs, the log-probs under the reference policy")

@@ -209,7 +209,7 @@ def sapo_loss(
     Raises:
         ValueError: If shapes do not fit or a temperature is not positive.
     """
-    if temperature_positive <= 0.0 or temperature_negative <= 0.0:
+    if not (temperature_positive > 0.0 and temperature_negative > 0.0):
         raise ValueError(f"temperatures must be positive, got {temperature_positive} and {temperature_negative}")
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     temperature = torch.where(

@@ -289,7 +289,7 @@ def gmpo_loss(
     Raises:
         ValueError: If shapes do not fit or a knob is out of range.
     """
-    if clip_low < 0.0 or clip_high < 0.0:
+    if not (clip_low >= 0.0 and clip_high >= 0.0):
         raise ValueError(f"clip_low and clip_high are nats and must not be negative, got {clip_low} and {clip_high}")
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     advantage = masked_mean(tokens.advantages, tokens.mask, -1).unsqueeze(-1)
@@ -362,7 +362,7 @@ def vespo_loss(
     Raises:
         ValueError: If shapes do not fit or a knob is negative.
     """
-    if min(k_positive, lambda_positive, k_negative, lambda_negative) < 0.0:
+    if not all(value >= 0.0 for value in (k_positive, lambda_positive, k_negative, lambda_negative)):
         raise ValueError(
             "k and lambda must not be negative, got "
             f"{(k_positive, lambda_positive)} where A >= 0 and {(k_negative, lambda_negative)} where A < 0"

@@ -159,7 +159,7 @@ def dppo_loss(
     """
     if not (0.0 <= mask_low <= 1.0 and 0.0 <= mask_high <= 1.0):
         raise ValueError(f"mask_low and mask_high bound probabilities, in [0, 1], got {mask_low} and {mask_high}")
-    if log_ratio_coef < 0.0:
+    if not log_ratio_coef >= 0.0:
         raise ValueError(f"log_ratio_coef must be 0 or more, got {log_ratio_coef}")
     logprobs = full_precision(logprobs)
     measured = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
@@ -239,7 +239,7 @@ def clip_cov_loss(
     """
     check_clip(clip_low, clip_high)
     _check_fraction(fraction)
-    if covariance_low >= covariance_high:
+    if not covariance_low < covariance_high:
         raise ValueError(f"need covariance_low < covariance_high, got {covariance_low} and {covariance_high}")
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
     if priority is not None and priority.shape != mask.shape:
@@ -304,7 +304,7 @@ def kl_cov_loss(
         ValueError: If shapes do not fit or a knob is out of range.
     """
     _check_fraction(fraction)
-    if kl_coef < 0.0:
+    if not kl_coef >= 0.0:
         raise ValueError(f"kl_coef must be 0 or more, got {kl_coef}")
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
     penalised = _largest(_covariance(tokens), tokens.mask, _share(tokens.mask, fraction))

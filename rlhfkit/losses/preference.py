@@ -195,7 +195,7 @@ def _check_knobs(
 ) -> None:
     names = [name for name in mixture if isinstance(name, str)]
     custom = len(names) < len(mixture)  # a function may use any knob
-    if beta <= 0.0:
+    if not beta > 0.0:
         raise ValueError(f"beta must be positive, got {beta}")
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")

@@ -121,7 +121,7 @@ def alphapo_loss(
     Raises:
         ValueError: If shapes differ or a knob is out of range.
     """
-    if gamma < 0.0:
+    if not gamma >= 0.0:
         raise ValueError(f"gamma must not be negative, got {gamma}")
     pairs = _Pairs(chosen, rejected, chosen_lengths, rejected_lengths, mask, beta, label_smoothing)
     chosen_reward = beta * _bent_reward(pairs.mean_chosen, alpha)
@@ -263,7 +263,7 @@ def slic_loss(
     Raises:
         ValueError: If shapes differ, a knob is out of range, or target and coefficient do not come together.
     """
-    if margin <= 0.0 or target_coef < 0.0:
+    if not (margin > 0.0 and target_coef >= 0.0):
         raise ValueError(f"margin must be positive and target_coef not negative, got {margin} and {target_coef}")
     if (target is not None) != (target_coef > 0.0):
         raise ValueError("target and target_coef > 0 belong together: give both or neither")
@@ -317,7 +317,7 @@ class _Pairs:
                 f"chosen must be (B,), one summed log-prob per sequence, got {tuple(chosen.shape)}; "
                 "sequence_logprobs(token_logprobs, mask) makes it"
             )
-        if beta <= 0.0:
+        if not beta > 0.0:
             raise ValueError(f"beta must be positive, got {beta}")
         if not 0.0 <= label_smoothing < 0.5:
             raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")

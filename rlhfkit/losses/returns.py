@@ -91,7 +91,7 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
     Raises:
         ValueError: If ``alpha`` is not positive.
     """
-    if alpha <= 0.0:
+    if not alpha > 0.0:
         raise ValueError(f"alpha must be positive, got {alpha}")
     reach = alpha * full_precision(lengths)
     return (1.0 - 1.0 / reach.clamp(min=1.0)).clamp(min=0.0)

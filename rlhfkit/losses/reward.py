@@ -66,7 +66,7 @@ def bradley_terry_loss(
         raise ValueError(f"rewards must be (B,), one per answer, got {tuple(chosen.shape)}; squeeze (B, 1)")
     if loss_type not in get_args(BradleyTerryLossType):
         raise ValueError(f"loss_type must be one of {', '.join(get_args(BradleyTerryLossType))}, got {loss_type!r}")
-    if centering < 0.0:
+    if not centering >= 0.0:
         raise ValueError(f"centering must not be negative, got {centering}")
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")

@@ -64,7 +64,7 @@ def token_rewards(
     if rewards.shape != mask.shape[:1]:
         raise ValueError(f"rewards must be ({mask.shape[0]},), one per row of the mask, got {tuple(rewards.shape)}")
     check_same_shape(mask=mask, kl=kl, earned=earned)
-    if kl_coef < 0.0 or (kl_coef > 0.0 and kl is None):
+    if not kl_coef >= 0.0 or (kl_coef > 0.0 and kl is None):
         raise ValueError(f"kl_coef must be 0 or more, and needs kl when positive; got kl_coef={kl_coef}")
     total = torch.nan_to_num(full_precision(rewards.detach()), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     parts = None
@@ -125,7 +125,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer must lie in (0, max_length={max_length}], got {buffer}")
-    if factor < 0.0:
+    if not factor >= 0.0:
         raise ValueError(f"factor must not be negative (the penalty is subtracted here), got {factor}")
     excess = full_precision(lengths) - (max_length - buffer)
     return -factor * (excess / buffer).clamp(0.0, 1.0)
@@ -151,7 +151,7 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) ->
         ValueError: If shapes differ or ``coef`` is more than 1.
     """
     check_same_shape(rewards=rewards, truncated=truncated)
-    if coef > 1.0:
+    if not coef <= 1.0:
         raise ValueError(f"coef must be at most 1 (it is a penalty), got {coef}")
     if coef < 0.0:
         punished = torch.where(rewards.isnan(), rewards, torch.full_like(rewards, coef))
@@ -179,7 +179,7 @@ def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 
         ValueError: If shapes differ or the penalty is negative.
     """
     check_same_shape(rewards=rewards, truncated=truncated)
-    if penalty < 0.0:
+    if not penalty >= 0.0:
         raise ValueError(f"penalty must not be negative (it is subtracted here), got {penalty}")
     return rewards - penalty * truncated.to(rewards.dtype)
 

@@ -54,7 +54,7 @@ def cross_entropy_loss(
     check_same_shape(logprobs=logprobs, mask=mask, mean_logprobs=mean_logprobs, log_normalizer=log_normalizer)
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
-    if z_loss_coef < 0.0:
+    if not z_loss_coef >= 0.0:
         raise ValueError(f"z_loss_coef must not be negative, got {z_loss_coef}")
     if (label_smoothing > 0.0) != (mean_logprobs is not None):
         raise ValueError("label_smoothing > 0 and mean_logprobs belong together: give both or neither")

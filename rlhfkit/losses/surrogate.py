@@ -114,7 +114,7 @@ def policy_tokens(
     if logprobs.dim() != 2:
         raise ValueError(f"logprobs must be (B, T), got {tuple(logprobs.shape)}")
     check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
-    if log_ratio_clamp is not None and log_ratio_clamp <= 0.0:
+    if log_ratio_clamp is not None and not log_ratio_clamp > 0.0:
         raise ValueError(f"log_ratio_clamp must be positive or None, got {log_ratio_clamp}")
     mask = mask.bool()
     current = select(full_precision(logprobs), mask)
@@ -139,11 +139,11 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None
     """
     if not 0.0 <= clip_low <= 1.0:
         raise ValueError(f"clip_low must lie in [0, 1] (the ratio is clipped at 1 - clip_low), got {clip_low}")
-    if clip_high < 0.0:
+    if not clip_high >= 0.0:
         raise ValueError(f"clip_high must not be negative (the ratio is clipped at 1 + clip_high), got {clip_high}")
-    if dual_clip is not None and dual_clip <= 1.0:
+    if dual_clip is not None and not dual_clip > 1.0:
         raise ValueError(f"dual_clip must be larger than 1 (3 is usual) or None, got {dual_clip}")
-    if delta is not None and delta < 1.0 + clip_high:
+    if delta is not None and not delta >= 1.0 + clip_high:
         raise ValueError(f"delta must be at least 1 + clip_high = {1.0 + clip_high}, or None; got {delta}")
 
 

@@ -52,7 +52,7 @@ def value_loss(
         ValueError: If shapes differ or ``clip`` is not positive.
     """
     check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
-    if clip is not None and clip <= 0.0:
+    if clip is not None and not clip > 0.0:
         raise ValueError(f"clip must be positive or None, got {clip}")
     current, target = select(full_precision(values), mask), select(full_precision(returns.detach()), mask)
     plain = error = (current - target).square()
