@@ -39,6 +39,16 @@ from rlhfkit.losses.masked import (
     sum_losses,
     whiten,
 )
+from rlhfkit.losses.metrics import (
+    Metric,
+    exp_mean_metric,
+    max_metric,
+    mean_metric,
+    min_metric,
+    sum_metric,
+    sums_metric,
+    weighted_metric,
+)
 from rlhfkit.losses.policy import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, ppo_loss
 from rlhfkit.losses.policy_gradient import cispo_loss, gpg_loss, reinforce_loss, sapo_loss
 from rlhfkit.losses.policy_selection import (
@@ -88,6 +98,7 @@ __all__ = [
     "KLEstimator",
     "LogprobsOutput",
     "LossOutput",
+    "Metric",
     "PolicyTokens",
     "PreferencePairs",
     "RatioLevel",
@@ -114,6 +125,7 @@ __all__ = [
     "dppo_loss",
     "dr_grpo_loss",
     "entropy_bonus",
+    "exp_mean_metric",
     "gae",
     "gdpo_advantages",
     "gmpo_loss",
@@ -143,6 +155,9 @@ __all__ = [
     "masked_mean",
     "masked_moments",
     "masked_sum",
+    "max_metric",
+    "mean_metric",
+    "min_metric",
     "mismatch_metrics",
     "missing_eos_penalty",
     "normalize_advantages",
@@ -172,10 +187,13 @@ __all__ = [
     "slic_loss",
     "stop_properly_penalty",
     "sum_losses",
+    "sum_metric",
+    "sums_metric",
     "token_rewards",
     "top_entropy_mask",
     "value_loss",
     "vespo_loss",
+    "weighted_metric",
     "whiten",
     "wpo_weights",
 ]

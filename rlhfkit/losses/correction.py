@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.masked import check_same_shape, full_precision, masked_mean, masked_sum, select
+from rlhfkit.losses.metrics import max_metric, mean_metric, min_metric, sums_metric
 
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 """Whose ratio is taken: a token's, a sequence's (the product), or the geometric mean over a sequence."""
@@ -135,18 +136,19 @@ def importance_weights(
         tested = _ratio_at(reject_level, log_ratio, known, log_ratio_clamp)
         rejected = rejected | (_outside(tested, reject_low, reject_high) & mask)
     weights = select(select(weights, mask, fill=1.0), ~rejected)
-    count = known.sum().clamp(min=1)
-    mean = masked_mean(ratio, known)
+    count = known.sum()
     squares = masked_sum(weights.square(), known)
     metrics = {
-        "rollout_corr/is_mean": mean,
-        "rollout_corr/is_std": masked_mean((ratio - mean).square(), known).sqrt(),
-        "rollout_corr/is_max": _extreme(ratio, known, largest=True),
-        "rollout_corr/is_min": _extreme(ratio, known, largest=False),
-        "rollout_corr/eff_sample_size": masked_sum(weights, known).square()
-        / (count * squares).clamp(min=torch.finfo(squares.dtype).tiny),
-        "rollout_corr/is_bounded_fraction": masked_mean(outside.float(), mask),
-        "rollout_corr/masked_fraction": masked_mean(rejected.float(), mask),
+        "rollout_corr/is_mean": mean_metric(ratio, known),
+        # Sums about 1, where ratios lie: a variance from sums of squares cancels digits.
+        "rollout_corr/is_std": sums_metric(
+            _deviation, count, masked_sum(ratio - 1.0, known), masked_sum((ratio - 1.0).square(), known)
+        ),
+        "rollout_corr/is_max": max_metric(ratio, known),
+        "rollout_corr/is_min": min_metric(ratio, known),
+        "rollout_corr/eff_sample_size": sums_metric(_effective_fraction, count, masked_sum(weights, known), squares),
+        "rollout_corr/is_bounded_fraction": mean_metric(outside.float(), mask),
+        "rollout_corr/masked_fraction": mean_metric(rejected.float(), mask),
     }
     return CorrectionOutput(weights, ~rejected, metrics)
 
@@ -242,21 +244,21 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
     product = masked_sum(log_ratio, known, -1).clamp(-20.0, 20.0)
     clamped = log_ratio.clamp(-20.0, 20.0)
     metrics = {
-        "kl": -masked_mean(log_ratio, known),
-        "k3_kl": masked_mean(torch.expm1(clamped) - clamped, known),
-        "training_ppl": masked_mean(trainer.clamp(max=80.0).exp(), rows),
-        "training_log_ppl": masked_mean(trainer, rows),
-        "rollout_ppl": masked_mean(engine.clamp(max=80.0).exp(), rows),
-        "rollout_log_ppl": masked_mean(engine, rows),
-        "log_ppl_diff": masked_mean(difference, rows),
-        "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
-        "log_ppl_diff_max": _extreme(difference, rows, largest=True),
-        "log_ppl_diff_min": _extreme(difference, rows, largest=False),
-        "ppl_ratio": masked_mean(difference.clamp(-20.0, 20.0).exp(), rows),
-        "chi2_token": masked_mean((2.0 * clamped).exp(), known) - 1.0,
-        "chi2_seq": masked_mean((2.0 * product).exp(), rows) - 1.0,
-        "logprob_abs_diff_mean": masked_mean(log_ratio.abs(), known),
-        "logprob_abs_diff_max": log_ratio.abs().amax(),
+        "kl": mean_metric(-log_ratio, known),
+        "k3_kl": mean_metric(torch.expm1(clamped) - clamped, known),
+        "training_ppl": mean_metric(trainer.clamp(max=80.0).exp(), rows),
+        "training_log_ppl": mean_metric(trainer, rows),
+        "rollout_ppl": mean_metric(engine.clamp(max=80.0).exp(), rows),
+        "rollout_log_ppl": mean_metric(engine, rows),
+        "log_ppl_diff": mean_metric(difference, rows),
+        "log_ppl_abs_diff": mean_metric(difference.abs(), rows),
+        "log_ppl_diff_max": max_metric(difference, rows),
+        "log_ppl_diff_min": min_metric(difference, rows),
+        "ppl_ratio": mean_metric(difference.clamp(-20.0, 20.0).exp(), rows),
+        "chi2_token": mean_metric(torch.expm1(2.0 * clamped), known),
+        "chi2_seq": mean_metric(torch.expm1(2.0 * product), rows),
+        "logprob_abs_diff_mean": mean_metric(log_ratio.abs(), known),
+        "logprob_abs_diff_max": max_metric(log_ratio.abs(), known),
     }
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
@@ -267,10 +269,17 @@ def _log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tupl
     return select(full_precision(logprobs.detach()) - full_precision(rollout_logprobs.detach()), known), known
 
 
-def _extreme(values: Tensor, keep: Tensor, *, largest: bool) -> Tensor:
-    """Largest or smallest of the kept values, 0 if there is none."""
-    found = select(values, keep, -torch.inf).amax() if largest else select(values, keep, torch.inf).amin()
-    return select(found, keep.any())
+def _deviation(state: Tensor) -> Tensor:
+    """Standard deviation from the count, the sum and the sum of squares."""
+    count, total, squares = state
+    count = count.clamp(min=1)
+    return (squares / count - (total / count).square()).clamp(min=0).sqrt()
+
+
+def _effective_fraction(state: Tensor) -> Tensor:
+    """``(Σw)² / (n Σw²)`` from n, Σw and Σw²."""
+    count, total, squares = state
+    return total.square() / (count * squares).clamp(min=torch.finfo(squares.dtype).tiny)
 
 
 def _ratio_at(level: CorrectionLevel, log_ratio: Tensor, known: Tensor, limit: float) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.masked import Aggregation, LossOutput, full_precision, masked_mean, masked_sum, select
+from rlhfkit.losses.metrics import mean_metric
 from rlhfkit.losses.policy import ppo_loss
 from rlhfkit.losses.surrogate import (
     check_clip,
@@ -391,5 +392,5 @@ def vespo_loss(
         aggregation=aggregation,
         denominator=denominator,
         max_length=max_length,
-        metrics={"policy/vespo_weight": masked_mean(by_sequence, tokens.mask.any(-1))},
+        metrics={"policy/vespo_weight": mean_metric(by_sequence, tokens.mask.any(-1))},
     )

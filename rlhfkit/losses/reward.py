@@ -15,6 +15,7 @@ from rlhfkit.losses.masked import (
     masked_mean,
     select,
 )
+from rlhfkit.losses.metrics import max_metric, min_metric, sum_metric
 from rlhfkit.losses.preference_pairs import smoothed_logsigmoid_loss
 
 BradleyTerryLossType = Literal["sigmoid", "log_exp"]
@@ -167,7 +168,7 @@ def process_reward_loss(
         else:
             losses = -logprobs.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
             correct = logprobs.argmax(-1) == labels
-    metrics = {"prm/accuracy": masked_mean(correct.float(), keep), "prm/steps": keep.sum()}
+    metrics = {"prm/accuracy": masked_mean(correct.float(), keep), "prm/steps": sum_metric(keep.float(), keep)}
     return LossOutput(aggregate(losses, keep, aggregation, denominator, max_length=max_length), metrics)
 
 
@@ -189,14 +190,6 @@ def _pair_metrics(chosen: Tensor, rejected: Tensor, keep: Tensor) -> dict[str, T
         "rewards/accuracies": pairwise_accuracy(chosen, rejected, mask=keep),
         "rewards/margins": masked_mean(chosen - rejected, keep),
         "rewards/mean": masked_mean(both, counted),
-        "rewards/min": _extreme(both, counted, largest=False),
-        "rewards/max": _extreme(both, counted, largest=True),
+        "rewards/min": min_metric(both, counted),
+        "rewards/max": max_metric(both, counted),
     }
-
-
-def _extreme(values: Tensor, keep: Tensor, *, largest: bool) -> Tensor:
-    """Largest or smallest of the kept values, 0 without any."""
-    if not values.numel():
-        return values.sum()
-    found = select(values, keep, -torch.inf).amax() if largest else select(values, keep, torch.inf).amin()
-    return select(found, keep.any())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.masked import Aggregation, LossOutput, aggregate, check_same_shape, masked_mean, select
+from rlhfkit.losses.metrics import exp_mean_metric, mean_metric
 
 
 def cross_entropy_loss(
@@ -116,5 +117,4 @@ def _selected(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _metrics(negative: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    nll = masked_mean(negative.detach(), mask)
-    return {"sft/nll": nll, "sft/perplexity": nll.exp()}
+    return {"sft/nll": mean_metric(negative, mask), "sft/perplexity": exp_mean_metric(negative, mask)}

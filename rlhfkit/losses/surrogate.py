@@ -23,6 +23,7 @@ from rlhfkit.losses.masked import (
     masked_sum,
     select,
 )
+from rlhfkit.losses.metrics import max_metric
 
 RatioLevel = Literal["token", "sequence", "sequence-sum"]
 """Whose probability ratio is taken, see :meth:`PolicyTokens.ratio_of`."""
@@ -231,6 +232,6 @@ def policy_loss_output(
         "policy/approx_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, tokens.mask),
         "policy/ppo_kl": -masked_mean(log_ratio, tokens.mask),
         "policy/ratio_mean": masked_mean(ratio, tokens.mask),
-        "policy/ratio_max": select(ratio, tokens.mask).amax(),
+        "policy/ratio_max": max_metric(ratio, tokens.mask),
     }
     return LossOutput(loss, {**moved, **(metrics or {})})

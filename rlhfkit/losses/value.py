@@ -10,8 +10,10 @@ from rlhfkit.losses.masked import (
     check_same_shape,
     full_precision,
     masked_mean,
+    masked_moments,
     select,
 )
+from rlhfkit.losses.metrics import sums_metric
 
 
 def value_loss(
@@ -62,14 +64,22 @@ def value_loss(
         error = torch.maximum(plain, clipped)
     with torch.no_grad():
         residual = target - current
-        spread = masked_mean((target - masked_mean(target, mask)).square(), mask)
-        unexplained = masked_mean((residual - masked_mean(residual, mask)).square(), mask)
+        _, total, squares = masked_moments(residual, mask)
         metrics = {
             "value/clip_fraction": masked_mean((error > plain).float(), mask),
             "value/mean": masked_mean(current, mask),
             "value/error": masked_mean(plain, mask),
-            "value/explained_variance": torch.where(
-                spread > 0.0, 1.0 - unexplained / spread.clamp(min=torch.finfo(spread.dtype).tiny), 0.0
-            ),
+            "value/explained_variance": sums_metric(_explained_variance, *masked_moments(target, mask), total, squares),
         }
     return LossOutput(0.5 * aggregate(error, mask, aggregation, denominator, max_length=max_length), metrics)
+
+
+def _explained_variance(state: Tensor) -> Tensor:
+    """Of the count, and sums and sums of squares of targets and of residuals."""
+    count, target, target_squares, residual, residual_squares = state
+    count = count.clamp(min=1)
+    spread = target_squares / count - (target / count).square()
+    unexplained = residual_squares / count - (residual / count).square()
+    # Less than rounding leaves of targets that are all equal.
+    varies = spread > 4 * torch.finfo(spread.dtype).eps * target_squares / count
+    return torch.where(varies, 1.0 - unexplained / torch.where(varies, spread, 1.0), 0.0)

@@ -29,6 +29,7 @@ from rlhfkit.models.load import context_length, load_config, precision_dtype
 from rlhfkit.models.quantization import Quantization
 from rlhfkit.models.row_check import ROW_TOLERANCES, Unpadded, row_difference
 from rlhfkit.modules.clipping import clip_each_child
+from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
 from rlhfkit.modules.saving import SavedModule
 from rlhfkit.modules.schedules import SCHEDULES, learning_rate_factor
 from rlhfkit.validation import check_integer, check_number
@@ -100,6 +101,8 @@ class PolicyModule(SavedModule):
         self._tokenizer: Any = None
         self._rows_checked = False
         self._model_config: Any = None
+        self._epoch_metrics: dict[str, tuple[Any, EpochMetric]] = {}
+        self._step_metrics = StepMetrics()
 
     # ------------------------------------------------------------------ building
 
@@ -394,9 +397,53 @@ class PolicyModule(SavedModule):
         return out.logprobs.cpu()
 
     def log_means(self, metrics: Mapping[str, Tensor]) -> None:
-        """Log scalars as means over the epoch (in reinforcement learning: the iteration), all ranks.
+        """Log scalars as plain means over the micro-batches of the epoch (in reinforcement learning: the iteration).
+
+        Right for losses and whatever else has the ``denominator`` of its optimizer step, over all ranks.
 
         Args:
             metrics: Detached scalars by name.
         """
         self.log_dict(dict(metrics), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+
+    def log_metrics(
+        self, metrics: Mapping[str, Tensor], weight: Tensor | float, *, prefix: str = "", suffix: str = ""
+    ) -> None:
+        """Log what a loss says of one micro-batch, over the epoch (in training or validation) and all ranks.
+
+        Each :class:`~rlhfkit.losses.Metric` reduces as it says; a plain scalar as a mean.
+
+        Args:
+            metrics: Detached scalars by name.
+            weight: Scalar, what plain ones are the means of: trained tokens, or pairs, of the micro-batch.
+            prefix: Put before each name.
+            suffix: Put behind it.
+        """
+        if self._trainer is None:
+            return
+        stage = (id(self.trainer), self.trainer.state.stage, self.trainer.current_epoch)
+        for name, metric in as_metrics(metrics, weight, self.device).items():
+            key = f"{prefix}{name}{suffix}"
+            begun, epoch_metric = self._epoch_metrics.get(key, (None, None))
+            if epoch_metric is None or begun != stage:  # an epoch that broke off leaves something behind
+                epoch_metric = EpochMetric(metric, self.trainer.world_size).to(self.device)
+                self._epoch_metrics[key] = (stage, epoch_metric)
+            epoch_metric.update(metric)
+            self.log(key, epoch_metric, on_step=False, on_epoch=True, batch_size=1, metric_attribute="_epoch_metrics")
+
+    def log_step(self, metrics: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
+        """Log what a loss says of one micro-batch, over those of its optimizer step and all ranks.
+
+        They are put together and logged when the step is made.
+
+        Args:
+            metrics: Detached scalars by name, the same names in every micro-batch; ``loss`` is on the progress bar.
+            weight: Scalar, what plain ones are the means of. 1: shares of a mean over the step, as the loss is.
+        """
+        if self._trainer is not None:
+            self._step_metrics.add(as_metrics(metrics, weight, self.device))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Log what the micro-batches of the step have said."""
+        for name, value in self._step_metrics.take(self.trainer.world_size).items():
+            self.log(name, value, prog_bar=name == "loss", on_step=True, on_epoch=False, batch_size=1)

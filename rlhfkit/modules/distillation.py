@@ -204,7 +204,7 @@ class DistillationModule(PolicyModule):
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """One micro-batch."""
         loss, parts = self.loss(batch)
-        self.log("loss", loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+        self.log_step({"loss": loss.detach()})
         self.log_means({f"{name}_epoch": value for name, value in parts.items()})
         return loss
 

@@ -238,13 +238,14 @@ class KTOModule(ReferenceModule):
         out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
         result = self._evaluated(batch, self.answer_logprobs(batch, out.logprobs), self.kl)
         result = with_router_loss(result, out.router_aux_loss, batch.loss_mask, coef)
-        self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+        self.log_step({"loss": result.loss.detach()})
         if coef:
-            self.log("aux_loss", result.metrics["aux_loss"], on_step=True, on_epoch=False, batch_size=1)
+            self.log_step({"aux_loss": result.metrics["aux_loss"]}, batch.loss_mask.sum())
         return result.loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log the means over the answers of the step."""
+        super().on_before_optimizer_step(optimizer)
         self.log_dict(self._class_metrics(self.kl), on_step=True, on_epoch=False, batch_size=1)
 
     def on_validation_epoch_start(self) -> None:

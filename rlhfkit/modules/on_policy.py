@@ -19,6 +19,7 @@ from rlhfkit.losses import (
     kl_loss,
     masked_mean,
     masked_sum,
+    mean_metric,
     ppo_loss,
     select,
     sum_losses,
@@ -442,11 +443,13 @@ class OnPolicyModule(RewardedModule):
         result = self.objective(batch, out)
         self.kl_stop.measure(batch, out.logprobs)
         loss, metrics = result.loss, {**result.metrics, **self.rollout_metrics(batch, out)}
+        shares: dict[str, Tensor] = {}
         if self.hparams["ptx_coef"]:
             text = pretraining_loss(self, batch_idx)
             loss = loss + self.hparams["ptx_coef"] * text
-            metrics["ptx/loss"] = text.detach()
-        self.log_means({"loss": loss.detach(), **metrics})
+            shares["ptx/loss"] = text.detach()
+        self.log_means({"loss": loss.detach()} | shares)
+        self.log_metrics(metrics, batch.action_mask.sum())
         return loss
 
     def objective(self, batch: Experience, out: PolicyOutput) -> LossOutput:
@@ -462,6 +465,7 @@ class OnPolicyModule(RewardedModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Let the step pass by what is not to learn now."""
+        super().on_before_optimizer_step(optimizer)
         stopped = self.kl_stop.decide(self)
         if self.kl_stop.limit is not None:
             self.log_means({"policy/kl_stopped": torch.tensor(float(stopped), device=self.device)})
@@ -482,9 +486,9 @@ class OnPolicyModule(RewardedModule):
             out: What the current policy says about them.
         """
         old, mask = self.old_logprobs(batch, out), batch.action_mask
-        metrics = rollout_mismatch(old, batch.rollout_logprobs, mask)
+        metrics: dict[str, Tensor] = {**rollout_mismatch(old, batch.rollout_logprobs, mask)}
         if out.entropy is not None:
-            metrics["policy/entropy"] = self.token_mean(out.entropy.detach(), batch)
+            metrics["policy/entropy"] = mean_metric(out.entropy, mask)
         return metrics
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

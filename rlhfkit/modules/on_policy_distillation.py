@@ -14,6 +14,7 @@ from rlhfkit.losses import (
     dapo_loss,
     discounted_returns,
     logits_logprobs,
+    mean_metric,
     on_policy_distillation_advantages,
 )
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
@@ -285,11 +286,11 @@ class OnPolicyDistillationModule(GRPOModule):
         if not isinstance(out, ComparedOutput):
             assert batch.teacher_logprobs is not None
             gap = (self.old_logprobs(batch, out) - batch.teacher_logprobs).where(mask, 0.0)
-            return LossOutput(base.loss, {**base.metrics, "distillation/reverse_kl": self.token_mean(gap, batch)})
+            return LossOutput(base.loss, {**base.metrics, "distillation/reverse_kl": mean_metric(gap, mask)})
         sizes = self.reduction(batch)
         divergence = aggregate(
             out.divergence, mask, sizes["aggregation"], sizes["denominator"], max_length=sizes["max_length"]
         )
-        mean = self.token_mean(out.divergence.detach(), batch)
+        mean = mean_metric(out.divergence, mask)
         loss = base.loss + self.hparams["distillation_coef"] * divergence
         return LossOutput(loss, {**base.metrics, "distillation/divergence": mean})

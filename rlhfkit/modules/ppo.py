@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.experience import Experience
-from rlhfkit.losses import LossOutput, RewardMoments, gae, normalize_rewards, value_loss, whiten
+from rlhfkit.losses import LossOutput, RewardMoments, gae, normalize_rewards, value_loss, weighted_metric, whiten
 from rlhfkit.models import PolicyOutput, ScalarModel, policy_output, unwrap
 from rlhfkit.models.forward import VALUE_HEAD
 from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
@@ -247,7 +247,8 @@ class PPOModule(OnPolicyModule):
         policy = super().objective(batch, out)
         shared = self.hparams["shared_backbone"]
         value = self.value_loss(batch, self._values_of(out) if shared else self.value_output(batch))
-        metrics = {"policy/loss": policy.loss.detach(), "value/loss": value.loss.detach()}
+        # Shares of the step's means, as losses are: micro-batches count alike.
+        metrics = {"policy/loss": weighted_metric(policy.loss, 1.0), "value/loss": weighted_metric(value.loss, 1.0)}
         loss = policy.loss + self.hparams["value_coef"] * value.loss
         result = LossOutput(loss, {**policy.metrics, **value.metrics, **metrics})
         if shared or self._critic_router_loss is None:

@@ -18,11 +18,10 @@ class PreferenceModule(PolicyModule):
     """A policy that learns which of two answers is better.
 
     A subclass says what the loss is (:meth:`loss`). Losses are means over the pairs of the whole optimizer step,
-    whatever the micro-batches, ranks, padding or packing. Logged at each step for its micro-batch, as everybody names
-    them: ``loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (share of
-    pairs whose chosen answer has the larger reward), ``logps/chosen``, ``logps/rejected`` (nats per answer); with
-    ``_epoch`` behind the name as exact means over the pairs of the epoch, and with ``val/`` in front over the
-    validation pairs.
+    whatever the micro-batches, ranks, padding or packing. Logged for the pairs of each step, as everybody names them:
+    ``loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (share of pairs
+    whose chosen answer has the larger reward), ``logps/chosen``, ``logps/rejected`` (nats per answer); with ``_epoch``
+    behind the name as exact means over the pairs of the epoch, and with ``val/`` in front over the validation pairs.
 
     Args:
         model: Folder or hub name of the policy.
@@ -106,9 +105,9 @@ class PreferenceModule(PolicyModule):
         out = self.policy_output(batch)
         coef = self.hparams["router_aux_loss_coef"]
         result = with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask, coef)
-        self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
-        self.log_dict(dict(result.metrics), on_step=True, on_epoch=False, batch_size=1)
-        self._log_pair_means({f"{name}_epoch": value for name, value in result.metrics.items()}, pairs)
+        self.log_step({"loss": result.loss.detach()})
+        self.log_step(result.metrics, pairs)
+        self.log_metrics(result.metrics, pairs, suffix="_epoch")
         return result.loss
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
@@ -117,11 +116,7 @@ class PreferenceModule(PolicyModule):
         batch = self.prepare(batch)
         result = self.loss(batch, self.policy_output(batch))
         self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
-        self._log_pair_means({f"val/{name}": value for name, value in result.metrics.items()}, pairs)
-
-    def _log_pair_means(self, metrics: dict[str, Tensor], pairs: int) -> None:
-        """Log means over a micro-batch's pairs such that the epoch's is the mean over all pairs of all ranks."""
-        self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=pairs)
+        self.log_metrics(result.metrics, pairs, prefix="val/")
 
     def predict_step(self, batch: PreferenceBatch, batch_idx: int) -> dict[str, Tensor]:
         """Log-probs of both answers of each pair, ``logps/chosen`` and ``logps/rejected``, (B,) each."""

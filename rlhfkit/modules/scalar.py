@@ -101,10 +101,8 @@ class ScalarModule(PolicyModule):
         count = len(self.claims(batch, out.detach())[0])
         learned = torch.tensor(count > 0, device=out.device)
         result = with_router_loss(result, self._router_loss, learned, self.hparams["router_aux_loss_coef"])
-        self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
-        # A micro-batch without anything to learn has no least reward, and no weight in the mean either.
-        metrics = {name: value.float() if count else 0.0 for name, value in result.metrics.items()}
-        self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=count)
+        self.log_step({"loss": result.loss.detach()})
+        self.log_metrics(result.metrics, count)
         return result.loss
 
     def on_validation_epoch_start(self) -> None:

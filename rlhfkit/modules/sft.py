@@ -51,8 +51,8 @@ class SFTModule(PolicyModule):
         out = self.policy_output(batch)
         coef = self.hparams["router_aux_loss_coef"]
         result = with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask, coef)
-        self.log("loss", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
-        self.log_means({f"{name}_epoch": value for name, value in result.metrics.items()})
+        self.log_step({"loss": result.loss.detach()})
+        self.log_metrics(result.metrics, batch.loss_mask.sum(), suffix="_epoch")
         return result.loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:

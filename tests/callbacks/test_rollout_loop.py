@@ -146,8 +146,10 @@ def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tm
         assert run["metrics"]["time/generate"] > 0
         for one, other in zip(alone["weights"], run["weights"], strict=True):
             assert one == pytest.approx(other, rel=1e-5), name
-        for metric in ("loss", "rollout/reward", "policy/entropy"):  # exact over the step; others are batch means
-            assert run["metrics"][metric] == pytest.approx(alone["metrics"][metric], rel=1e-4, abs=1e-6), (name, metric)
+        measured = {name for name in alone["metrics"] if not name.startswith(("time/", "grad_norm/"))}
+        assert {"policy/ratio_max", "rollout/logprob_difference_max", "rollout/effective_sample_fraction"} <= measured
+        for metric in measured:
+            assert run["metrics"][metric] == pytest.approx(alone["metrics"][metric], rel=1e-4, abs=2e-6), (name, metric)
 
 
 @pytest.mark.distributed

@@ -27,19 +27,22 @@ class PlainSGD(DPOModule):
 
 
 class Steps(L.Callback):
-    """Loss and margin of each micro-batch; weights at the end, from any strategy; weights of the reference."""
+    """Loss of each micro-batch and margin of each step; what is logged in the end; weights then, from any strategy."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.margins: list[float] = []
+        self.metrics: dict[str, float] = {}
         self.weights: dict[str, Any] = {}
         self.reference: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.margins.append(float(trainer.callback_metrics["rewards/margins"]))
+        if len(self.margins) < trainer.global_step:
+            self.margins.append(float(trainer.callback_metrics["rewards/margins"]))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if hasattr(trainer.strategy, "consolidated_state_dict"):
             self.weights = trainer.strategy.consolidated_state_dict("policy")
             if hasattr(module, "reference"):
@@ -148,7 +151,8 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
             torch.save([steps.weights, steps.reference], folder / f"{name}.pt")
     report["stopped and resumed"] = resumed(folder, model)
     fifty = {"strategy": "ddp", "num_nodes": 1, "max_steps": 50, "max_epochs": -1}
-    report["fifty steps"] = fit(Path(model), 2, ranks=RANKS, **fifty).losses
+    steps = fit(Path(model), 2, ranks=RANKS, **fifty)
+    report["fifty steps"], report["metrics"] = steps.losses, steps.metrics
     return report
 
 

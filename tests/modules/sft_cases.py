@@ -52,8 +52,18 @@ def trainer(folder: Path, **arguments: Any) -> L.Trainer:
     return L.Trainer(**plain | quiet | {"default_root_dir": str(folder), "precision": "64-true"} | arguments)
 
 
-def trajectory(folder: Path, attention: str | None, accumulate: int, *, budget: bool = False) -> list[float]:
-    """The losses of a run in steps of 8 examples, or of 4 micro-batches of a token budget, however they are split."""
+def trajectory(
+    folder: Path,
+    attention: str | None,
+    accumulate: int,
+    *,
+    budget: bool = False,
+    metrics: dict[str, float] | None = None,
+) -> list[float]:
+    """The losses of a run in steps of 8 examples, or of 4 micro-batches of a token budget, however they are split.
+
+    What is logged in the end is put into ``metrics``.
+    """
     losses = Losses()
     module = SFTModule(str(folder / "model"), lr=3e-3, attention=attention, lr_schedule="cosine", warmup_steps=3)
     size = {"max_tokens_per_micro_batch": BUDGET} if budget else {"micro_batch_size": STEP // accumulate // RANKS}
@@ -69,16 +79,20 @@ def trajectory(folder: Path, attention: str | None, accumulate: int, *, budget: 
     )
     run.fit(module, data)
     assert run.global_step == STEPS
+    if metrics is not None:
+        metrics.update({name: float(value) for name, value in run.callback_metrics.items()})
     return losses.totals()
 
 
-def on_ranks(folder: Path, place: str) -> dict[str, list[float]]:
+def on_ranks(folder: Path, place: str) -> dict[str, Any]:
     """What one of two ranks runs."""
     torch.set_num_threads(1)
-    report = {
-        f"{attention}, {accumulate}": trajectory(Path(place), attention, accumulate)
+    metrics: dict[str, float] = {}
+    report: dict[str, Any] = {
+        f"{attention}, {accumulate}": trajectory(Path(place), attention, accumulate, metrics=metrics)
         for attention in (None, "sdpa")
         for accumulate in (1, 2, 4)
     }
+    report["metrics"] = metrics
     report["budget"] = trajectory(Path(place), None, 2, budget=True)
     return report

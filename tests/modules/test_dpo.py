@@ -59,17 +59,21 @@ def test_training_is_the_loop_by_hand_however_it_is_split(
 
 
 def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
-    runs = {}
+    runs, metrics = {}, {}
     for attention in (None, "eager"):
         for accumulate in (1, 2, 4):
             options = {"attention": attention, "lr": 5e-3}
             run = dpo_cases.fit(folder, accumulate, module=options, max_steps=50, max_epochs=-1, precision="64-true")
             runs[attention, accumulate] = windows(run.losses, accumulate)
+            metrics[attention, accumulate] = run.metrics
     first = runs[None, 1]
     assert len(first) == 50
     assert first[-1] < 0.9 * first[0]
     for run in runs.values():
         assert run == pytest.approx(first, rel=1e-5)
+    assert {"loss", "rewards/margins", "rewards/margins_epoch", "logps/chosen_epoch"} <= metrics[None, 1].keys()
+    for logged in metrics.values():  # of the last step, and of its epoch
+        assert logged == pytest.approx(metrics[None, 1], rel=1e-4)
 
 
 @pytest.mark.distributed
@@ -81,6 +85,8 @@ def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, expec
     alone = dpo_cases.fit(folder, max_steps=50, max_epochs=-1)
     assert len(alone.losses) == 50
     assert windows(both, 2) == pytest.approx(alone.losses, rel=1e-4)
+    for report in reports:
+        assert report["metrics"] == pytest.approx(alone.metrics, rel=1e-3)
     for name, (_, accumulate, options) in CASES.items():
         alone = dpo_cases.fit(folder, module={"ref_model": None} | options if options else {})
         both = [sum(pair) / 2 for pair in zip(*(report[name] for report in reports), strict=True)]

@@ -207,8 +207,11 @@ def train_on_ranks(folder: Path, strategy: str | None, world: int) -> dict[str, 
         if case == "two models":
             data.pretraining_data = None
         trainer.fit(module, data)
-        names = {"policy/kl_stopped", "ptx/loss", "loss", "rollout/reward", "rollout/reward_model"}
-        metrics = {name: float(trainer.callback_metrics[name]) for name in names & trainer.callback_metrics.keys()}
+        metrics = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if not name.startswith(("time/", "grad_norm/"))
+        }
         results[case] = {
             "sums": sums.sums, "still": sums.still, "tokens": sums.tokens, "metrics": metrics,
             "norms": sorted(getattr(trainer.strategy, "gradient_norms", {})),
@@ -229,7 +232,7 @@ def test_two_ranks_and_their_engines_score_decide_and_learn_as_one_rank(tmp_path
             assert got["still"] == expected["still"], case
             for mine, one in zip(got["sums"], expected["sums"], strict=True):
                 assert mine == pytest.approx(one, rel=1e-5), case
-            assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-4), case
+            assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, abs=1e-5), case
             assert got["norms"] == (["policy"] if case == "shared backbone" else ["critic", "policy"])
     for ran in (alone["everything"], result["everything"]):
         moved = [one["policy"] != other["policy"] for one, other in pairwise(ran["sums"])]

@@ -22,26 +22,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[float]:
+def metrics() -> dict[str, float]:
+    """What the run of ``expected`` has logged in the end."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, metrics: dict[str, float]) -> list[float]:
     """One rank, padded, one micro-batch a step."""
-    losses = sft_cases.trajectory(folder, "sdpa", 1)
+    losses = sft_cases.trajectory(folder, "sdpa", 1, metrics=metrics)
     assert losses[-1] < 0.5 * losses[0], "the run must have learnt something, else equality shows nothing"
     return losses
 
 
 @pytest.mark.parametrize(("attention", "accumulate"), [(None, 4), ("eager", 2)])
 def test_packing_and_micro_batches_change_nothing(
-    folder: Path, expected: list[float], attention: str | None, accumulate: int
+    folder: Path, expected: list[float], metrics: dict[str, float], attention: str | None, accumulate: int
 ) -> None:
-    assert sft_cases.trajectory(folder, attention, accumulate) == pytest.approx(expected, rel=1e-6)
+    logged: dict[str, float] = {}
+    assert sft_cases.trajectory(folder, attention, accumulate, metrics=logged) == pytest.approx(expected, rel=1e-6)
+    assert logged == pytest.approx(metrics, rel=1e-5)
+    assert logged["loss"] == pytest.approx(expected[-1], rel=1e-6)
+    assert logged["sft/perplexity_epoch"] == pytest.approx(math.exp(logged["sft/nll_epoch"]), rel=1e-6)
 
 
 @pytest.mark.distributed
-def test_two_ranks_change_nothing(folder: Path, expected: list[float], tmp_path: Path) -> None:
+def test_two_ranks_change_nothing(
+    folder: Path, expected: list[float], metrics: dict[str, float], tmp_path: Path
+) -> None:
     """All of padded and packed with 1, 2 and 4 micro-batches, and a token budget, in one launch."""
     budget = sft_cases.trajectory(folder, "sdpa", 4, budget=True)
     for report in ranks.run("modules.sft_cases:on_ranks", 2, tmp_path, place=str(folder)):
-        assert len(report) == 7
+        assert len(report) == 8
+        assert report.pop("metrics") == pytest.approx(metrics, rel=1e-5)
         assert report.pop("budget") == pytest.approx(budget, rel=1e-6)
         for losses in report.values():
             assert losses == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,108 @@
+"""What micro-batches say, put together over an optimizer step or an epoch, and over ranks."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torchmetrics
+from torch import Tensor
+
+from rlhfkit.losses.metrics import Metric, combined, weighted_metric
+
+_START = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}
+_OPERATIONS = {
+    "sum": torch.distributed.ReduceOp.SUM,
+    "max": torch.distributed.ReduceOp.MAX,
+    "min": torch.distributed.ReduceOp.MIN,
+}
+
+
+class EpochMetric(torchmetrics.Metric):
+    """A :class:`~rlhfkit.losses.Metric` over the micro-batches of an epoch, for ``LightningModule.log``.
+
+    Args:
+        example: The first of them; says what it is computed from, and where.
+        world_size: Ranks that compute it together.
+    """
+
+    full_state_update = False
+    state: Tensor
+
+    def __init__(self, example: Metric, world_size: int) -> None:
+        super().__init__(sync_on_compute=False)
+        self.combine, self.finish, self.world_size = example.combine, example.finish, world_size
+        start = torch.full_like(_precise(example.state), _START[example.combine])
+        self.add_state("state", default=start, dist_reduce_fx=example.combine)
+
+    def update(self, metric: Metric) -> None:
+        """Take one micro-batch.
+
+        Args:
+            metric: Of it.
+        """
+        self.state = combined(self.state, metric.state.to(self.state), self.combine)
+
+    def compute(self) -> Tensor:
+        """Over all micro-batches and ranks. A collective."""
+        state = self.state.clone()
+        if self.world_size > 1:
+            torch.distributed.all_reduce(state, _OPERATIONS[self.combine])
+        return self.finish(state).float()
+
+
+class StepMetrics:
+    """Metrics of the micro-batches of one optimizer step."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        """Take one micro-batch.
+
+        Args:
+            metrics: By name; the same names in each.
+        """
+        for name, metric in metrics.items():
+            before = self._metrics.get(name)
+            self._metrics[name] = metric if before is None else before.merge(metric)
+
+    def take(self, world_size: int) -> dict[str, Tensor]:
+        """All of them over all ranks, and begin anew. A collective: one exchange for each way of combining.
+
+        Args:
+            world_size: Ranks.
+        """
+        metrics, self._metrics = self._metrics, {}
+        values: dict[str, Tensor] = {}
+        for combine in _START:
+            chosen = {name: one for name, one in metrics.items() if one.combine == combine}
+            if not chosen:
+                continue
+            states = torch.cat([_precise(one.state) for one in chosen.values()])
+            if world_size > 1:
+                torch.distributed.all_reduce(states, _OPERATIONS[combine])
+            parts = states.split([len(one.state) for one in chosen.values()])
+            values |= {name: one.finish(part).float() for (name, one), part in zip(chosen.items(), parts, strict=True)}
+        return {name: values[name] for name in metrics}
+
+
+def as_metrics(metrics: Mapping[str, Any], weight: Tensor | float, device: torch.device) -> dict[str, Metric]:
+    """Metrics by name, those that are plain numbers as means.
+
+    Args:
+        metrics: Scalars by name.
+        weight: What plain ones are the means of (tokens, pairs); scalar.
+        device: Where they are put together.
+    """
+    found = {}
+    for name, value in metrics.items():
+        metric = cast(Metric, value if isinstance(value, Metric) else weighted_metric(value, weight))
+        if metric.state.device != device:
+            metric = Metric(metric.state.to(device), metric.finish, metric.combine)
+        found[name] = metric
+    return found
+
+
+def _precise(state: Tensor) -> Tensor:
+    """In float64, where the device has it: an epoch has many tokens."""
+    return state if state.device.type == "mps" else state.double()

@@ -1,0 +1,146 @@
+"""What modules log over a step and over an epoch does not depend on how a step is split into micro-batches."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import setup_run
+from tiny_models import tiny_model
+
+from rlhfkit import (
+    GRPOModule,
+    LocalEngine,
+    PPOModule,
+    PreferenceDataModule,
+    RewardModule,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    SFTDataModule,
+    SFTModule,
+)
+from rlhfkit.losses import LossOutput, max_metric
+from rlhfkit.models import PolicyOutput
+
+from . import dpo_cases, sft_cases
+
+
+class Drifting(LocalEngine):
+    """Log-probs that are off by an amount that differs from sample to sample, as another kernel's would be."""
+
+    def generate(self, *arguments: Any, **options: Any) -> list[Sample]:
+        samples = super().generate(*arguments, **options)
+        for sample in samples:
+            shift = 0.02 * (sample.sample_index - 1) + 0.01 * (sample.prompt.index % 3)
+            sample.logprobs = [logprob + shift for logprob in sample.logprobs]
+        return samples
+
+
+def by_length(samples: list[Sample]) -> list[float]:
+    return [len(sample.token_ids) / 30 + sample.sample_index / 10 for sample in samples]
+
+
+class Curious(GRPOModule):
+    """Logs a metric of its own, which says how it reduces."""
+
+    def loss(self, batch: Any, out: PolicyOutput) -> LossOutput:
+        base = super().loss(batch, out)
+        assert out.entropy is not None
+        return LossOutput(base.loss, {**base.metrics, "policy/entropy_max": max_metric(out.entropy, batch.action_mask)})
+
+
+def iteration(tmp_path: Path, module: Any, accumulate: int, attention: str | None = None) -> dict[str, float]:
+    """Two updates of 16 uneven samples each, in so many micro-batches."""
+    sampling = SamplingSpec(group_size=4, max_new_tokens=30, top_p=0.95)
+    trainer, made, data, _ = setup_run(
+        tmp_path,
+        module=module,
+        module_arguments={
+            "lr": 1e-3,
+            "kl_coef": 0.1,
+            "correction": "tis",
+            "attention": arguments.pop("attention", None),
+        },
+        data_arguments={"micro_batch_size": 16 // accumulate},
+        rollouts=RolloutCallback(by_length, engine=Drifting(), sampling=sampling),
+        accumulate_grad_batches=accumulate,
+        max_epochs=1,
+    )
+    trainer.fit(made, data)
+    assert trainer.global_step == 2
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name: value for name, value in logged.items() if not name.startswith("time/")}
+
+
+@pytest.mark.parametrize("module", [Curious, PPOModule])
+def test_an_iteration_is_measured_alike_however_it_is_split(tmp_path: Path, module: Any) -> None:
+    tiny_model(tmp_path / "model")
+    expected = iteration(tmp_path, module, 1)
+    names = {"policy/ratio_max", "policy/clip_fraction", "policy/approx_kl", "rollout_corr/is_std", "policy/entropy"}
+    names |= {"rollout/logprob_difference_max", "rollout/effective_sample_fraction", "rollout_corr/eff_sample_size"}
+    names |= {"policy/entropy_max"} if module is Curious else {"value/explained_variance", "value/loss"}
+    assert names <= expected.keys()
+    assert expected["rollout/logprob_difference_max"] == pytest.approx(0.06, abs=1e-3)
+    assert expected["policy/ratio_max"] > 1.0
+    for accumulate, attention in ((2, None), (4, None), (4, "sdpa")):
+        assert iteration(tmp_path, module, accumulate, attention=attention) == pytest.approx(
+            expected, rel=2e-3, abs=2e-6
+        )
+
+
+class Steps(L.Callback):
+    """What is logged for each optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if len(self.steps) < trainer.global_step:
+            self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_rewards_and_losses_of_a_step_are_those_of_all_its_pairs(tmp_path: Path) -> None:
+    dpo_cases.prepare(tmp_path)
+    logged: dict[int, Any] = {}
+    for accumulate in (1, 2, 4):
+        steps = Steps()
+        run = dpo_cases.trainer(tmp_path, accumulate_grad_batches=accumulate, callbacks=[steps], max_epochs=1)
+        module = dpo_cases.PlainSGD(str(tmp_path / "model"), lr=1e-3, ref_model=str(tmp_path / "reference"))
+        run.fit(module, dpo_cases.data(tmp_path, dpo_cases.STEP // accumulate))
+        logged[accumulate] = steps.steps
+        assert [step.keys() >= {"loss", "rewards/margins", "logps/chosen"} for step in steps.steps] == [True] * 3
+    for accumulate in (2, 4):
+        for step, expected in zip(logged[accumulate], logged[1], strict=True):
+            assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_least_and_largest_rewards_of_an_epoch_are_those_of_all_pairs(tmp_path: Path) -> None:
+    dpo_cases.prepare(tmp_path)
+    logged = []
+    for accumulate in (1, 4):
+        run = dpo_cases.trainer(tmp_path, accumulate_grad_batches=accumulate, max_epochs=1)
+        module = RewardModule(str(tmp_path / "model"), lr=1e-7)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            module.configure_model()
+        run.fit(module, PreferenceDataModule(str(tmp_path / "data.jsonl"), micro_batch_size=8 // accumulate))
+        logged.append({name: float(value) for name, value in run.callback_metrics.items()})
+    assert logged[0]["rewards/min"] < logged[0]["rewards/mean"] < logged[0]["rewards/max"]
+    assert logged[1] == pytest.approx(logged[0], rel=1e-3, abs=1e-5)
+
+
+def test_perplexity_of_an_epoch_is_the_exponential_of_its_mean_loss(tmp_path: Path) -> None:
+    sft_cases.prepare(tmp_path)
+    seen: list[dict[str, float]] = []
+    for size in (24, 3):
+        run = sft_cases.trainer(tmp_path, max_steps=-1, max_epochs=1, accumulate_grad_batches=24 // size)
+        module = SFTModule(str(tmp_path / "model"), lr=1e-9)
+        run.fit(
+            module, SFTDataModule(str(tmp_path / "data.jsonl"), micro_batch_size=size, cache_dir=tmp_path / "cache")
+        )
+        seen.append({name: float(value) for name, value in run.callback_metrics.items()})
+    assert seen[1] == pytest.approx(seen[0], rel=1e-6)
+    assert seen[1]["sft/perplexity_epoch"] == pytest.approx(math.exp(seen[0]["sft/nll_epoch"]), rel=1e-6)
