@@ -36,9 +36,13 @@ class Steps(L.Callback):
         self.weights: dict[str, Any] = {}
         self.reference: dict[str, Any] = {}
 
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.made = trainer.global_step
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-        if len(self.margins) < trainer.global_step:
+        if self.made < trainer.global_step:
+            self.made = trainer.global_step
             self.margins.append(float(trainer.callback_metrics["rewards/margins"]))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:

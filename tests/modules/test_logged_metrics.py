@@ -62,7 +62,7 @@ def iteration(tmp_path: Path, module: Any, accumulate: int, attention: str | Non
             "lr": 1e-3,
             "kl_coef": 0.1,
             "correction": "tis",
-            "attention": arguments.pop("attention", None),
+            "attention": attention,
         },
         data_arguments={"micro_batch_size": 16 // accumulate},
         rollouts=RolloutCallback(by_length, engine=Drifting(), sampling=sampling),

@@ -210,7 +210,7 @@ def train_on_ranks(folder: Path, strategy: str | None, world: int) -> dict[str, 
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
-            if not name.startswith(("time/", "grad_norm/"))
+            if not name.startswith(("time/", "grad_norm/", "skipped_updates"))
         }
         results[case] = {
             "sums": sums.sums, "still": sums.still, "tokens": sums.tokens, "metrics": metrics,

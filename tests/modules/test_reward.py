@@ -48,8 +48,8 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case: dict[str, Any]) -> Non
     pairs = [PreferenceExample.from_token_ids([3], [4], [5], margin=margin) for margin in margins]
     batch, logged = collate_preferences(pairs), {}
     module.given = given
-    module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign] # no Trainer here
-    module.log_dict = lambda values, **_: logged.update(values)  # type: ignore[method-assign]
+    module.log_step = lambda values, *_: logged.update(values)  # type: ignore[method-assign] # no Trainer here
+    module.log_metrics = lambda values, *_: logged.update(values)  # type: ignore[method-assign]
     module.training_step(batch, 0).backward()
     assert float(logged["loss"]) == pytest.approx(case["loss"], rel=1e-6)  # TRL's margin is in float32
     expected = torch.tensor(case["grad"], dtype=torch.float64).squeeze(-1)
