@@ -232,7 +232,11 @@ def test_two_ranks_and_their_engines_score_decide_and_learn_as_one_rank(tmp_path
             assert got["still"] == expected["still"], case
             for mine, one in zip(got["sums"], expected["sums"], strict=True):
                 assert mine == pytest.approx(one, rel=1e-5), case
-            assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, abs=1e-5), case
+            # Rounding may put a token that lies on a clip's edge on its other side: one of about 250 here.
+            edge = [metrics.pop("value/clip_fraction") for metrics in (got["metrics"], dict(expected["metrics"]))]
+            assert edge[0] == pytest.approx(edge[1], abs=0.02), case
+            others = {name: value for name, value in expected["metrics"].items() if name != "value/clip_fraction"}
+            assert got["metrics"] == pytest.approx(others, rel=1e-3, abs=1e-5), case
             assert got["norms"] == (["policy"] if case == "shared backbone" else ["critic", "policy"])
     for ran in (alone["everything"], result["everything"]):
         moved = [one["policy"] != other["policy"] for one, other in pairwise(ran["sums"])]
