@@ -441,7 +441,8 @@ class PolicyModule(SavedModule):
             weight: Scalar, what plain ones are the means of. 1: shares of a mean over the step, as the loss is.
         """
         if self._trainer is not None:
-            self._step_metrics.add(as_metrics(metrics, weight, self.device))
+            step = (id(self.trainer), self.trainer.global_step)
+            self._step_metrics.add(step, as_metrics(metrics, weight, self.device))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log what the micro-batches of the step have said."""

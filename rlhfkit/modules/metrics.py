@@ -55,13 +55,17 @@ class StepMetrics:
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
+        self._step: object = None
 
-    def add(self, metrics: Mapping[str, Metric]) -> None:
+    def add(self, step: object, metrics: Mapping[str, Metric]) -> None:
         """Take one micro-batch.
 
         Args:
+            step: Tells optimizer steps apart; what is left of one that broke off is forgotten.
             metrics: By name; the same names in each.
         """
+        if step != self._step:
+            self._step, self._metrics = step, {}
         for name, metric in metrics.items():
             before = self._metrics.get(name)
             self._metrics[name] = metric if before is None else before.merge(metric)
