@@ -17,8 +17,8 @@ OWNER = "owner.json"
 _ABANDONED = 86400.0
 """Seconds without a change after which work of a process on another machine is taken for a leftover."""
 
-_OF_AN_ENGINE = {"checkpoint", "zero_to_fp32.py", "latest"}
-"""What DeepSpeed 0.19.8 writes into the folder of an engine."""
+_OF_AN_ENGINE = re.compile(r"checkpoint|latest|zero_to_\w+\.py")
+"""What DeepSpeed 0.19.8 writes into the folder of an engine: shards under our tag, and scripts that convert them."""
 
 _RANK_FILE = re.compile(r"rank_\d{5}\.pt")
 _PARTIAL_FILE = re.compile(r"\.(?P<host>[^.]+)-(?P<pid>\d+)\.tmp$")
@@ -80,7 +80,7 @@ def _is_checkpoint_folder(folder: Path) -> bool:
     return all(
         entry.name in (MANIFEST, OWNER)
         or _RANK_FILE.fullmatch(entry.name)
-        or (entry.is_dir() and set(os.listdir(entry)) <= _OF_AN_ENGINE)
+        or (entry.is_dir() and all(map(_OF_AN_ENGINE.fullmatch, os.listdir(entry))))
         for entry in folder.iterdir()
     )
 

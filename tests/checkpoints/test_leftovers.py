@@ -47,7 +47,8 @@ def test_leftovers_of_dead_processes_go_and_everything_else_stays(tmp_path: Path
     ]
     age(gone[1], days=2)
     (gone[2] / "policy").mkdir(parents=True)  # half of it has been deleted
-    (gone[2] / "policy" / "zero_to_fp32.py").write_text("DeepSpeed puts it there")
+    for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed puts them there
+        (gone[2] / "policy" / script).write_text("")
     (tmp_path / "c.ckpt").mkdir()
     (tmp_path / "c.ckpt" / "manifest.json").write_text("{}")
     gone[3].mkdir()
