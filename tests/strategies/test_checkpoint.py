@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlhfkit.checkpoints.leftovers import remove_leftovers
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, directory
 from strategies import ranks
 
@@ -96,6 +98,16 @@ def test_a_real_run_killed_while_saving_resumes(tmp_path: Path, model_folder: st
     (step, kept), *_ = ranks.run("resume_cases:continue_run", 2, tmp_path / "b", model=model_folder, place=str(place))
     assert step >= 1
     assert kept == 1, "ModelCheckpoint(save_top_k=1) keeps one"
+
+
+def test_a_half_deleted_checkpoint_of_engines_is_removed_at_the_next_start(
+    report: dict[str, Any], place: Path, tmp_path: Path
+) -> None:
+    left = tmp_path / "step=88.ckpt.deleted"
+    shutil.copytree(place / "stage2-32-true" / "middle.ckpt", left)
+    (left / "manifest.json").unlink()
+    assert remove_leftovers(tmp_path) == [left]
+    assert not left.exists()
 
 
 def test_the_last_complete_checkpoint_is_never_deleted(tmp_path: Path) -> None:
