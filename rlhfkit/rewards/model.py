@@ -15,6 +15,7 @@ from rlhfkit.data.collate import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.experience import Sample
 from rlhfkit.data.packing import balanced_partition
 from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
+from rlhfkit.models.load import context_length
 from rlhfkit.validation import check_integer
 
 
@@ -84,13 +85,21 @@ class ModelReward:
 
         Raises:
             ValueError: If the samples are of another tokenizer than the model's, or have no token ids, and there is no
-                ``text``.
+                ``text``; or one is longer than the model's context.
         """
         if not samples:
             return []
         self.load()
         examples = self.examples(samples)
         lengths = [len(example.input_ids) for example in examples]
+        context = context_length(self._loaded.config)
+        longest = max(range(len(lengths)), key=lambda row: lengths[row])
+        if context is not None and lengths[longest] > context:
+            raise ValueError(
+                f"a sample of prompt {samples[longest].prompt.index} has {lengths[longest]} tokens, and {self.model} "
+                f"sees {context}: lower max_new_tokens, shorten what it reads (text=lambda sample: ...), or use a reward "
+                "model with a longer context"
+            )
         forwards = min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(lengths))
         rewards = torch.zeros(len(lengths))
         device = next(self._loaded.parameters()).device

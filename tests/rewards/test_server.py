@@ -289,3 +289,12 @@ def test_async_rewards_are_served(folder: Path) -> None:
 
     with Server(reward_app(later)) as server:
         assert scored(RemoteReward(server.url), samples()) == [1.0] * 4
+
+
+def test_a_sample_beyond_the_models_context_is_refused_at_once(served: str) -> None:
+    """100,000 tokens kept a server busy for a minute."""
+    body = {"samples": [{"prompt": {}, "token_ids": [5] * 100_000, "text": tiny_tokenizer().decode([5]) * 100_000}]}
+    answer = httpx.post(f"{served}/score", json=body, headers={"Authorization": f"Bearer {SECRET}"}, timeout=60)
+    assert answer.status_code == 422
+    assert "has 100000 tokens, and" in answer.json()["detail"]
+    assert "sees 512" in answer.json()["detail"]
