@@ -75,6 +75,11 @@ class ReadToTheEnd:
         """See :meth:`~rlhfkit.rollout.engine.WeightSource.metadata`."""
         return self._weights.metadata()
 
+    def as_saved(self) -> "ReadToTheEnd":
+        """See :meth:`~rlhfkit.rollout.engine.WeightSource.as_saved`."""
+        self._weights = self._weights.as_saved()
+        return self
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Names and full tensors; an engine that stops reading does not close the iterator."""
         self._reading = iter(self._weights)

@@ -78,8 +78,7 @@ def merged_weights(module: nn.Module) -> list[MergedWeight]:
     Raises:
         NotImplementedError: If peft has trained something else than LoRA or DoRA matrices of linear layers.
     """
-    while (inner := unwrap(module)) is not module:
-        module = inner
+    module = without_wrappers(module)
     layers = adapter_layers(module)
     found: list[MergedWeight] = []
     seen: set[int] = set()
@@ -93,12 +92,43 @@ def merged_weights(module: nn.Module) -> list[MergedWeight]:
         if name.startswith(f"{VALUE_HEAD}.") or (layers and _of_adapter(name)):
             continue
         layer = _layer_around(layers, owner, kind)
-        for wrapper in (*_WRAPPER_NAMES, "base_layer.") if layers else _WRAPPER_NAMES:
-            name = name.replace(wrapper, "")
-        found.append(MergedWeight(name, parameter, layer))
+        found.append(MergedWeight(_plain_name(name, layers), parameter, layer))
     for one in found:
         _ = one.parts  # refuses what cannot be merged now, not in the middle of a transfer
     return found
+
+
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """The Hugging Face model inside.
+
+    Args:
+        module: Bare, or wrapped by DDP, ``torch.compile``, peft or a DeepSpeed engine, in any order.
+    """
+    while (inner := unwrap(module)) is not module:
+        module = inner
+    return module
+
+
+def persistent_buffers(model: nn.Module) -> list[MergedWeight]:
+    """Buffers that files of the model hold, by Hugging Face name: a router's trained correction, for example.
+
+    Args:
+        model: Without wrappers.
+    """
+    layers = adapter_layers(model)
+    return [
+        MergedWeight(_plain_name(f"{owner}.{name}" if owner else name, layers), cast(nn.Parameter, buffer))
+        for owner, inner in model.named_modules()
+        for name, buffer in inner.named_buffers(recurse=False)
+        if name not in inner._non_persistent_buffers_set and ".lora_" not in owner
+    ]
+
+
+def _plain_name(name: str, layers: Mapping[str, Any]) -> str:
+    """A name without what wrappers and adapters put into it."""
+    for wrapper in (*_WRAPPER_NAMES, "base_layer.") if layers else _WRAPPER_NAMES:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def adapter_weights(module: nn.Module) -> list[MergedWeight]:
@@ -110,8 +140,7 @@ def adapter_weights(module: nn.Module) -> list[MergedWeight]:
     Raises:
         ValueError: If there is none, or something else is trained too, which a file of the adapter would not hold.
     """
-    while (inner := unwrap(module)) is not module:
-        module = inner
+    module = without_wrappers(module)
     trained = [
         (name, parameter)
         for name, parameter in module.named_parameters()

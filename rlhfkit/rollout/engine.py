@@ -145,6 +145,13 @@ class WeightSource(Protocol):
         """Full tensors by Hugging Face name; valid until the next one is drawn."""
         ...
 
+    def as_saved(self) -> "WeightSource":
+        """The same weights under the names and in the shapes of files of ``save_pretrained``, which vLLM reads.
+
+        Files also hold buffers that are no parameters. The source itself where nothing differs.
+        """
+        ...
+
 
 @runtime_checkable
 class RolloutEngine(Protocol):

@@ -358,6 +358,7 @@ class VLLMPool(RolloutEngine):
         before, self._loading = self.version, True
         self.version = None
         try:
+            weights = weights.as_saved()
             for attempt in range(1, _SYNC_ATTEMPTS + 1):
                 self._make_room()
                 outcome = attempt_to_send(weights, version, self._sender, self._sync)

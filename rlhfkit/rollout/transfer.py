@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhfkit.models.merging import MergedWeight, adapter_weights, merged_weights
-from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.models.merging import (
+    MergedWeight,
+    adapter_weights,
+    merged_weights,
+    persistent_buffers,
+    without_wrappers,
+)
+from rlhfkit.models.saved_layout import TensorGroup, saved_layout
+from rlhfkit.rollout.engine import WeightInfo, WeightSource
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """64 MiB: large enough to run at the speed of the link, small enough that a gathered ZeRO-3 bucket fits anywhere."""
@@ -104,12 +111,24 @@ class ModuleWeights:
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
         self.check_finite = check_finite
+        self._module = module
         self._weights = self._weights_of(module)
         if not self._weights:
             raise ValueError(f"{type(module).__name__} has no parameters to publish")
 
     def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
         return merged_weights(module)
+
+    def as_saved(self) -> "WeightSource":
+        """See :meth:`~rlhfkit.rollout.engine.WeightSource.as_saved`."""
+        from transformers import PreTrainedModel
+
+        if not isinstance(without_wrappers(self._module), PreTrainedModel):
+            return self
+        saved = SavedWeights(
+            self._module, dtype=self.dtype, bucket_bytes=self.bucket_bytes, check_finite=self.check_finite
+        )
+        return self if saved.metadata() == self.metadata() else saved
 
     def metadata(self) -> list[WeightInfo]:
         """Name, full shape and type of each tensor; gathers nothing."""
@@ -145,6 +164,64 @@ class ModuleWeights:
                 f"{len(bad)} of {len(finite)} weights are not finite (first: {bad[0]!r}), so nothing was published: the"
                 " policy has diverged; lower the learning rate, clip gradients, and resume from the last checkpoint"
             )
+
+
+class SavedWeights(ModuleWeights):
+    """The same with names and shapes of the files that ``save_pretrained`` writes, and the buffers that these hold.
+
+    Experts of a mixture are one tensor each there and one for all in Transformers 5's models; engines know the files'.
+    """
+
+    def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
+        bare = without_wrappers(module)
+        weights = [*merged_weights(bare), *persistent_buffers(bare)]
+        self._groups = saved_layout(bare, [weight.name for weight in weights])
+        self._by_name = {weight.name: weight for weight in weights}
+        return weights
+
+    def as_saved(self) -> "WeightSource":
+        """Itself."""
+        return self
+
+    def _type(self, weight: MergedWeight) -> torch.dtype:
+        """Buffers keep their type: a router's correction is float32 in models of 16 bits."""
+        return self.dtype if self.dtype is not None and isinstance(weight.parameter, nn.Parameter) else weight.dtype
+
+    def _members(self, group: TensorGroup) -> list[MergedWeight]:
+        return [self._by_name[name] for name in group.members]
+
+    def metadata(self) -> list[WeightInfo]:
+        """Name, full shape and type of each tensor; gathers nothing."""
+        infos = []
+        for group in self._groups:
+            empty = [torch.empty(one.shape, dtype=self._type(one), device="meta") for one in self._members(group)]
+            converted = group.convert(empty)
+            infos += [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in converted.items()]
+        return infos
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor, valid until the next is drawn; see :class:`ModuleWeights`."""
+        if self.check_finite:
+            self._raise_if_not_finite()
+        for groups in self._buckets():
+            with _gathered([part for group in groups for one in self._members(group) for part in one.parts]):
+                for group in groups:
+                    whole = [one.compute().to(self._type(one)) for one in self._members(group)]
+                    yield from group.convert(whole).items()
+
+    def _buckets(self) -> Iterator[list[TensorGroup]]:
+        """Groups that are gathered together: as many as fit into a bucket."""
+        gathered: list[TensorGroup] = []
+        size = 0
+        for group in self._groups:
+            own = sum(WeightInfo(one.name, one.shape, one.dtype).num_bytes for one in self._members(group))
+            if gathered and size + own > self.bucket_bytes:
+                yield gathered
+                gathered, size = [], 0
+            gathered.append(group)
+            size += own
+        if gathered:
+            yield gathered
 
 
 class AdapterWeights(ModuleWeights):

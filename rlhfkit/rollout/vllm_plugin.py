@@ -9,7 +9,7 @@ Imported by vLLM's processes only; it needs vLLM. Written for vLLM 0.32.
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
         if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
             finalize_layerwise_reload(self.model, self.model_config)
         self._packed = {layer: layer.cpu_linear for layer in self.model.modules() if hasattr(layer, "cpu_linear")}
+        if self.device.type == "cpu":
+            _forget_kernels_of_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
@@ -99,6 +101,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_layers(self._packed)
         self._packed = {}
+        if self.device.type == "cpu":
+            _require_kernels_of_experts(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load; the base class would also wait for an accelerator, of which there may be none."""
@@ -140,6 +144,32 @@ def _keep_what_waits(model: nn.Module, block: Tensor) -> None:
             for name, value in arguments.arguments.items():
                 if isinstance(value, Tensor) and value.device.type == "cpu" and first <= value.data_ptr() < last:
                     arguments.arguments[name] = value.clone()
+
+
+def _forget_kernels_of_experts(model: nn.Module) -> None:
+    """Have the kernels of experts made anew when their weights arrive.
+
+    Workaround for vLLM 0.32 on CPU: experts are packed when their kernel is made. A later update would put weights that
+    are not packed where the kernel expects packed ones, silently.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            cast(Any, method).moe_kernel = None
+
+
+def _require_kernels_of_experts(model: nn.Module) -> None:
+    """Raise if some experts have no kernel, because the model's loader went past vLLM's reloading (gpt-oss, 0.32)."""
+    without = [
+        name
+        for name, layer in model.named_modules()
+        if hasattr(method := getattr(layer, "quant_method", None), "moe_kernel") and method.moe_kernel is None
+    ]
+    if without:
+        raise RuntimeError(
+            f"vLLM cannot load the experts of {type(model).__name__} anew ({without[0]} and {len(without) - 1} more "
+            "kept none of the weights that were sent): sample with LocalEngine"
+        )
 
 
 def _repack_tied_layers(packed_before: dict[nn.Module, Any]) -> None:

@@ -1,0 +1,238 @@
+"""Which families a vLLM engine serves with weights that a trainer sends it: one process a family, forked from one parent.
+
+``python tests/models/vllm_families.py FOLDER NAME ...`` prints a JSON line for each family: ``score`` and ``sampled``,
+the largest differences in nats between the engine's log-probs and plain Transformers' over two weight updates, or
+``error``. Importing vLLM takes ten seconds of processor time and a fork of it none, so all families start from one
+import. What Ray would host is called directly; engine, transfer and sender are those of a pool. Written for vLLM 0.32.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rlhfkit.rollout.vllm_arguments import engine_arguments, engine_environment
+
+# Read when torch and vLLM are imported.
+os.environ.update(engine_environment(device="cpu", cpus_per_engine=1, in_process=True, backend="gloo"))
+
+import torch
+from models.families import FAMILIES, Family
+from torch import Tensor, nn
+
+from rlhfkit.models import load_causal_lm
+from rlhfkit.rollout.engine import WeightSource
+from rlhfkit.rollout.senders import GlooSender
+from rlhfkit.rollout.transfer import ModuleWeights
+from rlhfkit.rollout.vllm_backends import InProcessBackend
+
+PROMPT = [5, 17, 40, 63, 22, 9, 31, 77, 50, 12, 88, 41]
+NEW_TOKENS = 12
+fork = get_context("fork")
+LIMIT = 60.0
+"""Seconds a family may take before it counts as failed."""
+
+
+class Called:
+    """A remote call under way, of :class:`rlhfkit.rollout.senders.Pending`."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self._future = future
+
+    def poll(self) -> None:
+        if self._future.done():
+            self._future.result()
+
+    def result(self) -> list[Any]:
+        return [self._future.result(LIMIT)]
+
+
+class Engine:
+    """One vLLM engine in this process, as :class:`rlhfkit.rollout.senders.Receivers` sees it."""
+
+    num_workers = 1
+    address = "127.0.0.1"
+
+    def __init__(self, folder: Path) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._backend = InProcessBackend()
+        arguments = engine_arguments(
+            str(folder),
+            dtype=torch.float32,
+            trust_remote_code=False,
+            tensor_parallel_size=1,
+            max_model_len=64,
+            gpu_memory_utilization=0.9,
+            kv_cache_gib=1 / 16,
+            device="cpu",
+            backend="gloo",
+            load_weights=False,
+            sleeps=False,
+            logprobs_mode="processed_logprobs",
+        )
+        self._wait(self._backend.start(arguments))
+
+    def _start(self, call: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
+        return self._start(call).result(LIMIT)
+
+    def connect(self, rendezvous: dict[str, Any]) -> Called:
+        rendezvous = {**rendezvous, "rank_offset": 1}
+        return Called(self._start(self._backend.rpc("init_weight_transfer_engine", init_info=rendezvous)))
+
+    def update(self, update: dict[str, Any]) -> Called:
+        return Called(self._start(self._backend.rpc("update_weights", update_info=update)))
+
+    def load(self, sender: GlooSender, weights: WeightSource) -> None:
+        """One weight update, in the order of a pool's."""
+        self._wait(self._backend.pause())
+        self._wait(self._backend.rpc("start_weight_update"))
+        sender.send(self, weights.metadata(), iter(weights))
+        self._wait(self._backend.rpc("finish_weight_update"))
+        self._wait(self._backend.resume())
+
+    def run(self, name: str, tokens: list[int], **arguments: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**arguments, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        return self._wait(self._backend.generate(name, tokens, params))
+
+
+class Reference:
+    """Plain Transformers in a process of its own: vLLM's general backend changes Transformers' classes for itself."""
+
+    def __init__(self, path: Path, attention: str) -> None:
+        self._here, there = fork.Pipe()
+        self._process = fork.Process(target=self._serve, args=(there, path, attention), daemon=True)
+        self._process.start()
+
+    def close(self) -> None:
+        """End the process; it holds what the engine's process has open."""
+        self._process.kill()
+        self._process.join()
+
+    def logprobs(self, version: int, tokens: list[int]) -> Tensor:
+        """(T-1,) of each token after the first, with the weights after that many changes."""
+        self._here.send((version, tokens))
+        return torch.tensor(self._here.recv())
+
+    @staticmethod
+    @torch.no_grad()
+    def _serve(pipe: Connection, path: Path, attention: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+        changes = 0
+        while True:
+            version, tokens = pipe.recv()
+            for changes in range(changes + 1, version + 1):
+                change(model, changes)
+            log_p = model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            pipe.send(log_p.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
+
+
+@torch.no_grad()
+def change(model: nn.Module, version: int) -> None:
+    """Change every weight, the same way in every copy."""
+    generator = torch.Generator().manual_seed(version)
+    for parameter in model.parameters():
+        parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def differences(engine: Engine, reference: Reference, version: int) -> Iterator[tuple[str, float]]:
+    """Of the log-probs of a given text, and of what the engine samples after it."""
+    name = str(version)
+    out = engine.run(f"{name}-score", PROMPT, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    pairs = zip(PROMPT[1:], out.prompt_logprobs[1:], strict=True)
+    scored = torch.tensor([entry[token].logprob for token, entry in pairs])
+    yield "score", float((scored - reference.logprobs(version, PROMPT)).abs().max())
+    out = engine.run(f"{name}-sample", PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=1, logprobs=0, ignore_eos=True)
+    (made,) = out.outputs
+    pairs = zip(made.token_ids, made.logprobs, strict=True)
+    sampled = torch.tensor([entry[token].logprob for token, entry in pairs])
+    expected = reference.logprobs(version, PROMPT + list(made.token_ids))[len(PROMPT) - 1 :]
+    yield "sampled", float((sampled - expected).abs().max())
+
+
+def check(family: Family, folder: Path) -> dict[str, Any]:
+    """Start an engine without weights, send it two versions, and compare after each."""
+    path = family.save(folder / family.name.replace("/", "-").replace(" ", "_"))
+    reference = Reference(path, family.reference)
+    worst = {"score": 0.0, "sampled": 0.0}
+    try:
+        policy = load_causal_lm(str(path)).eval()
+        engine = Engine(path)
+        sender = GlooSender(timeout=LIMIT, bucket_bytes=2**15)
+        sender.connect(engine)
+        for version in (1, 2):
+            change(policy, version)
+            engine.load(sender, ModuleWeights(policy).as_saved())
+            for name, difference in differences(engine, reference, version):
+                worst[name] = max(worst[name], difference)
+    finally:
+        reference.close()
+    return worst
+
+
+def run_forked(family: Family, folder: Path) -> dict[str, Any]:
+    """:func:`check` in a process of its own."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        os.setsid()
+        signal.alarm(int(3 * LIMIT))
+        log = os.open(folder / f"{family.model_type}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            found = check(family, folder)
+        except BaseException as error:
+            traceback.print_exc()
+            line = next((line for line in str(error).splitlines() if line.strip()), "")
+            found = {"error": f"{type(error).__name__}: {line[:200]}"}
+        os.write(writing, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    return json.loads(text) if text else {"error": "the engine's process died"}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Try the families of these names; all of them without names."""
+    import transformers  # noqa: F401
+    import vllm.model_executor.models.registry as registry
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import rlhfkit.rollout.vllm_plugin  # noqa: F401
+
+    # vLLM imports each architecture in a process of its own first, to keep CUDA out of this one; there is none.
+    registry._run_in_subprocess = lambda function: function()
+    for family in FAMILIES:
+        if not names or family.name in names:
+            started = time.monotonic()
+            found = run_forked(family, folder)
+            print(json.dumps({"family": family.name, **found, "seconds": round(time.monotonic() - started, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
