@@ -1,8 +1,8 @@
 """Weights as files of ``save_pretrained`` hold them, a few tensors at a time.
 
-Transformers 5 does not hold every model as its files do: the experts of a mixture, one tensor each in the files, are one
-tensor in memory, and names may differ. Engines read what files hold. ``save_pretrained`` turns the whole state back
-at once; a model that is cut into shards cannot be had whole, so here the same conversions are applied group by group.
+Transformers 5 does not hold every model as its files do: the experts of a mixture, several tensors each in the files,
+are one in memory, and names may differ. Engines read what files hold. ``save_pretrained`` turns the whole state back at
+once; a model that is cut into shards cannot be had whole, so here the same conversions are applied group by group.
 
 Written for Transformers 5.19, which has them in ``core_model_loading`` and keeps them out of its documented interface.
 """
@@ -77,9 +77,9 @@ def _grouped(model: Any, names: Sequence[str], transforms: list[Any]) -> list[Te
         first, pattern = rename_source_key(name, renamings, converters, reverse=True)
         transform.setdefault(first, WeightRenaming(name, first) if pattern is None else by_pattern[pattern])
         members.setdefault(first, []).append((name, name if pattern is None else pattern))
-    groups = [
-        TensorGroup(tuple(name for name, _ in found), tuple(pattern for _, pattern in found), first, transform[first], model)
-        for first, found in members.items()
-    ]
+    groups = []
+    for first, found in members.items():
+        originals, patterns = zip(*found, strict=True)
+        groups.append(TensorGroup(originals, patterns, first, transform[first], model))
     place = {name: index for index, name in enumerate(names)}
     return sorted(groups, key=lambda group: place[group.members[0]])

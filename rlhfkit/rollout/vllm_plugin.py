@@ -160,11 +160,8 @@ def _forget_kernels_of_experts(model: nn.Module) -> None:
 
 def _require_kernels_of_experts(model: nn.Module) -> None:
     """Raise if some experts have no kernel, because the model's loader went past vLLM's reloading (gpt-oss, 0.32)."""
-    without = [
-        name
-        for name, layer in model.named_modules()
-        if hasattr(method := getattr(layer, "quant_method", None), "moe_kernel") and method.moe_kernel is None
-    ]
+    methods = {name: getattr(layer, "quant_method", None) for name, layer in model.named_modules()}
+    without = [name for name, method in methods.items() if getattr(method, "moe_kernel", ...) is None]
     if without:
         raise RuntimeError(
             f"vLLM cannot load the experts of {type(model).__name__} anew ({without[0]} and {len(without) - 1} more "

@@ -1,4 +1,4 @@
-"""Which families a vLLM engine serves with weights that a trainer sends it: one process a family, forked from one parent.
+"""Which families a vLLM engine serves with weights that a trainer sends it, each in a process of its own.
 
 ``python tests/models/vllm_families.py FOLDER NAME ...`` prints a JSON line for each family: ``score`` and ``sampled``,
 the largest differences in nats between the engine's log-probs and plain Transformers' over two weight updates, or
@@ -29,9 +29,9 @@ from rlhfkit.rollout.vllm_arguments import engine_arguments, engine_environment
 os.environ.update(engine_environment(device="cpu", cpus_per_engine=1, in_process=True, backend="gloo"))
 
 import torch
-from models.families import FAMILIES, Family
 from torch import Tensor, nn
 
+from models.families import FAMILIES, Family
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.engine import WeightSource
 from rlhfkit.rollout.senders import GlooSender
@@ -141,7 +141,8 @@ class Reference:
         changes = 0
         while True:
             version, tokens = pipe.recv()
-            for changes in range(changes + 1, version + 1):
+            while changes < version:
+                changes += 1
                 change(model, changes)
             log_p = model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
             pipe.send(log_p.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
@@ -162,7 +163,9 @@ def differences(engine: Engine, reference: Reference, version: int) -> Iterator[
     pairs = zip(PROMPT[1:], out.prompt_logprobs[1:], strict=True)
     scored = torch.tensor([entry[token].logprob for token, entry in pairs])
     yield "score", float((scored - reference.logprobs(version, PROMPT)).abs().max())
-    out = engine.run(f"{name}-sample", PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=1, logprobs=0, ignore_eos=True)
+    out = engine.run(
+        f"{name}-sample", PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=1, logprobs=0, ignore_eos=True
+    )
     (made,) = out.outputs
     pairs = zip(made.token_ids, made.logprobs, strict=True)
     sampled = torch.tensor([entry[token].logprob for token, entry in pairs])
@@ -231,7 +234,10 @@ def main(folder: Path, names: list[str]) -> None:
         if not names or family.name in names:
             started = time.monotonic()
             found = run_forked(family, folder)
-            print(json.dumps({"family": family.name, **found, "seconds": round(time.monotonic() - started, 1)}), flush=True)
+            print(
+                json.dumps({"family": family.name, **found, "seconds": round(time.monotonic() - started, 1)}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
