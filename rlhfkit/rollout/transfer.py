@@ -120,7 +120,10 @@ class ModuleWeights:
         return merged_weights(module)
 
     def as_saved(self) -> "WeightSource":
-        """See :meth:`~rlhfkit.rollout.engine.WeightSource.as_saved`."""
+        """See :meth:`~rlhfkit.rollout.engine.WeightSource.as_saved`.
+
+        A subclass that changes what is yielded overrides this as well.
+        """
         from transformers import PreTrainedModel
 
         if not isinstance(without_wrappers(self._module), PreTrainedModel):
@@ -128,7 +131,7 @@ class ModuleWeights:
         saved = SavedWeights(
             self._module, dtype=self.dtype, bucket_bytes=self.bucket_bytes, check_finite=self.check_finite
         )
-        return self if saved.metadata() == self.metadata() else saved
+        return self if saved.metadata() == ModuleWeights.metadata(self) else saved
 
     def metadata(self) -> list[WeightInfo]:
         """Name, full shape and type of each tensor; gathers nothing."""
