@@ -7,6 +7,7 @@ import. What Ray would host is called directly; engine, transfer and sender are 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -213,9 +214,11 @@ def run_forked(family: Family, folder: Path) -> dict[str, Any]:
         os.write(writing, json.dumps(found).encode())
         os._exit(0)
     os.close(writing)
-    with open(reading, "rb") as answer:
-        text = answer.read()
     os.waitpid(pid, 0)
+    with contextlib.suppress(ProcessLookupError):  # what it has started and left behind
+        os.killpg(pid, signal.SIGKILL)
+    with open(reading, "rb") as answer:  # a short text, which the pipe holds
+        text = answer.read()
     return json.loads(text) if text else {"error": "the engine's process died"}
 
 
