@@ -1,0 +1,158 @@
+"""One or two optimizer steps of any module on tiny data, split, packed and ordered as asked."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from arguments import learning
+
+from rlhfkit import (
+    CPOModule,
+    DFTModule,
+    DistillationModule,
+    DPOModule,
+    GRPOModule,
+    KTOModule,
+    ORPOModule,
+    PPOModule,
+    PreferenceDataModule,
+    ProcessRewardModule,
+    PromptDataModule,
+    RewardModule,
+    RolloutCallback,
+    SamplingSpec,
+    SFTDataModule,
+    SFTModule,
+    SimPOModule,
+    StepwiseDataModule,
+    UnpairedPreferenceDataModule,
+)
+
+STEP, STEPS = 8, 2
+"""Rows of an optimizer step, and steps."""
+KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
+    "sft": (SFTModule, "texts", [{}]),
+    "dft": (DFTModule, "texts", [{}]),
+    "distillation": (DistillationModule, "texts", [{"chunk_size": 3}, {"divergence": "jsd", "distillation_coef": 0.4}]),
+    "dpo": (
+        DPOModule,
+        "pairs",
+        [{"loss_type": name, "nll_coef": 0.3} for name in ("sigmoid", "ipo", "hinge", "sppo_hard")],
+    ),
+    "simpo": (SimPOModule, "pairs", [{"alpha": 0.2}]),
+    "cpo": (CPOModule, "pairs", [{"label_smoothing": 0.1}]),
+    "orpo": (ORPOModule, "pairs", [{}]),
+    "kto": (KTOModule, "unpaired", [{}, {"loss_type": "apo_zero_unpaired"}]),
+    "reward": (RewardModule, "pairs", [{"centering": 0.1}]),
+    "process": (ProcessRewardModule, "steps", [{}]),
+    "grpo": (
+        GRPOModule,
+        "prompts",
+        [
+            {"policy_loss": "grpo_loss", "kl_coef": 0.1},
+            {"policy_loss": "gspo_loss", "entropy_coef": 0.01},
+            {"policy_loss": "dr_grpo_loss", "max_length": 4},
+            {"policy_loss": "cispo_loss", "mask_truncated": True},
+        ],
+    ),
+    "ppo": (PPOModule, "prompts", [{}, {"shared_backbone": True, "normalize_values": True}]),
+}
+"""Class, data and settings. Losses that sort their batch, and the router's, depend on micro-batches and say so."""
+
+
+class Steps(L.Callback):
+    """The loss of each optimizer step as this rank's micro-batches have it, and all weights at the end."""
+
+    def __init__(self) -> None:
+        self.parts: list[float] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.parts.append(float(outputs["loss"]))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        children = [name for name in ("policy", "critic") if hasattr(pl_module, name)]
+        for name in children:
+            if hasattr(trainer.strategy, "consolidated_state_dict"):
+                weights = trainer.strategy.consolidated_state_dict(name) or {}
+            else:
+                weights = getattr(pl_module, name).state_dict()
+            self.weights |= {f"{name}.{key}": value.detach().clone() for key, value in weights.items()}
+
+
+def rows_of(data: str, order: int | None) -> list[dict[str, Any]]:
+    """Rows of uneven lengths; ``order`` mixes those of each step."""
+    rows: list[dict[str, Any]] = []
+    for i in range(STEP * STEPS):
+        asked, said, other = f"{i}+{i % 3}=", "x" * (i % 4) + str(i), "y" * (i % 3 + 1)
+        rows.append(
+            {
+                "texts": {"prompt": asked, "completion": said},
+                "pairs": {"prompt": asked, "chosen": said, "rejected": other},
+                "unpaired": {"prompt": asked, "completion": said, "label": i % 3 > 0},
+                "steps": {"prompt": asked, "completions": [said, other], "labels": [i % 2, 1]},
+                "prompts": {"prompt": asked},
+            }[data]
+        )
+    if order is None:
+        return rows
+    mixed = [rows[step * STEP : (step + 1) * STEP] for step in range(STEPS)]
+    for part in mixed:
+        random.Random(order).shuffle(part)
+    return [row for part in mixed for row in part]
+
+
+def train(
+    folder: Path, kind: str, setting: int, *, size: int, attention: str | None, order: int | None, **more: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two steps by SGD, whose steps are as long as the gradients.
+
+    Args:
+        folder: Of :func:`arguments.learning.prepare`.
+        kind: Of :data:`KINDS`.
+        setting: Which of its settings.
+        size: Rows of a micro-batch on each rank.
+        attention: Packed (``None``) or padded.
+        order: Mixes the rows of each step; not of prompts, whose samples are drawn by their place, nor where the
+            reference point of KTO pairs neighbours.
+        **more: Of the Trainer.
+
+    Returns:
+        The losses of the steps, and the weights at the end.
+    """
+    made, data, settings = KINDS[kind]
+
+    class PlainSGD(made):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([{"params": group["params"]} for group in self.parameter_groups()], lr=0.1)
+
+    arguments: dict[str, Any] = {"model": str(folder / "model"), "attention": attention, **settings[setting]}
+    arguments |= {"teacher": str(folder / "other")} if kind == "distillation" else {}
+    fixed = data == "prompts" or (kind == "kto" and setting == 0)
+    rows, steps = rows_of(data, None if fixed else order), Steps()
+    ranks = more.get("devices", 1)
+    callbacks: list[L.Callback] = [steps]
+    if data == "prompts":
+        sampling = SamplingSpec(group_size=2, max_new_tokens=4, stop_token_ids=tuple(range(64, 128)))
+        callbacks.insert(0, RolloutCallback(learning.scored, sampling=sampling, probe_tolerance=1e-3))
+        source: Any = PromptDataModule(rows[:STEP], rollout_batch_size=STEP, micro_batch_size=size, shuffle=False)
+    else:
+        types = {
+            "texts": SFTDataModule,
+            "pairs": PreferenceDataModule,
+            "unpaired": UnpairedPreferenceDataModule,
+            "steps": StepwiseDataModule,
+        }
+        source = types[data](rows, micro_batch_size=size, shuffle=False)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, callbacks=callbacks, use_distributed_sampler=False,
+        accumulate_grad_batches=STEP // (size * ranks), **({"devices": 1} | more),
+    )  # fmt: skip
+    trainer.fit(PlainSGD(**arguments), source)
+    assert trainer.global_step == STEPS
+    window = len(steps.parts) // STEPS
+    # Lightning has divided each by the number of micro-batches already.
+    return [sum(steps.parts[i * window : (i + 1) * window]) for i in range(STEPS)], steps.weights
