@@ -3,7 +3,7 @@
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.data.experience import Experience
-from rlhfkit.data.grouping import deal_groups
 from rlhfkit.losses import aggregate
 from rlhfkit.models import (
     LoRA,
@@ -54,7 +53,6 @@ class PolicyModule(SavedModule):
         quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA); needs ``lora``.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, logged as ``aux_loss``,
             and of a critic that is one (0.001 in Transformers' configurations of Mixtral and Qwen); 0: none.
-        max_tokens_per_forward: Tokens per forward pass where no gradient is needed (OpenRLHF's default is 16192).
         trust_remote_code: Run Python code that comes with the model. Off unless asked.
 
     Raises:
@@ -80,7 +78,6 @@ class PolicyModule(SavedModule):
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
         router_aux_loss_coef: float = 0.0,
-        max_tokens_per_forward: int = 16384,
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
@@ -94,7 +91,6 @@ class PolicyModule(SavedModule):
         if lr_schedule not in SCHEDULES:
             raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
         check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 is no such loss")
-        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         self.save_hyperparameters()
         self.lora = LoRA.of(lora)
         self.hparams["lora"] = None if self.lora is None else self.lora.plain()  # safe to load, unlike an object
@@ -310,73 +306,6 @@ class PolicyModule(SavedModule):
             Scalar; Lightning's average over micro-batches and ranks is the exact mean.
         """
         return aggregate(values, batch.action_mask, "token-mean", batch.token_denominator)
-
-    def sharded_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
-        """Log-probs of a whole iteration, each rank computing its share. A collective: all ranks call it alike.
-
-        Args:
-            model: The policy or a reference.
-            experience: B sequences, the same on every rank.
-            rows: (B,) bool, which sequences are wanted; all when ``None``.
-
-        Returns:
-            (B, T-1) float32 on the CPU, the same on every rank; 0 outside the mask and in rows not asked for.
-        """
-
-        def logprobs(batch: Experience) -> Tensor:
-            return policy_output(model, batch, batch.action_mask, temperature=batch.temperature).logprobs
-
-        return self.sharded(model, logprobs, experience, rows)
-
-    @torch.no_grad()
-    def sharded(
-        self,
-        model: nn.Module,
-        compute: Callable[[Experience], Tensor],
-        experience: Experience,
-        rows: Tensor | None = None,
-        columns: int | None = None,
-    ) -> Tensor:
-        """A forward pass over a whole iteration, each rank computing its share. A collective: all ranks call it alike.
-
-        Args:
-            model: What ``compute`` calls; in eval mode meanwhile.
-            compute: From a batch of b sequences of t tokens to (b, t-1), or (b, t-1, C).
-            experience: B sequences, the same on every rank.
-            rows: (B,) bool, which sequences are wanted; all when ``None``.
-            columns: C, where ``compute`` gives several numbers for each token.
-
-        Returns:
-            (B, T-1) or (B, T-1, C) float32 on the CPU, the same on every rank; 0 in rows not asked for.
-        """
-        last = () if columns is None else (columns,)
-        total = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
-        wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
-        world, rank = self.trainer.world_size, self.global_rank
-        if len(wanted):
-            lengths = experience.lengths[wanted].tolist()
-            bins = world * math.ceil(sum(lengths) / (world * self.hparams["max_tokens_per_forward"]))
-            # Every rank runs equally many forward passes: a sharded model gathers its weights in each.
-            bins = max(min(bins, len(wanted) // world * world), 1)
-            shares = deal_groups(
-                range(len(wanted)),
-                bins,
-                lengths=lengths,
-                prompts=experience.prompt_lengths[wanted].tolist(),
-                groups=experience.group[wanted].tolist(),
-                ranks=world,
-            )
-            training = model.training
-            model.eval()
-            for share in shares[rank::world]:
-                batch = experience.select(wanted[share]).to(self.device)
-                with self.trainer.precision_plugin.forward_context():
-                    values = compute(batch)
-                total[wanted[share].to(self.device), : values.shape[1]] = values.float()
-            model.train(training)
-        if world > 1:
-            torch.distributed.all_reduce(total)
-        return total.cpu()
 
     @torch.no_grad()
     def token_logprobs(self, token_ids: Tensor) -> Tensor:

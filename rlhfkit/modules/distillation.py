@@ -43,6 +43,7 @@ class DistillationModule(PolicyModule):
         precompute_teacher: Compute the teacher's K likeliest tokens of all examples before training; needs ``top_k``.
         teacher_cache: Folder of these; ``None``: ``teacher_logprobs`` in the Trainer's ``default_root_dir``.
         chunk_size: Trained tokens whose logits exist at a time; changes memory and speed, not the result.
+        max_tokens_per_forward: Tokens per forward pass of ``precompute_teacher``.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:
@@ -68,6 +69,7 @@ class DistillationModule(PolicyModule):
         precompute_teacher: bool = False,
         teacher_cache: str | None = None,
         chunk_size: int = 1024,
+        max_tokens_per_forward: int = 16384,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
@@ -76,6 +78,7 @@ class DistillationModule(PolicyModule):
         check_number("distillation_coef", distillation_coef, minimum=0, maximum=1)
         check_integer("top_k", top_k, minimum=1, optional=True)
         check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
+        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         if precompute_teacher and top_k is None:
             raise ValueError("precompute_teacher keeps the teacher's likeliest tokens only: say how many, top_k=64")
         named = isinstance(divergence, str) and "." not in divergence

@@ -40,6 +40,7 @@ class ReferenceModule(PolicyModule):
         ref_model_sync_steps: τ: every so many optimizer steps the reference moves towards the policy (TR-DPO,
             Gorbatovski et al., 2024, arXiv:2404.09656; TRL uses 512); ``None``: it never moves.
         ref_model_mixup_alpha: α of that move, ``ref ← α policy + (1 - α) ref``; 0.6 as in the paper and TRL.
+        max_tokens_per_forward: Tokens per forward pass of ``precompute_ref_log_probs``.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:
@@ -55,11 +56,13 @@ class ReferenceModule(PolicyModule):
         ref_cache: str | None = None,
         ref_model_sync_steps: int | None = None,
         ref_model_mixup_alpha: float = 0.6,
+        max_tokens_per_forward: int = 16384,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
         check_integer("ref_model_sync_steps", ref_model_sync_steps, minimum=1, optional=True)
         check_number("ref_model_mixup_alpha", ref_model_mixup_alpha, minimum=0, maximum=1)
+        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         if self._moves and not self.uses_reference:
             raise ValueError(
                 "ref_model_sync_steps moves a reference model, and with precompute_ref_log_probs or reference_free "

@@ -1,16 +1,20 @@
 """``RewardedModule``: from the reward of a sample to the one that is learned from: reward model, penalties, scale."""
 
 import dataclasses
+import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.experience import Experience
+from rlhfkit.data.grouping import deal_groups
 from rlhfkit.losses import RewardMoments, clip_rewards, missing_eos_penalty, normalize_rewards, stop_properly_penalty
-from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
+from rlhfkit.models import load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_integer, check_number
 
 
 class RewardedModule(PolicyModule):
@@ -35,6 +39,8 @@ class RewardedModule(PolicyModule):
         normalize_rewards: Shift and scale by the mean and deviation of all rewards so far, this iteration's among them;
             saved in checkpoints. Off in OpenRLHF and TRL.
         reward_clip: Rewards are clipped to ± this (10 in OpenRLHF; off in TRL); ``None``: not.
+        max_tokens_per_forward: Tokens per forward pass of policy, critic, reference, teacher or reward model over a
+            whole iteration, without gradient (OpenRLHF's default is 16192).
         **kwargs: See :class:`PolicyModule`.
 
     Raises:
@@ -55,12 +61,14 @@ class RewardedModule(PolicyModule):
         missing_eos_penalty: float = 0.0,
         normalize_rewards: bool = False,
         reward_clip: float | None = None,
+        max_tokens_per_forward: int = 16384,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
         check_number("reward_clip", reward_clip, above=0, optional=True)
         check_number("missing_eos_penalty", missing_eos_penalty, minimum=0, why="it is subtracted")
         check_number("stop_properly_coef", stop_properly_coef, maximum=1, why="1 is no penalty")
+        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         self.reward_moments = RewardMoments.zero()
         """Count, mean and squared deviations of the rewards so far; moves with ``normalize_rewards`` only."""
 
@@ -132,6 +140,75 @@ class RewardedModule(PolicyModule):
         score = self.reward_model_scores(experience)
         parts = {**experience.reward_parts, "model": score}
         return dataclasses.replace(experience, rewards=experience.rewards + score, reward_parts=parts)
+
+    # ------------------------------------------------------------------ forward passes over an iteration
+
+    def sharded_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
+        """Log-probs of a whole iteration, each rank computing its share. A collective: all ranks call it alike.
+
+        Args:
+            model: The policy or a reference.
+            experience: B sequences, the same on every rank.
+            rows: (B,) bool, which sequences are wanted; all when ``None``.
+
+        Returns:
+            (B, T-1) float32 on the CPU, the same on every rank; 0 outside the mask and in rows not asked for.
+        """
+
+        def logprobs(batch: Experience) -> Tensor:
+            return policy_output(model, batch, batch.action_mask, temperature=batch.temperature).logprobs
+
+        return self.sharded(model, logprobs, experience, rows)
+
+    @torch.no_grad()
+    def sharded(
+        self,
+        model: nn.Module,
+        compute: Callable[[Experience], Tensor],
+        experience: Experience,
+        rows: Tensor | None = None,
+        columns: int | None = None,
+    ) -> Tensor:
+        """A forward pass over a whole iteration, each rank computing its share. A collective: all ranks call it alike.
+
+        Args:
+            model: What ``compute`` calls; in eval mode meanwhile.
+            compute: From a batch of b sequences of t tokens to (b, t-1), or (b, t-1, C).
+            experience: B sequences, the same on every rank.
+            rows: (B,) bool, which sequences are wanted; all when ``None``.
+            columns: C, where ``compute`` gives several numbers for each token.
+
+        Returns:
+            (B, T-1) or (B, T-1, C) float32 on the CPU, the same on every rank; 0 in rows not asked for.
+        """
+        last = () if columns is None else (columns,)
+        total = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
+        wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
+        world, rank = self.trainer.world_size, self.global_rank
+        if len(wanted):
+            lengths = experience.lengths[wanted].tolist()
+            bins = world * math.ceil(sum(lengths) / (world * self.hparams["max_tokens_per_forward"]))
+            # Every rank runs equally many forward passes: a sharded model gathers its weights in each.
+            bins = max(min(bins, len(wanted) // world * world), 1)
+            shares = deal_groups(
+                range(len(wanted)),
+                bins,
+                lengths=lengths,
+                prompts=experience.prompt_lengths[wanted].tolist(),
+                groups=experience.group[wanted].tolist(),
+                ranks=world,
+            )
+            training = model.training
+            model.eval()
+            for share in shares[rank::world]:
+                batch = experience.select(wanted[share]).to(self.device)
+                with self.trainer.precision_plugin.forward_context():
+                    values = compute(batch)
+                total[wanted[share].to(self.device), : values.shape[1]] = values.float()
+            model.train(training)
+        if world > 1:
+            torch.distributed.all_reduce(total)
+        return total.cpu()
 
     # ------------------------------------------------------------------ penalties and scale
 

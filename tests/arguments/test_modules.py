@@ -31,7 +31,6 @@ from . import learning
 from .table import Change, Rows, Unseen, arguments_of, ignored
 
 LEAST: dict[str, Any] = {"model": "@model", "lr": 0.03}
-ONLY_GRADIENTS = Unseen("the base class's; this module has no pass without gradient over more than a micro-batch")
 BITS = Unseen("needs the extra qlora; tests/modules/test_lora.py compares with full weights where it is installed")
 
 
@@ -52,10 +51,8 @@ POLICY: dict[str, Change | Unseen] = {
     "lora": Change(LoRA(rank=2), built=True),
     "quantization": BITS,
     "router_aux_loss_coef": Change(0.5, given={"model": "@experts"}),
-    "max_tokens_per_forward": Change(8),
     "trust_remote_code": Change(True, given={"model": "@remote"}, built=True),
 }
-GRADIENTS = POLICY | {"max_tokens_per_forward": ONLY_GRADIENTS}
 REFERENCE: dict[str, Change | Unseen] = {
     "ref_model": Change("@other"),
     "precompute_ref_log_probs": Change(True),
@@ -91,6 +88,7 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "missing_eos_penalty": Change(0.7),
     "normalize_rewards": Change(True),
     "reward_clip": Change(0.5),
+    "max_tokens_per_forward": Change(8),
 }
 GROUPS: dict[str, Change | Unseen] = {
     "advantage_scale": Change("batch"),
@@ -129,10 +127,10 @@ PPO: dict[str, Change | Unseen] = {
     "kl_target": Change(0.01, given={"kl_horizon": 10}),
     "kl_horizon": Change(20, given={"kl_target": 0.01}, around={"epochs": 2}),
 }
-SCALAR = GRADIENTS | {"head_std": Change(0.5)}
+SCALAR = POLICY | {"head_std": Change(0.5)}
 TABLE: dict[type, tuple[str, Rows]] = {
-    SFTModule: ("texts", GRADIENTS),
-    DFTModule: ("texts", GRADIENTS),
+    SFTModule: ("texts", POLICY),
+    DFTModule: ("texts", POLICY),
     DPOModule: (
         "pairs",
         POLICY
@@ -148,9 +146,9 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "reference_free": Change(True),
         },
     ),
-    SimPOModule: ("pairs", GRADIENTS | PAIRS | {"gamma": Change(0.3), "alpha": Change(0.3)}),
-    CPOModule: ("pairs", GRADIENTS | PAIRS | {"loss_type": Change("hinge")}),
-    ORPOModule: ("pairs", GRADIENTS | {"beta": Change(0.7)}),
+    SimPOModule: ("pairs", POLICY | PAIRS | {"gamma": Change(0.3), "alpha": Change(0.3)}),
+    CPOModule: ("pairs", POLICY | PAIRS | {"loss_type": Change("hinge")}),
+    ORPOModule: ("pairs", POLICY | {"beta": Change(0.7)}),
     KTOModule: (
         "unpaired",
         POLICY
@@ -225,6 +223,14 @@ def test_every_module_is_in_the_table() -> None:
 @pytest.mark.parametrize("kind", TABLE)
 def test_every_argument_has_a_row(kind: type) -> None:
     assert set(TABLE[kind][1]) == set(arguments_of(kind))
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_modules_without_passes_over_an_iteration_refuse_a_limit_for_them(kind: type) -> None:
+    if "max_tokens_per_forward" in TABLE[kind][1]:
+        pytest.skip("it makes such passes")
+    with pytest.raises(TypeError, match="max_tokens_per_forward"):
+        kind("unused", max_tokens_per_forward=8)
 
 
 @pytest.mark.parametrize("kind", TABLE)
