@@ -43,7 +43,7 @@ PROMPT = [5, 17, 40, 63, 22, 9, 31, 77, 50, 12, 88, 41]
 NEW_TOKENS = 12
 fork = get_context("fork")
 LIMIT = 60.0
-"""Seconds a family may take before it counts as failed."""
+"""Seconds a step may take; three times that, and the family counts as failed."""
 
 
 class Called:
@@ -84,6 +84,8 @@ class Engine:
             sleeps=False,
             logprobs_mode="processed_logprobs",
         )
+        # vLLM caches prefixes of recurrent layers only with chunked prefill, which it cannot do on a CPU.
+        arguments["enable_prefix_caching"] = False
         self._wait(self._backend.start(arguments))
 
     def _start(self, call: Coroutine[Any, Any, Any]) -> "Future[Any]":
@@ -116,12 +118,16 @@ class Engine:
 
 
 class Reference:
-    """Plain Transformers in a process of its own: vLLM's general backend changes Transformers' classes for itself."""
+    """Plain Transformers in a process of its own: vLLM's general backend changes Transformers' classes for itself.
 
-    def __init__(self, path: Path, attention: str) -> None:
+    It also makes the model, because a process that has made one has threads, and must not be forked any more.
+    """
+
+    def __init__(self, family: Family, path: Path) -> None:
         self._here, there = fork.Pipe()
-        self._process = fork.Process(target=self._serve, args=(there, path, attention), daemon=True)
+        self._process = fork.Process(target=self._serve, args=(there, family, path), daemon=True)
         self._process.start()
+        self._here.recv()
 
     def close(self) -> None:
         """End the process; it holds what the engine's process has open."""
@@ -135,10 +141,13 @@ class Reference:
 
     @staticmethod
     @torch.no_grad()
-    def _serve(pipe: Connection, path: Path, attention: str) -> None:
+    def _serve(pipe: Connection, family: Family, path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+        family.save(path)
+        how = {"dtype": torch.float32, "attn_implementation": family.reference}
+        model = AutoModelForCausalLM.from_pretrained(path, **how).eval()
+        pipe.send("ready")
         changes = 0
         while True:
             version, tokens = pipe.recv()
@@ -176,8 +185,8 @@ def differences(engine: Engine, reference: Reference, version: int) -> Iterator[
 
 def check(family: Family, folder: Path) -> dict[str, Any]:
     """Start an engine without weights, send it two versions, and compare after each."""
-    path = family.save(folder / family.name.replace("/", "-").replace(" ", "_"))
-    reference = Reference(path, family.reference)
+    path = folder / family.name.replace(" ", "-")
+    reference = Reference(family, path)
     worst = {"score": 0.0, "sampled": 0.0}
     try:
         policy = load_causal_lm(str(path)).eval()
