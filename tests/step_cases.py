@@ -1,6 +1,8 @@
 """One or two optimizer steps of any module on tiny data, split, packed and ordered as asked."""
 
+import os
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +158,22 @@ def train(
     window = len(steps.parts) // STEPS
     # Lightning has divided each by the number of micro-batches already.
     return [sum(steps.parts[i * window : (i + 1) * window]) for i in range(STEPS)], steps.weights
+
+
+def on_ranks(folder: Path, place: str, cases: list[Mapping[str, Any]]) -> list[Any]:
+    """Entry point of a rank: its share of the losses of each case. Rank 0 writes the weights into ``place``.
+
+    Args:
+        folder: Of the results of ranks.
+        place: See ``folder`` of :func:`train`.
+        cases: Arguments of :func:`train`, of one run after the other.
+    """
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    found = []
+    for number, case in enumerate(cases):
+        os.environ["WORLD_SIZE"] = str(world)  # Lightning deletes it when a fit ends
+        losses, weights = train(Path(place), **case, devices=world)
+        if rank == 0:
+            torch.save(weights, Path(place) / f"case_{number}.pt")
+        found.append(losses)
+    return found

@@ -1,7 +1,9 @@
-"""A step of any module is the same step however its rows are split, packed and ordered."""
+"""A step of any module is the same step however its rows are split over micro-batches and ranks, packed and ordered."""
 
 import functools
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from arguments import learning
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from step_cases import KINDS, STEP, train
+from strategies import ranks
 from torch import Tensor
 
 CASES = [(kind, setting) for kind, (_, _, chosen) in KINDS.items() for setting in range(len(chosen))]
@@ -56,3 +59,25 @@ def test_a_step_does_not_depend_on_micro_batches_packing_and_order(
 ) -> None:
     found = train(folder, *case, size=size, attention=attention, order=order)
     same(found, whole(folder, *case))
+
+
+@pytest.mark.distributed
+def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
+    """Every module on two ranks, with a setting, micro-batches and a strategy drawn once for each."""
+    draw = random.Random(0)
+    cases: list[dict[str, Any]] = [
+        {
+            "kind": kind,
+            "setting": draw.randrange(len(KINDS[kind][2])),
+            "size": draw.choice([1, 2, 4]),
+            "attention": draw.choice([None, "sdpa"]),
+            "order": draw.randrange(99),
+            "strategy": draw.choice(["ddp", "rlhf_zero1", "rlhf_zero2", "rlhf_zero3"]),
+        }
+        for kind in KINDS
+    ]
+    reports = ranks.run("step_cases:on_ranks", 2, tmp_path, place=str(folder), cases=cases)
+    for number, case in enumerate(cases):
+        losses = [sum(parts) / 2 for parts in zip(*(report[number] for report in reports), strict=True)]
+        weights = torch.load(folder / f"case_{number}.pt")
+        same((losses, weights), whole(folder, case["kind"], case["setting"]))
