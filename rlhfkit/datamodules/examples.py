@@ -40,7 +40,14 @@ class ExampleBuilder:
     """Turns rows into examples."""
 
     def __init__(
-        self, style: PromptFormat, max_length: int, overlong: str, source: str, *, cache: TokenCache | None = None
+        self,
+        style: PromptFormat,
+        max_length: int,
+        overlong: str,
+        source: str,
+        *,
+        context: int | None = None,
+        cache: TokenCache | None = None,
     ) -> None:
         """Set the rules.
 
@@ -49,6 +56,7 @@ class ExampleBuilder:
             max_length: Tokens per example.
             overlong: ``"truncate"``, ``"drop"`` or ``"error"``.
             source: Where the rows come from, for messages.
+            context: Tokens that the model can see; ``None``: any number. What is longer is refused.
             cache: Keeps the examples for the next start; ``None``: they are not kept.
         """
         self.style = style
@@ -56,6 +64,7 @@ class ExampleBuilder:
         self.max_length = max_length
         self.overlong = overlong
         self.source = source
+        self.context = context
         self.cache = cache
 
     def for_row(self, row: Mapping[str, Any]) -> Self:
@@ -93,8 +102,8 @@ class ExampleBuilder:
             At least one example.
 
         Raises:
-            ValueError: If a value has the wrong type, a sequence is too long under ``overlong="error"``, or no example
-                is left.
+            ValueError: If a value has the wrong type, a sequence is too long under ``overlong="error"`` or for the
+                model's context, or no example is left.
         """
         columns = {"prompt": prompt, "completion": completion, "messages": messages, "text": text}
         self.check_first(rows[0], columns)
@@ -103,13 +112,38 @@ class ExampleBuilder:
         return kept
 
     def kept(self, rows: "Dataset", columns: Mapping[str, Any], make: Callable[[], TokenExamples]) -> TokenExamples:
-        """Examples from the cache, or made and kept there.
+        """Examples from the cache, or made and kept there; all of them within the model's context.
 
         Args:
             rows: The data.
             columns: Which columns of it are read, and how.
             make: Makes the examples.
+
+        Raises:
+            ValueError: If one is longer than the model's context. The cache holds it all the same, for other models.
         """
+        examples = self._cached(rows, columns, make)
+        longest = max(range(len(examples)), key=lambda index: examples.lengths[index])
+        self.check_context(examples.lengths[longest], f"{self.source}, row {examples.rows[longest]},")
+        return examples
+
+    def check_context(self, length: int, where: str) -> None:
+        """Raise if an example is longer than the model's context.
+
+        Args:
+            length: Its tokens, after it was cut to ``max_length``.
+            where: Source and row, for the message.
+
+        Raises:
+            ValueError: With the length and the cure.
+        """
+        if self.context is not None and length > self.context:
+            raise ValueError(
+                f"{where} has {length} tokens within max_length {self.max_length}, more than the model's context of "
+                f"{self.context}: lower it, max_length={self.context}, or use a model with a longer context"
+            )
+
+    def _cached(self, rows: "Dataset", columns: Mapping[str, Any], make: Callable[[], TokenExamples]) -> TokenExamples:
         if self.cache is None:
             return make()
         style = self.style

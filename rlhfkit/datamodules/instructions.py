@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import lightning as L
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
+
+Builder = TypeVar("Builder", bound=ExampleBuilder)
 
 
 class SFTDataModule(L.LightningDataModule):
@@ -167,7 +169,8 @@ class SFTDataModule(L.LightningDataModule):
             stage: Not used.
 
         Raises:
-            ValueError: If a column is missing, a value has the wrong type, or nothing is left to learn.
+            ValueError: If a column is missing, a value has the wrong type, a row is longer than the model's context, or
+                nothing is left to learn.
         """
         if self.examples is not None:
             return
@@ -193,6 +196,10 @@ class SFTDataModule(L.LightningDataModule):
     def _tokenised(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:
         """Examples of rows, by the columns that :meth:`ExampleBuilder.build` takes."""
         check_columns(rows, source, **columns)
+        return self._builder(ExampleBuilder, source, tokenizer).build(rows, **columns)
+
+    def _builder(self, kind: type[Builder], source: Source, tokenizer: Any) -> Builder:
+        """What makes examples of a source's rows, by the arguments of this DataModule and the model's context."""
         style = PromptFormat(
             tokenizer,
             apply_chat_template=self.apply_chat_template,
@@ -200,18 +207,18 @@ class SFTDataModule(L.LightningDataModule):
             chat_template_arguments=self.chat_template_arguments,
             special_tokens_in_text=self.special_tokens_in_text,
         )
-        name = describe(source)
-        builder = ExampleBuilder(style, self.max_length, self.overlong, name, cache=self.token_cache)
-        examples = builder.build(rows, **columns)
-        context = None if self.trainer is None else getattr(self.trainer.lightning_module, "context_length", None)
-        longest = max(range(len(examples)), key=lambda index: examples.lengths[index])
-        if context is not None and examples.lengths[longest] > context:
-            raise ValueError(
-                f"{name}, row {examples.rows[longest]}, has {examples.lengths[longest]} tokens within max_length "
-                f"{self.max_length}, more than the model's context of {context}: lower max_length to {context}, or "
-                "use a model with a longer context"
-            )
-        return examples
+        return kind(
+            style,
+            self.max_length,
+            self.overlong,
+            describe(source),
+            context=self._context_length(),
+            cache=self.token_cache,
+        )
+
+    def _context_length(self) -> int | None:
+        """Tokens that the model being trained can see; ``None``: any number, or it does not say."""
+        return None if self.trainer is None else getattr(self.trainer.lightning_module, "context_length", None)
 
     def train_dataloader(self) -> StepLoader[Any]:
         """Micro-batches of this rank, with the exact totals of their optimizer step."""

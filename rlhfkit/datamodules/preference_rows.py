@@ -67,8 +67,8 @@ class PreferenceBuilder(ExampleBuilder):
             At least one pair.
 
         Raises:
-            ValueError: If a value has the wrong type, a pair is too long under ``overlong="error"``, or no pair is
-                left.
+            ValueError: If a value has the wrong type, a pair is too long under ``overlong="error"`` or for the model's
+                context, or no pair is left.
         """
         columns = {"chosen": chosen, "rejected": rejected, "prompt": prompt}
         answers = self.kept(rows, columns, lambda: self._make_pairs(rows, columns))

@@ -5,7 +5,6 @@ from typing import Any
 
 from rlhfkit.data.preferences import PreferenceExamples, collate_preferences
 from rlhfkit.data.step_loader import StepLoader
-from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.formats import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
 from rlhfkit.datamodules.instructions import SFTDataModule
 from rlhfkit.datamodules.mixing import Sources
@@ -74,14 +73,7 @@ class PreferenceDataModule(SFTDataModule):
         prompt = find_columns(rows, source, (PREFERENCE, IMPLICIT_PREFERENCE), named).get("prompt")
         if prompt is None:
             self._check_implicit(source, isinstance(rows[0][self.chosen], str))
-        style = PromptFormat(
-            tokenizer,
-            apply_chat_template=self.apply_chat_template,
-            system=self.system,
-            chat_template_arguments=self.chat_template_arguments,
-            special_tokens_in_text=self.special_tokens_in_text,
-        )
-        builder = PreferenceBuilder(style, self.max_length, self.overlong, describe(source), cache=self.token_cache)
+        builder = self._builder(PreferenceBuilder, source, tokenizer)
         pairs = builder.build_pairs(rows, chosen=self.chosen, rejected=self.rejected, prompt=prompt, margin=margin)
         where = "their common beginning" if prompt is None else f"column {prompt!r}"
         log.info("%s: %d pairs, prompts from %s, margins %s", describe(source), len(pairs), where, margin or "none")

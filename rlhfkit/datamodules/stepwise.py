@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit.data.collate import TokenExample
 from rlhfkit.data.step_loader import StepLoader
 from rlhfkit.data.stepwise import StepwiseExamples, collate_stepwise
-from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, common_prefix, log_counts
 from rlhfkit.datamodules.formats import STEPWISE, find_columns
 from rlhfkit.datamodules.instructions import SFTDataModule
 from rlhfkit.datamodules.mixing import Sources
-from rlhfkit.datamodules.sources import Source, check_columns, describe, read_rows
+from rlhfkit.datamodules.sources import Source, check_columns, read_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -91,15 +90,7 @@ class StepwiseDataModule(SFTDataModule):
         else:
             columns = {"text": self.text, "labels": self.labels or "labels"}
             check_columns(rows, source, **columns)
-        style = PromptFormat(
-            tokenizer,
-            apply_chat_template=self.apply_chat_template,
-            system=self.system,
-            chat_template_arguments=self.chat_template_arguments,
-            special_tokens_in_text=self.special_tokens_in_text,
-        )
-        name = describe(source)
-        builder = StepwiseBuilder(style, self.max_length, self.overlong, name, cache=self.token_cache)
+        builder = self._builder(StepwiseBuilder, source, tokenizer)
         ends = self.separator if self.step_token is None else self.step_token
         return builder.build_steps(rows, columns, ends)
 
@@ -123,7 +114,7 @@ class StepwiseBuilder(ExampleBuilder):
 
         Raises:
             ValueError: If a value has the wrong type, steps and labels differ in number, ``ends`` is not one token of
-                a text, or no answer is left.
+                a text, an answer is longer than the model's context, or no answer is left.
         """
         self.columns, self.ends = columns, ends
         self.step_token_id = self._step_token_id(ends) if "text" in columns else None

@@ -13,7 +13,6 @@ from typing import Any
 from rlhfkit.data.collate import TokenExample, collate_tokens
 from rlhfkit.data.shuffling import permutation
 from rlhfkit.data.stream_loader import Stream, StreamLoader
-from rlhfkit.datamodules.chat import PromptFormat
 from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, log_counts
 from rlhfkit.datamodules.formats import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
 from rlhfkit.datamodules.instructions import SFTDataModule
@@ -164,14 +163,7 @@ class _SourceStream:
         named = {name: getattr(options, name) for name in ("messages", "prompt", "completion", "text")}
         formats = (CONVERSATION, PROMPT_COMPLETION, LANGUAGE_MODELLING)
         self.columns = find_columns(datasets.Dataset.from_list(head), source, formats, named)
-        style = PromptFormat(
-            tokenizer,
-            apply_chat_template=options.apply_chat_template,
-            system=options.system,
-            chat_template_arguments=options.chat_template_arguments,
-            special_tokens_in_text=options.special_tokens_in_text,
-        )
-        self.builder = ExampleBuilder(style, options.max_length, options.overlong, self.source)
+        self.builder = options._builder(ExampleBuilder, source, tokenizer)
         self.builder.check_first(head[0], self.columns)
         self.block = options.shuffle_block
         self.seed = options.seed if options.shuffle else None
@@ -201,8 +193,10 @@ class _SourceStream:
             chosen = [(first + order[place - first], block[order[place - first]]) for place in places]
             tokenised = self.builder.cooked(chosen, self._recipes)
             for place, (index, _), example in zip(places, chosen, tokenised, strict=True):
-                fitting = self.builder.fit(example, f"{self.source}, row {index},", counts)
+                where = f"{self.source}, row {index},"
+                fitting = self.builder.fit(example, where, counts)
                 if fitting is not None:
+                    self.builder.check_context(len(fitting.input_ids), where)
                     yield place + 1, fitting
             log_counts(self.source, len(block), counts, self.builder.max_length)
             first += len(block)

@@ -81,7 +81,9 @@ class UnpairedPreferenceDataModule(SFTDataModule):
             worse = self._tokenised(rows, source, tokenizer, prompt=prompt, completion=columns["rejected"])
             answers, desirable = _side_by_side(better, worse)
         log.info("%s: %d desirable answers of %d", describe(source), sum(desirable), len(desirable))
-        return UnpairedExamples(answers, desirable, seed=self.seed, max_length=self.max_length)
+        # A mismatched pair, one row's prompt with another's completion, may be longer than any row.
+        limit = min(self.max_length, self._context_length() or self.max_length)
+        return UnpairedExamples(answers, desirable, seed=self.seed, max_length=limit)
 
     def val_dataloader(self) -> Any:
         """All validation micro-batches as one step, so that their KL estimate is that of all of them; or no loader."""

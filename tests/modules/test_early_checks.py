@@ -1,5 +1,6 @@
 """What would fail in the middle of a run, or spoil it, is refused when it begins."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.callbacks.prompt_check import check_prompts
+from rlhfkit.datamodules import (
+    PreferenceDataModule,
+    StepwiseDataModule,
+    StreamingSFTDataModule,
+    UnpairedPreferenceDataModule,
+)
 from rlhfkit.models import load_tokenizer
+from rlhfkit.modules import DPOModule, KTOModule, ProcessRewardModule
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def fit(model: str, folder: Path, rows: list[dict[str, str]], data: dict[str, Any], **trainer: Any) -> None:
-    options = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
-    run = L.Trainer(**(options | trainer), enable_progress_bar=False, default_root_dir=folder)
-    run.fit(SFTModule(model), SFTDataModule(rows, text="text", micro_batch_size=1, **data))
+    run(folder, **trainer).fit(SFTModule(model), SFTDataModule(rows, text="text", micro_batch_size=1, **data))
+
+
+def run(folder: Path, **options: Any) -> L.Trainer:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return L.Trainer(**(quiet | {"max_steps": 1, "default_root_dir": folder} | options))
 
 
 def larger_tokenizer() -> Any:
@@ -53,6 +64,92 @@ def test_the_message_says_value_rule_and_cure(
 
 def test_what_fits_is_taken(model: str, tmp_path: Path) -> None:
     fit(model, tmp_path, [{"text": "a" * 31}], {"max_length": 32}, gradient_clip_val=1.0)
+
+
+SHORT, LONG = "b" * 8, "a" * 36
+OTHERS: dict[str, tuple[Any, Any, list[dict[str, Any]], str]] = {
+    "preference pairs": (
+        DPOModule,
+        PreferenceDataModule,
+        [{"prompt": "1+", "chosen": "b", "rejected": SHORT}, {"prompt": "1+", "chosen": SHORT, "rejected": LONG}],
+        "row 1, has 39",
+    ),
+    "unpaired answers": (
+        KTOModule,
+        UnpairedPreferenceDataModule,
+        [
+            {"prompt": "1+", "completion": SHORT, "label": True},
+            {"prompt": "2+", "completion": SHORT, "label": False},
+            {"prompt": "3+", "completion": LONG, "label": False},
+        ],
+        "row 2, has 39",
+    ),
+    "pairs taken apart": (
+        KTOModule,
+        UnpairedPreferenceDataModule,
+        [{"prompt": "1+", "chosen": "b", "rejected": SHORT}, {"prompt": "2+", "chosen": SHORT, "rejected": LONG}],
+        "row 1, has 39",
+    ),
+    "judged steps": (
+        ProcessRewardModule,
+        StepwiseDataModule,
+        [
+            {"prompt": "1+", "completions": ["b"], "labels": [True]},
+            {"prompt": "1+", "completions": ["b", LONG], "labels": [True, False]},
+        ],
+        "row 1, has 41",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ["data", "validation_data"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_rows_beyond_the_context_are_refused_by_every_kind_of_data(
+    model: str, tmp_path: Path, name: str, where: str
+) -> None:
+    module, data, rows, place = OTHERS[name]
+    sources = {"data": rows[:-1], where: rows}
+    message = rf"given rows, {place} tokens within max_length 64, .* context of 32: lower it, max_length=32, or"
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path).fit(module(model), data(**sources, micro_batch_size=2, max_length=64))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_cure_works_for_every_kind_of_data(model: str, tmp_path: Path, name: str) -> None:
+    module, data, rows, _ = OTHERS[name]
+    run(tmp_path).fit(module(model), data(rows, micro_batch_size=len(rows), max_length=32))
+
+
+def test_what_is_kept_for_another_model_is_checked_for_this_one(model: str, tmp_path: Path) -> None:
+    module, data, rows, place = OTHERS["preference pairs"]
+    longer = str(tiny_model(tmp_path / "longer", context=64))
+    options = {"micro_batch_size": 2, "max_length": 64, "cache_dir": tmp_path / "cache"}
+    run(tmp_path).fit(module(longer), data(rows, **options))
+    with pytest.raises(ValueError, match=place):
+        run(tmp_path).fit(module(model), data(rows, **options))
+
+
+def test_mismatched_pairs_are_cut_to_the_context(model: str, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1" * 20, "completion": "b", "label": True},
+        {"prompt": "2", "completion": "a" * 25, "label": False},
+    ]
+    data = UnpairedPreferenceDataModule(rows, micro_batch_size=2, max_length=64)
+    run(tmp_path).fit(KTOModule(model), data)
+    lengths = [len(data.examples[index].mismatched.input_ids) for index in range(2)]  # type: ignore[index]
+    assert lengths == [32, 3]  # 20 + 26 tokens are cut, 1 + 2 are not
+
+
+def test_a_stream_names_the_row_beyond_the_context_when_it_is_drawn(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "stream.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "abcd", LONG)))
+    trainer = run(tmp_path, max_steps=3)
+    data = StreamingSFTDataModule(
+        str(file), text="text", steps_per_epoch=3, micro_batch_size=1, shuffle=False, max_length=64
+    )
+    with pytest.raises(ValueError, match=r"stream\.jsonl, row 2, has 37 tokens .* context of 32: .* max_length=32"):
+        trainer.fit(SFTModule(model), data)
+    assert trainer.global_step > 0
 
 
 def test_answers_that_nothing_ends_are_refused(tmp_path: Path) -> None:
