@@ -15,7 +15,6 @@ import torch
 
 from rlhfkit import (
     EMA,
-    EpisodeEngine,
     GRPOModule,
     HFExport,
     LocalEngine,
@@ -25,17 +24,15 @@ from rlhfkit import (
     RolloutCallback,
     Sample,
     SamplingSpec,
-    VLLMPool,
     callbacks,
     episodes,
     rollout,
 )
 from rlhfkit.callbacks import Invariants, RolloutDump, SampleTable, TrainingCurves
 from rlhfkit.datamodules.curriculum import ByColumn
-from rlhfkit.episodes import AgentEngine
-from rlhfkit.rollout import DynamicSampling, HealthPolicy, ReplayEngine
+from rlhfkit.rollout import DynamicSampling
 
-from . import learning
+from . import learning, test_engines
 from .table import Change, Rows, Unseen, arguments_of, ignored
 
 
@@ -257,13 +254,6 @@ LEAST: dict[type, dict[str, Any]] = {
     TrainingCurves: {"path": "@here.png"},
     DynamicSampling: {},
 }
-ELSEWHERE: dict[type, str] = {
-    VLLMPool: "starts vLLM: tests/rollout/test_pool.py, test_placement.py, test_colocate.py",
-    HealthPolicy: "when engines are given up: tests/rollout/test_health.py, test_fleet.py",
-    ReplayEngine: "its one argument is required: tests/rollout",
-    EpisodeEngine: "limits and environments: tests/episodes/test_episodes.py",
-    AgentEngine: "limits and addresses of its endpoint: tests/episodes/test_agents.py",
-}
 
 
 @pytest.mark.parametrize("kind", TABLE)
@@ -275,7 +265,7 @@ def test_every_callback_and_engine_is_in_a_table() -> None:
     public = [getattr(home, name) for home in (callbacks, rollout, episodes) for name in home.__all__]
     kinds = {kind for kind in public if isinstance(kind, type)}
     engines = {kind for kind in kinds if callable(getattr(kind, "generate", None))} - {rollout.RolloutEngine}
-    assert engines | {kind for kind in kinds if issubclass(kind, L.Callback)} <= {*TABLE, *ELSEWHERE}
+    assert engines | {kind for kind in kinds if issubclass(kind, L.Callback)} <= {*TABLE, *test_engines.TABLE}
 
 
 @pytest.mark.parametrize("kind", TABLE)

@@ -1,0 +1,236 @@
+"""Plays episodes, runs agents and gives recorded samples back, with a tiny model: all that can be seen of it."""
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit import LocalEngine, Sample, SamplingSpec
+from rlhfkit.data.experience import Prompt
+from rlhfkit.episodes import AgentEngine, EpisodeEngine
+from rlhfkit.episodes.agents import AgentConnection
+from rlhfkit.episodes.environment import Action, Environment, Step
+from rlhfkit.episodes.tools import ToolCall
+from rlhfkit.rollout import ReplayEngine
+from rlhfkit.rollout.replay import samples_file, save_samples
+from rlhfkit.serving.access import AccessToken
+
+SAMPLING = SamplingSpec(group_size=2, max_new_tokens=3)
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'][0] }}]{{ style|default('') }}{{ m['content'] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+def listens_nobody(port: int) -> bool:
+    """Whether this TCP port is free."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+# Below the ports that systems give out by themselves, so that it is still free when the tests come to it.
+PORT = next(filter(listens_nobody, range(21_000, 22_000)))
+SECRET = "a-secret-of-24-characters"
+TOKEN = AccessToken(SECRET)
+
+
+def prepare(folder: Path) -> None:
+    """A model with a chat template, and samples of two runs."""
+    tiny_model(folder / "chat", context=128)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "chat")
+    for seed, name in enumerate(("dump", "other_dump")):
+        engine = LocalEngine()
+        engine.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
+        save_samples(
+            samples_file(folder / name, 0), engine.generate(prompts(), replace(SAMPLING, seed=seed), iteration=0)
+        )
+        engine.close()
+
+
+def prompts() -> list[Prompt]:
+    """Two."""
+    return [Prompt(i, tiny_tokenizer()(f"{i}+1=")["input_ids"], f"{i}+1=") for i in range(2)]
+
+
+class Greedy(LocalEngine):
+    """Takes the likeliest tokens, whatever is asked for."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        return super().generate(prompts, replace(sampling, temperature=0.0), iteration=iteration)
+
+
+class Guests:
+    """How many episodes of one prompt there were at the same time, and what agents were told."""
+
+    def __init__(self) -> None:
+        self.here: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+        self.told: set[Any] = set()
+
+    def enter(self, prompt: Prompt) -> None:
+        self.here[prompt.index] += 1
+        self.most[prompt.index] = max(self.most[prompt.index], self.here[prompt.index])
+
+    def leave(self, prompt: Prompt) -> None:
+        self.here[prompt.index] -= 1
+
+    @contextmanager
+    def inside(self, prompt: Prompt) -> Any:
+        self.enter(prompt)
+        try:
+            yield
+        finally:
+            self.leave(prompt)
+
+
+guests = Guests()
+
+
+class Turns(Environment):
+    """Answers with the number of the turn, three times."""
+
+    pause = 0.0
+
+    async def reset(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        guests.enter(prompt)
+
+    def says(self, action: Action) -> Any:
+        return f"<{action.turn}>"
+
+    async def step(self, action: Action) -> Step:
+        await asyncio.sleep(self.pause)
+        return Step(self.says(action), reward=1.0, done=action.turn == 2)
+
+    async def close(self) -> None:
+        guests.leave(self.prompt)
+
+
+class Chatting(Turns):
+    """Answers with messages."""
+
+    def says(self, action: Action) -> Any:
+        return [{"role": "user", "content": "?"}]
+
+
+class Slow(Turns):
+    """Takes longer than a thousandth of a second."""
+
+    pause = 0.05
+
+
+class Failing(Turns):
+    """Fails with the second prompt."""
+
+    def says(self, action: Action) -> Any:
+        if self.prompt.index == 1:
+            raise ArithmeticError("no such number")
+        return super().says(action)
+
+
+def double(number: int) -> int:
+    """Twice a number.
+
+    Args:
+        number: Any.
+    """
+    return 2 * number
+
+
+def called(action: Action) -> list[ToolCall]:
+    """Takes everything for a call."""
+    return [ToolCall("double", {"number": 1})]
+
+
+async def asks(connection: AgentConnection, prompt: Prompt, *, turns: int = 2, pause: float = 0.0) -> float:
+    """Asks so many times; the reward counts calls of tools."""
+    where = urlsplit(connection.base_url)
+    port = where.port if where.port == PORT else "any"
+    guests.told.add((where.hostname, port, connection.api_key if connection.api_key == SECRET else "random"))
+    tools: Any = [{"type": "function", "function": {"name": "double", "parameters": {}}}]
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    calls = 0
+    with guests.inside(prompt):
+        async with connection.client(max_retries=0) as client:
+            for _ in range(turns):
+                await asyncio.sleep(pause)
+                answer = await client.chat.completions.create(model=connection.model, messages=messages, tools=tools)
+                said = answer.choices[0].message
+                calls += len(said.tool_calls or ())
+                messages += [{"role": "assistant", "content": said.content or ""}, {"role": "user", "content": "?"}]
+    return float(calls)
+
+
+async def asks_once(connection: AgentConnection, prompt: Prompt) -> float:
+    """One turn."""
+    return await asks(connection, prompt, turns=1)
+
+
+async def asks_slowly(connection: AgentConnection, prompt: Prompt) -> float:
+    """Takes longer than a thousandth of a second."""
+    return await asks(connection, prompt, pause=0.05)
+
+
+async def fails(connection: AgentConnection, prompt: Prompt) -> float:
+    """Fails with the second prompt."""
+    if prompt.index == 1:
+        raise LookupError("lost")
+    return await asks(connection, prompt)
+
+
+def played(folder: Path, kind: type, arguments: Mapping[str, Any], around: Mapping[str, Any], built: bool) -> Any:
+    """Samples of two prompts and how they were made, or the error.
+
+    Args:
+        folder: Of :func:`prepare`.
+        kind: Of engine.
+        arguments: Its arguments; ``@name`` stands for a file, and engines are made of a ``partial``.
+        around: Nothing.
+        built: Only start it.
+    """
+    global guests
+    guests = Guests()
+    given = {
+        name: value() if isinstance(value, partial) else str(folder / value[1:]) if str(value)[0] == "@" else value
+        for name, value in arguments.items()
+    }
+    engine: Any = None
+    try:
+        engine = kind(**given)
+        engine.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
+        samples = [] if built else engine.generate(prompts(), SAMPLING, iteration=0)
+        return {"samples": list(map(written, samples)), "most": guests.most, "told": guests.told, **inside(engine)}
+    except (ValueError, TypeError, RuntimeError) as error:
+        return {"error": str(error)}
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def written(sample: Sample) -> Any:
+    """All of a sample but times."""
+    info = {key: sample.info.get(key) for key in ("ended", "reward", "turns", "error", "unused_tokens")}
+    return sample.prompt.token_ids, sample.token_ids, sample.action_mask, sample.finish_reason, sample.reward, info
+
+
+def inside(engine: Any) -> dict[str, Any]:
+    """How many calls of the engine inside there may be, and what is served how."""
+    if isinstance(engine, EpisodeEngine):
+        new: Any = engine.new_episodes(SAMPLING, 0)
+        return {"calls": new.keywords["sampler"].parallel_calls}
+    if isinstance(engine, AgentEngine):
+        assert engine._endpoint is not None
+        return {"calls": engine._endpoint._sampler.parallel_calls, "scheme": urlsplit(engine._endpoint.base_url())[0]}
+    assert isinstance(engine, ReplayEngine)
+    return {}

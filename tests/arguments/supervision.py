@@ -1,0 +1,143 @@
+"""What a ``VLLMPool`` would start vLLM with and how it would watch it, looked at without vLLM."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfkit import SamplingSpec, VLLMPool
+from rlhfkit.rollout import HealthPolicy, pool, watching
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.fleet import Fleet
+from rlhfkit.rollout.health import Probes, State
+from rlhfkit.rollout.member import Member
+from rlhfkit.rollout.placement import Place
+from rlhfkit.rollout.routing import Jobs
+
+
+class Idle(Fleet):
+    """A fleet in every respect, but its engines have no processes: they are up at once, and two scores differ."""
+
+    def _launch(self, number: int, restarts: int) -> Member:
+        return Member(number, len(self._places), None, None, restarts, self.policy, self._start_timeout)
+
+    def start(self) -> None:
+        self.asked: list[Any] = []
+        self.max_model_len, self.vocabulary = 64, 128
+        self._members.extend(self._launch(number, 0) for number in range(len(self._places)))
+        for member in self._members:
+            self.is_up(member, {})
+
+    def ask(self, state: State, method: str, *args: Any, doing: str, timeout: float) -> dict[int, Any]:
+        self.asked.append((method, args, timeout))
+        return {0: [[-1.0]], 1: [[-1.05]]}
+
+
+def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
+    """All that a pool hands to its engines, their sender and those who wait for them; or its error."""
+    engines = VLLMPool(**arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "Fleet", Idle)
+        try:
+            engines.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
+            fleet: Any = engines._fleet
+            sender: Any = engines._sender
+            stream = engines.stream(SamplingSpec(), iteration=0)
+            try:
+                score: Any = engines.score([[1, 2]])
+            except EngineError as error:
+                score = str(error)
+            stream.close()
+            engines.sleep()
+            return {
+                "vllm": (fleet._arguments, fleet._environment, fleet._in_process, fleet._workers_each),
+                "limits": (fleet._start_timeout, fleet._sync_timeout, fleet.policy),
+                "waits": stream._jobs._watchdog._timeout,
+                "places": [(*place_of(place), place.environment) for place in fleet._places],
+                "sender": (type(sender).__name__, sender.bucket_bytes, getattr(sender, "timeout", None)),
+                "score": score,
+                "asked": fleet.asked,
+            }
+        except (ValueError, TypeError, RuntimeError) as error:
+            return {"error": str(error)}
+        finally:
+            engines.close()
+
+
+def place_of(place: Place) -> tuple[Any, ...]:
+    """What is asked of Ray for an engine."""
+    strategy = place.options["scheduling_strategy"]
+    return place.options["num_cpus"], place.options["num_gpus"], type(strategy).__name__
+
+
+def fleet_of(policy: HealthPolicy, *, serves_at_once: bool) -> Idle:
+    """One engine, up."""
+    fleet = Idle(
+        [Place({})], {}, in_process=True, environment={}, workers_each=1, sync_timeout=1.0, start_timeout=1.0,
+        policy=policy, serves_at_once=serves_at_once,
+    )  # fmt: skip
+    fleet.start()
+    return fleet
+
+
+def watched(arguments: Mapping[str, Any]) -> Any:
+    """When an engine is asked and given up, how often it is started again, and how long is waited for it."""
+    import ray
+
+    policy = HealthPolicy(**arguments)
+    probes, seconds = Probes(policy, 0.0), range(60)
+    due = [probes.due(now) for now in seconds]
+    probes.asked(0.0)
+    missed = [(probes.missed(now), probes.dead(now)) for now in seconds]
+    fleet = fleet_of(policy, serves_at_once=True)
+    (silent,) = fleet.members
+    watching._take_answer(fleet, silent, ray.put({"silent": 200.0, "paused": False}))
+    given_up = silent.state
+    fleet.close()
+    return due, missed, given_up, lives(policy), attempts(policy), patience(policy)
+
+
+def lives(policy: HealthPolicy) -> int:
+    """Processes of an engine that always dies."""
+    fleet = fleet_of(policy, serves_at_once=True)
+    count = 0
+    while not fleet.hopeless:
+        fleet.bury(fleet.members[0], "it dies")
+        count += 1
+    return count
+
+
+def attempts(policy: HealthPolicy) -> int:
+    """Times that a request which kills engines is given out."""
+    fleet = fleet_of(policy, serves_at_once=False)
+    jobs = Jobs(fleet, timeout=1e9)
+    job = jobs.add([{}])  # type: ignore[list-item]
+    count = 0
+    try:
+        while True:
+            count += 1
+            jobs._failed(job, fleet.members[0], "it dies")
+    except EngineError:
+        return count
+    finally:
+        jobs.close()
+        fleet.close()
+
+
+def patience(policy: HealthPolicy) -> tuple[str, int]:
+    """What becomes of requests that no engine has served for 30 seconds, and the reports after 200 seconds."""
+    fleet = fleet_of(policy, serves_at_once=False)
+    jobs = Jobs(fleet, timeout=1e9)
+    jobs._unserved = time.monotonic() - 30.0
+    jobs._watchdog._last -= 200.0
+    outcome = "waits"
+    try:
+        jobs._check()
+    except EngineError as error:
+        outcome = type(error).__name__
+    jobs.close()
+    fleet.close()
+    return outcome, jobs._watchdog._reports

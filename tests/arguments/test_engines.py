@@ -1,0 +1,133 @@
+"""Every argument of every engine but ``LocalEngine``, which is in ``test_rollouts.py``: changed, something is seen."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfkit import EpisodeEngine, LocalEngine, VLLMPool
+from rlhfkit.episodes import AgentEngine
+from rlhfkit.rollout import HealthPolicy, ReplayEngine
+
+from . import playing, supervision
+from .table import Change, Rows, arguments_of, ignored
+
+BESIDE: dict[str, Any] = {"colocate": True}
+TABLE: dict[type, Rows] = {
+    VLLMPool: {
+        "num_engines": Change(2),
+        "tensor_parallel_size": Change(2),
+        "colocate": Change(True),
+        "sleep_level": Change(1, given=BESIDE),
+        "max_model_len": Change(32),
+        "dtype": Change("bfloat16"),
+        "gpu_memory_utilization": Change(0.3),
+        "kv_cache_gib": Change(0.5),
+        "cpus_per_engine": Change(2),
+        "device": Change("cuda", given=BESIDE),
+        "engine_arguments": Change({"block_size": 32}),
+        "environment": Change({"OMP_NUM_THREADS": "3"}),
+        "start_timeout": Change(100.0),
+        "generate_timeout": Change(100.0),
+        "sync_timeout": Change(100.0),
+        "probe_tolerance": Change(0.1),
+        "bucket_bytes": Change(2**15),
+        "health": Change(HealthPolicy(max_restarts=1)),
+    },
+    HealthPolicy: {
+        "probe_period": Change(7.0),
+        "probe_timeout": Change(5.0),
+        "probe_failures": Change(2),
+        "silence_timeout": Change(100.0),
+        "max_restarts": Change(2),
+        "request_attempts": Change(2),
+        "recovery_timeout": Change(10.0),
+        "report_after": Change(50.0),
+    },
+    ReplayEngine: {"folder": Change("@other_dump")},
+    EpisodeEngine: {
+        "engine": Change(partial(playing.Greedy)),
+        "environment": Change(playing.Chatting),
+        "tools": Change((playing.double,), given={"environment": None}, refused=True),  # without either it is refused
+        "max_turns": Change(1),
+        "max_episode_tokens": Change(10),
+        "episode_timeout": Change(1e-3, given={"environment": playing.Slow}, refused=True),
+        "environment_timeout": Change(1e-3, given={"environment": playing.Slow}, refused=True),
+        "concurrency": Change(1),
+        "parallel_calls": Change(2),
+        "on_error": Change("raise", given={"environment": playing.Failing}, refused=True),
+        "chat_template_arguments": Change({"style": "!"}, given={"environment": playing.Chatting}),
+    },
+    AgentEngine: {
+        "engine": Change(partial(playing.Greedy)),
+        "agent": Change(playing.asks_once),
+        "max_turns": Change(1),
+        "max_episode_tokens": Change(20),
+        "episode_timeout": Change(1e-3, given={"agent": playing.asks_slowly}, refused=True),
+        "request_timeout": Change(1e-6, refused=True),
+        "concurrency": Change(1),
+        "parallel_calls": Change(2),
+        "on_error": Change("raise", given={"agent": playing.fails}, refused=True),
+        "host": Change("127.0.0.2"),
+        "port": Change(playing.PORT),
+        "token": Change(playing.TOKEN),
+        "public_url": Change(f"http://localhost:{playing.PORT}", given={"port": playing.PORT}),
+        "certificate": Change("@certificate.pem", given={"key": "@key.pem"}, built=True, refused=True),
+        "key": Change("@key.pem", given={"certificate": "@certificate.pem"}, built=True, refused=True),
+        "parse": Change(playing.called, given={"agent": playing.asks_once}),
+        "chat_template_arguments": Change({"style": "!"}),
+    },
+}
+LEAST: dict[type, dict[str, Any]] = {
+    VLLMPool: {"num_engines": 1},
+    HealthPolicy: {},
+    ReplayEngine: {"folder": "@dump"},
+    EpisodeEngine: {"engine": partial(LocalEngine), "environment": playing.Turns},
+    AgentEngine: {"engine": partial(LocalEngine), "agent": playing.asks},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    place = tmp_path_factory.mktemp("engines")
+    playing.prepare(place)
+    return place
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_every_argument_has_a_row(kind: type) -> None:
+    assert set(TABLE[kind]) == set(arguments_of(kind))
+
+
+@pytest.mark.parametrize("kind", [ReplayEngine, EpisodeEngine, AgentEngine])
+def test_no_argument_of_an_engine_that_plays_is_accepted_and_ignored(folder: Path, kind: type) -> None:
+    seen_in_full(kind, partial(playing.played, folder))
+
+
+@pytest.mark.ray
+def test_no_argument_of_a_pool_is_accepted_and_ignored(folder: Path, ray_session: None) -> None:
+    def observe(kind: type, arguments: Mapping[str, Any], around: Mapping[str, Any], built: bool) -> Any:
+        return supervision.started(folder, arguments)
+
+    seen_in_full(VLLMPool, observe)
+
+
+@pytest.mark.ray
+def test_no_argument_of_its_supervision_is_accepted_and_ignored(ray_session: None) -> None:
+    def observe(kind: type, arguments: Mapping[str, Any], around: Mapping[str, Any], built: bool) -> Any:
+        return supervision.watched(arguments)
+
+    seen_in_full(HealthPolicy, observe)
+
+
+def seen_in_full(kind: type, observe: Any) -> None:
+    """The same arguments show the same, so that a difference is one; and each other value shows."""
+    first, again = (observe(kind, LEAST[kind], {}, False) for _ in range(2))
+    assert first == again
+    assert not isinstance(first, dict) or "error" not in first
+    found = ignored(kind, TABLE[kind], LEAST[kind], observe, list(TABLE[kind]))
+    assert not found, "\n".join(found)
