@@ -35,7 +35,9 @@ class ExactResume(Callback):
     """Makes checkpoints complete at any moment and resumes them exactly, under every strategy.
 
     Our modules bring it along (``configure_callbacks``), and so does ``RLHFDeepSpeedStrategy``; there is nothing to do.
-    With a module of your own under another strategy: ``Trainer(callbacks=[ExactResume()])``.
+    A subclass of them that overrides ``configure_callbacks`` returns ``[*super().configure_callbacks(), ...]``; if it
+    does not, the module's ``setup`` adds the callback. With a module that is none of ours under another strategy:
+    ``Trainer(callbacks=[ExactResume()])``.
 
     - A checkpoint that is saved inside an accumulation window holds the loops, loaders and random states of the
       window's beginning, to which its weights and optimizers belong. Resuming trains on the whole window.

@@ -474,6 +474,7 @@ class OnPolicyModule(RewardedModule):
 
     def setup(self, stage: str) -> None:
         """Check that text is there if and only if it is learned from."""
+        super().setup(stage)
         if stage == "fit":
             check_pretraining_data(self, self.hparams["ptx_coef"])
 

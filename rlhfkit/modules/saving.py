@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from rlhfkit.checkpoints import ExactResume
+from rlhfkit.checkpoints.resume import attach
 from rlhfkit.models import ScalarModel, unwrap
 from rlhfkit.models.adapters import frozen_beside_adapters, save_adapter
 from rlhfkit.models.saving import save_weights
@@ -91,9 +92,23 @@ class SavedModule(L.LightningModule):
         return by_name
 
     def configure_callbacks(self) -> list[Callback]:
-        """Bring along what makes checkpoints exact and whole; see :class:`~rlhfkit.checkpoints.ExactResume`."""
+        """Bring along what makes checkpoints exact and whole; see :class:`~rlhfkit.checkpoints.ExactResume`.
+
+        A module that brings callbacks of its own returns ``[*super().configure_callbacks(), ...]``.
+        """
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         return [] if any(isinstance(callback, ExactResume) for callback in callbacks) else [ExactResume()]
+
+    def setup(self, stage: str) -> None:
+        """Add :class:`~rlhfkit.checkpoints.ExactResume` if :meth:`configure_callbacks` was overridden and lost it.
+
+        A module that overrides both calls ``super()`` in one of them.
+
+        Args:
+            stage: Not used.
+        """
+        if self._trainer is not None:
+            attach(self._trainer, self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out what is loaded by name: frozen children, and what adapters leave as it was. Note the classes."""

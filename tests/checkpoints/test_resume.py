@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpoints.toy_runs import BATCHES, EPOCHS, SaveEverywhere, fit
-from rlhfkit.checkpoints import CheckpointError, ExactResume
+from rlhfkit.checkpoints import CheckpointError, ExactResume, VerifiedCheckpointIO
 
 CASES = {
     "every batch a step": {"accumulate_grad_batches": 1},
@@ -137,6 +137,20 @@ def test_a_checkpoint_inside_a_window_without_its_gradients_is_refused(tmp_path:
     inside = next(name for name in saver.saved if name.endswith("batch_end"))
     with pytest.raises(CheckpointError, match=r"saved after 1 micro-batches .* every 2"):
         fit(tmp_path, resume=saver.folder / f"{inside}.ckpt", accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("overridden", ["configure_callbacks", "setup"])
+def test_a_module_with_a_hook_that_forgets_super_keeps_it(tmp_path: Path, overridden: str) -> None:
+    from rl_runs import setup_run
+
+    trainer, module, data, _ = setup_run(tmp_path, max_epochs=1)
+    hooks: dict[str, Any] = {"configure_callbacks": lambda _: [L.Callback()], "setup": lambda _, stage: None}
+    module.__class__ = type("Forgetful", (type(module),), {overridden: hooks[overridden]})
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    assert sum(isinstance(callback, ExactResume) for callback in trainer.callbacks) == 1
+    assert isinstance(trainer.strategy.checkpoint_io, VerifiedCheckpointIO)
+    assert "random_state" in torch.load(tmp_path / "end.ckpt", weights_only=False)
 
 
 def test_our_modules_bring_it_along_once(tmp_path: Path) -> None:
