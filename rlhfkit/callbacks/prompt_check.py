@@ -7,7 +7,9 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.prompt_room import longest_prompt
 
 
-def check_prompts(trainer: Any, module: Any, engine: RolloutEngine, sampling: SamplingSpec) -> None:
+def check_prompts(
+    trainer: Any, module: Any, engine: RolloutEngine, sampling: SamplingSpec, *, validation: bool = False
+) -> None:
     """Have the DataModule check its prompts against what will generate.
 
     DataModules without a method ``check_prompts``, streams among them, have theirs checked when they are drawn.
@@ -17,6 +19,7 @@ def check_prompts(trainer: Any, module: Any, engine: RolloutEngine, sampling: Sa
         module: Being trained; its hyperparameter ``model`` says which model generates.
         engine: What generates.
         sampling: How is sampled.
+        validation: Check the prompts of validation, if there are any, instead of those of training.
 
     Raises:
         ValueError: If a prompt leaves no room for an answer or has a token that the model does not know, or nothing
@@ -25,6 +28,8 @@ def check_prompts(trainer: Any, module: Any, engine: RolloutEngine, sampling: Sa
     check = getattr(trainer.datamodule, "check_prompts", None)
     model = module.hparams.get("model")
     if check is None or not isinstance(model, str) or engine.recorded:
+        return
+    if validation and getattr(trainer.datamodule, "validation_data", None) is None:
         return
     trusted = bool(module.hparams.get("trust_remote_code"))
     config = load_config(model, trust_remote_code=trusted)
@@ -44,4 +49,5 @@ def check_prompts(trainer: Any, module: Any, engine: RolloutEngine, sampling: Sa
             f"no prompt has room: {reason} is {longest}. Lower SamplingSpec(max_new_tokens=...) or use a model with a "
             "longer context"
         )
-    check(longest=longest, reason=reason, vocabulary=getattr(config.get_text_config(), "vocab_size", None))
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    check(longest=longest, reason=reason, vocabulary=vocabulary, validation=validation)

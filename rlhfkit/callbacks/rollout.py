@@ -250,8 +250,10 @@ class RolloutCallback(Callback):
                 "RolloutCallback takes its prompts from a DataModule with draws(): call "
                 "trainer.fit(module, datamodule=PromptDataModule(...))"
             )
-        check_prompts(trainer, pl_module, self.engine, self._training_sampling())
+        for sampling in self._validations.values():
+            check_prompts(trainer, pl_module, self.engine, sampling, validation=True)
         if stage == "fit":
+            check_prompts(trainer, pl_module, self.engine, self._training_sampling())
             if not callable(getattr(pl_module, "prepare", None)):
                 raise TypeError(
                     "RolloutCallback trains modules that prepare experience (GRPOModule ...), but "

@@ -301,23 +301,27 @@ class PromptDataModule(L.LightningDataModule):
             raise RuntimeError("there is no pretraining_data, or no training that it would be for")
         return self._text.batch(number)
 
-    def check_prompts(self, *, longest: int, reason: str, vocabulary: int | None = None) -> None:
+    def check_prompts(
+        self, *, longest: int, reason: str, vocabulary: int | None = None, validation: bool = False
+    ) -> None:
         """Check all prompts against what generates, before anything is generated; overlong ones may be dropped.
 
         Args:
             longest: Tokens that a prompt may have.
             reason: Where that comes from, for messages.
             vocabulary: Tokens of the model; ``None``: not known.
+            validation: Check the prompts of validation instead of those of training.
 
         Raises:
             ValueError: If a prompt is longer and ``overlong_prompts`` is ``"error"``, none or too few are left, or one
                 has a token that the model does not know.
         """
-        for rows in (self._ready(self._rows), self._validation_rows):
-            for part in [] if rows is None else rows.parts if isinstance(rows, MixedPrompts) else [rows]:
-                part.check_vocabulary(vocabulary)
-                part.limit_lengths(longest, reason)
-        self._check_count()
+        rows = self._ready(self._validation_rows if validation else self._rows)
+        for part in rows.parts if isinstance(rows, MixedPrompts) else [rows]:
+            part.check_vocabulary(vocabulary)
+            part.limit_lengths(longest, reason)
+        if not validation:
+            self._check_count()
 
     # -- loaders -------------------------------------------------------------------------------------------------------
 

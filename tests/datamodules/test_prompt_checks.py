@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,25 @@ def test_a_prompt_without_room_stops_the_run_before_it_begins(tmp_path: Path) ->
     assert not called
     run(overlong_prompts="drop")
     assert called
+
+
+def test_validation_needs_room_for_its_own_answers_only(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}] * 8
+    for training, validation, error in ((600, 8, None), (8, 600, "no prompt has room: the model's context of 512")):
+        trainer, module, data, _ = setup_run(
+            tmp_path / f"{training}",
+            rollouts=RolloutCallback(
+                reward=lambda samples: [0.0] * len(samples),
+                sampling=SamplingSpec(group_size=2, max_new_tokens=training),
+                validation_sampling=SamplingSpec(group_size=1, max_new_tokens=validation),
+            ),
+            data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
+        )
+        data.data, data.validation_data = rows, rows
+        with nullcontext() if error is None else pytest.raises(ValueError, match=error):
+            trainer.validate(module, data)
+        with pytest.raises(ValueError, match="no prompt has room: the model's context of 512"):
+            trainer.fit(module, data)
 
 
 def test_a_token_that_the_model_does_not_know_is_named(write_rows: Write) -> None:
