@@ -96,8 +96,10 @@ class Ranks:
                     result = value
             if failures and failed_at == float("inf"):
                 failed_at = time.monotonic()
-        self._mailbox.post.remote("flushed")  # so that there is something to collect
-        self._show(ray.get(news), display, failures)
+        # What is under way may have been collected before the last events came; these are all there by now.
+        for last in (news, None):
+            self._mailbox.post.remote("flushed")  # so that there is something to collect
+            self._show(ray.get(last or self._mailbox.collect.remote()), display, failures)
         if failures:
             self._raise(failures)
         return result
