@@ -225,10 +225,8 @@ def test_every_argument_has_a_row(kind: type) -> None:
     assert set(TABLE[kind][1]) == set(arguments_of(kind))
 
 
-@pytest.mark.parametrize("kind", TABLE)
+@pytest.mark.parametrize("kind", [kind for kind, (_, rows) in TABLE.items() if "max_tokens_per_forward" not in rows])
 def test_modules_without_passes_over_an_iteration_refuse_a_limit_for_them(kind: type) -> None:
-    if "max_tokens_per_forward" in TABLE[kind][1]:
-        pytest.skip("it makes such passes")
     with pytest.raises(TypeError, match="max_tokens_per_forward"):
         kind("unused", max_tokens_per_forward=8)
 
