@@ -198,9 +198,9 @@ def attach(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer: Whose strategy is being set up.
         pl_module: What it trains.
     """
-    if any(isinstance(callback, ExactResume) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    if any(isinstance(callback, ExactResume) for callback in trainer.callbacks):  # type: ignore[attr-defined]  # set by a connector
         return
     callback = ExactResume()
-    trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+    trainer.callbacks.append(callback)  # type: ignore[attr-defined]  # set by a connector
     if trainer.state.fn is not None:
         callback.setup(trainer, pl_module, trainer.state.fn.value)

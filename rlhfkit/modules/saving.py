@@ -96,7 +96,7 @@ class SavedModule(L.LightningModule):
 
         A module that brings callbacks of its own returns ``[*super().configure_callbacks(), ...]``.
         """
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         return [] if any(isinstance(callback, ExactResume) for callback in callbacks) else [ExactResume()]
 
     def setup(self, stage: str) -> None:

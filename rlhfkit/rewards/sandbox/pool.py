@@ -114,7 +114,7 @@ class Sandbox:
             RuntimeError: If a process cannot be started.
         """
         limit = self.timeout if timeout is None else timeout
-        return self.sessions([lambda ask, job=job: ask(job, limit) for job in jobs])  # type: ignore[misc]
+        return self.sessions([lambda ask, job=job: ask(job, limit) for job in jobs])  # type: ignore[misc]  # a default in a lambda
 
     def sessions(self, tasks: Sequence[Callable[[Ask], Result]]) -> list[Result]:
         """Tasks at the same time, each with a process to itself that it may call several times.
