@@ -17,27 +17,55 @@ from functools import partial
 from typing import Any
 
 Event = tuple[Any, ...]
-"""``("line", rank, stream, text)``, ``("hook", ...)`` of the bar, ``("failed", failure)`` or ``("flushed",)``."""
+"""``("line", rank, stream, text)``, ``("hook", ...)`` of the bar, or ``("failed", failure)``."""
 
 
 class Mailbox:
-    """Events of all ranks for the driver; those of one rank stay in order."""
+    """Events of all ranks for the driver; those of one rank are delivered in the order in which it sent them.
+
+    Ray runs the calls of an actor with coroutines in any order (``allow_out_of_order_execution`` in Ray 2.60), so each
+    rank numbers its events.
+    """
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._arrived = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._closed = False
+        self._delivered: dict[int, int] = {}  # how many of each rank
+        self._early: dict[tuple[int, int], Event] = {}  # those that overtook another, by rank and number
 
-    async def post(self, *event: Any) -> None:
-        """Leave an event."""
-        self._events.append(event)
-        self._arrived.set()
+    async def post(self, rank: int, number: int, *event: Any) -> None:
+        """Leave an event.
+
+        Args:
+            rank: Who sends it.
+            number: How many the rank has sent before.
+            *event: The event.
+        """
+        self._early[rank, number] = event
+        async with self._changed:
+            while (rank, following := self._delivered.get(rank, 0)) in self._early:
+                self._events.append(self._early.pop((rank, following)))
+                self._delivered[rank] = following + 1
+            self._changed.notify_all()
+
+    async def delivered(self, rank: int, count: int) -> None:
+        """Wait until the first ``count`` events of a rank have been delivered."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._delivered.get(rank, 0) >= count)
 
     async def collect(self) -> list[Event]:
-        """Everything since the last call; waits for at least one event."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        events, self._events = self._events, []
+        """Everything since the last call; waits for at least one event until ``close``."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: bool(self._events) or self._closed)
+            events, self._events = self._events, []
         return events
+
+    async def close(self) -> None:
+        """Let ``collect`` wait no longer."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class LineStream(io.TextIOBase):
@@ -72,6 +100,8 @@ class RankActor:
     rank: int
     _mailbox: Any
     _reported: dict[str, Any] | None
+    _sent: int
+    _sending: threading.Lock
 
     def whereabouts(self) -> dict[str, Any]:
         """Where Ray has put this process: machine, a free port there, GPUs, process id."""
@@ -105,12 +135,15 @@ class RankActor:
         if os.path.isdir(folder):
             os.chdir(folder)
         self.rank, self._mailbox, self._reported = rank, mailbox, None
+        self._sent, self._sending = 0, threading.Lock()
         sys.stdout = LineStream(partial(self.post, "line", rank, "stdout"))
         sys.stderr = LineStream(partial(self.post, "line", rank, "stderr"))
 
     def post(self, *event: Any) -> None:
         """Send an event to the driver, without waiting."""
-        self._mailbox.post.remote(*event)
+        with self._sending:
+            self._mailbox.post.remote(self.rank, self._sent, *event)
+            self._sent += 1
 
     def run(self, work: bytes) -> tuple[str, Any]:
         """Do the work.
@@ -131,7 +164,7 @@ class RankActor:
             for stream in (sys.stdout, sys.stderr):
                 if isinstance(stream, LineStream):
                     stream.finish()
-            ray.get(self._mailbox.post.remote("flushed"))  # so has everything before it
+            ray.get(self._mailbox.delivered.remote(self.rank, self._sent))
 
     def report(self, error: BaseException) -> dict[str, Any]:
         """Tell the driver about an error."""

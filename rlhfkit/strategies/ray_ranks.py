@@ -96,10 +96,11 @@ class Ranks:
                     result = value
             if failures and failed_at == float("inf"):
                 failed_at = time.monotonic()
-        # What is under way may have been collected before the last events came; these are all there by now.
-        for last in (news, None):
-            self._mailbox.post.remote("flushed")  # so that there is something to collect
-            self._show(ray.get(last or self._mailbox.collect.remote()), display, failures)
+        # Ranks that ended by themselves waited until their events were delivered. The collection under way may have
+        # been answered before the last of them, so there is one more.
+        self._mailbox.close.remote()
+        for collection in (news, None):
+            self._show(ray.get(collection or self._mailbox.collect.remote()), display, failures)
         if failures:
             self._raise(failures)
         return result
