@@ -33,12 +33,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhfkit.data.experience import Prompt
+from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.gloo_group import GlooGroup, open_store
-from rlhfkit.rollout.health import State
-from rlhfkit.rollout.pool import VLLMPool
-from rlhfkit.rollout.transfer import DEFAULT_BUCKET_BYTES, ModuleWeights
+from rlhfkit.rollout.supervision.health import State
+from rlhfkit.rollout.vllm.pool import VLLMPool
+from rlhfkit.rollout.weight_sync.gloo import GlooGroup, open_store
+from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, ModuleWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Millions of parameters: hidden, intermediate, layers and key-value heads of Llamas, untied.

@@ -37,8 +37,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhfkit.strategies import RLHFDeepSpeedStrategy, rendezvous
-from rlhfkit.strategies.engines import engine_config
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.deepspeed import rendezvous
+from rlhfkit.strategies.deepspeed.engines import engine_config
 
 VOCABULARY = 4096
 

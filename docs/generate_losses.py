@@ -158,7 +158,7 @@ def _summary(function: Callable[..., Any]) -> str:
 
 def _notation() -> str:
     """The notation of the per-pair losses, from the end of their module's docstring."""
-    module = importlib.import_module("rlhfkit.losses.preference_pairs")
+    module = importlib.import_module("rlhfkit.losses.preference.variants")
     return _markdown(_join((inspect.getdoc(module) or "").split("\n\n")[-1]))
 
 

@@ -14,7 +14,7 @@ from shared_pool import SharedPool
 from tiny_models import tiny_model
 
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.health import HealthPolicy
+from rlhfkit.rollout.supervision.health import HealthPolicy
 
 
 @pytest.fixture(scope="session")

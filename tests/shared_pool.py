@@ -1,6 +1,6 @@
 """The pool of vLLM engines that all tests share."""
 
-from rlhfkit.rollout.pool import VLLMPool
+from rlhfkit.rollout.vllm.pool import VLLMPool
 
 
 class SharedPool(VLLMPool):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import rlhfkit
-from rlhfkit.cli import COMMANDS, FUNCTION_COMMANDS
+from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rlhfkit
-from rlhfkit.rollout.gloo_group import open_store
+from rlhfkit.rollout.weight_sync.gloo import open_store
 
 PACKAGE = Path(rlhfkit.__file__).parent
 TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -32,13 +32,13 @@ def test_pickles_are_read_from_our_own_processes_only() -> None:
     reading = ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads")
     assert {path for path, name, _ in CALLS if name.endswith(reading)} <= {
         "rewards/sandbox/child.py",  # a pipe from its parent, which reads JSON in return
-        "strategies/ray_rank.py",  # both: actors of one Ray, which lets nobody in without its token
-        "strategies/ray_ranks.py",
+        "strategies/ray/rank.py",  # both: actors of one Ray, which lets nobody in without its token
+        "strategies/ray/ranks.py",
     }
     dangerous = {path for path, name, call in CALLS if name == "torch.load" and keyword(call, "weights_only") != "True"}
     assert dangerous <= {
-        "strategies/checkpoint.py",  # directories of the strategy: DeepSpeed's own files are pickles
-        "strategies/universal.py",
+        "strategies/checkpoint/io.py",  # directories of the strategy: DeepSpeed's own files are pickles
+        "strategies/checkpoint/universal.py",
     }
     assert not [path for path, name, _ in CALLS if name in ("dill.load", "dill.loads", "joblib.load", "numpy.load")]
 

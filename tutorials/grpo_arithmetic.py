@@ -28,7 +28,7 @@ from rlhfkit import (
     SFTModule,
     TrainingCurves,
 )
-from rlhfkit.cli import run
+from rlhfkit.cli.main import run
 from rlhfkit.rewards import exact_match
 
 HERE = Path(__file__).parent

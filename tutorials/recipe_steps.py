@@ -20,8 +20,8 @@ import transformers
 from grpo_arithmetic import imitate, quiet_trainer
 
 from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
-from rlhfkit.commands.generate import generate
-from rlhfkit.commands.score import score
+from rlhfkit.cli.generate import generate
+from rlhfkit.cli.score import score
 from rlhfkit.data.recipes import read_lines
 from rlhfkit.rewards import exact_match
 

@@ -6,7 +6,7 @@ from rlhfkit.callbacks.ema import EMA
 from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.guard import NonFiniteGuard
 from rlhfkit.callbacks.invariants import InvariantError, Invariants
-from rlhfkit.callbacks.rollout import RolloutCallback
+from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.callbacks.samples import SampleTable
 
 __all__ = [

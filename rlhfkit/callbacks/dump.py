@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-from rlhfkit.callbacks.rollout import RolloutCallback
+from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.rollout.replay import samples_file, save_samples
 from rlhfkit.validation import check_integer
 

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from rlhfkit.callbacks.export import HFExport
-from rlhfkit.callbacks.rollout import RolloutCallback
+from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.validation import check_integer, check_number
 
 

@@ -7,8 +7,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from rlhfkit.callbacks.rollout import RolloutCallback
-from rlhfkit.data.experience import Experience
+from rlhfkit.callbacks.rollout.callback import RolloutCallback
+from rlhfkit.data.types import Experience
 
 
 class InvariantError(RuntimeError):

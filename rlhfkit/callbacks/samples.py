@@ -5,8 +5,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-from rlhfkit.callbacks.rollout import RolloutCallback
-from rlhfkit.data.experience import Sample
+from rlhfkit.callbacks.rollout.callback import RolloutCallback
+from rlhfkit.data.types import Sample
 from rlhfkit.validation import check_integer
 
 

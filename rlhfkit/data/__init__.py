@@ -2,15 +2,21 @@
 
 from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
-from rlhfkit.data.distilled import DistilledBatch, DistilledExample, DistilledExamples, collate_distilled
-from rlhfkit.data.experience import Experience, FinishReason, Prompt, Sample
-from rlhfkit.data.loader import ExperienceLoader, ExperienceSource
+from rlhfkit.data.formats.distilled import DistilledBatch, DistilledExample, DistilledExamples, collate_distilled
+from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
+from rlhfkit.data.formats.stepwise import StepwiseBatch, StepwiseExample, StepwiseExamples, collate_stepwise
+from rlhfkit.data.formats.unpaired import (
+    UnpairedBatch,
+    UnpairedExample,
+    UnpairedExamples,
+    UnpairedLoader,
+    collate_unpaired,
+)
+from rlhfkit.data.loaders.experience import ExperienceLoader, ExperienceSource
+from rlhfkit.data.loaders.steps import StepLoader
+from rlhfkit.data.loaders.stream import StreamLoader
 from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_updates
-from rlhfkit.data.preferences import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
-from rlhfkit.data.step_loader import StepLoader
-from rlhfkit.data.stepwise import StepwiseBatch, StepwiseExample, StepwiseExamples, collate_stepwise
-from rlhfkit.data.stream_loader import StreamLoader
-from rlhfkit.data.unpaired import UnpairedBatch, UnpairedExample, UnpairedExamples, UnpairedLoader, collate_unpaired
+from rlhfkit.data.types import Experience, FinishReason, Prompt, Sample
 
 __all__ = [
     "DistilledBatch",

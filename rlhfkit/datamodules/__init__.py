@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhfkit.datamodules.instructions import SFTDataModule
-    from rlhfkit.datamodules.mixing import Mixture
-    from rlhfkit.datamodules.preferences import PreferenceDataModule
-    from rlhfkit.datamodules.prompts import PromptDataModule, final_answer
+    from rlhfkit.datamodules.preference import PreferenceDataModule
+    from rlhfkit.datamodules.prompts.datamodule import PromptDataModule, final_answer
+    from rlhfkit.datamodules.sft import SFTDataModule
     from rlhfkit.datamodules.stepwise import StepwiseDataModule
     from rlhfkit.datamodules.streaming import StreamingSFTDataModule
+    from rlhfkit.datamodules.tokenization.mixture import Mixture
     from rlhfkit.datamodules.unpaired import UnpairedPreferenceDataModule
 
 __all__ = [
@@ -23,14 +23,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Mixture": "rlhfkit.datamodules.mixing",
-    "PreferenceDataModule": "rlhfkit.datamodules.preferences",
-    "PromptDataModule": "rlhfkit.datamodules.prompts",
-    "SFTDataModule": "rlhfkit.datamodules.instructions",
+    "Mixture": "rlhfkit.datamodules.tokenization.mixture",
+    "PreferenceDataModule": "rlhfkit.datamodules.preference",
+    "PromptDataModule": "rlhfkit.datamodules.prompts.datamodule",
+    "SFTDataModule": "rlhfkit.datamodules.sft",
     "StepwiseDataModule": "rlhfkit.datamodules.stepwise",
     "StreamingSFTDataModule": "rlhfkit.datamodules.streaming",
     "UnpairedPreferenceDataModule": "rlhfkit.datamodules.unpaired",
-    "final_answer": "rlhfkit.datamodules.prompts",
+    "final_answer": "rlhfkit.datamodules.prompts.datamodule",
 }
 
 

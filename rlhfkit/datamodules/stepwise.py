@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.collate import TokenExample
-from rlhfkit.data.step_loader import StepLoader
-from rlhfkit.data.stepwise import StepwiseExamples, collate_stepwise
-from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, common_prefix, log_counts
-from rlhfkit.datamodules.formats import STEPWISE, find_columns
-from rlhfkit.datamodules.instructions import SFTDataModule
-from rlhfkit.datamodules.mixing import Sources
-from rlhfkit.datamodules.sources import Source, check_columns, read_rows
+from rlhfkit.data.formats.stepwise import StepwiseExamples, collate_stepwise
+from rlhfkit.data.loaders.steps import StepLoader
+from rlhfkit.datamodules.sft import SFTDataModule
+from rlhfkit.datamodules.tokenization.columns import STEPWISE, find_columns
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, common_prefix, log_counts
+from rlhfkit.datamodules.tokenization.mixture import Sources
+from rlhfkit.datamodules.tokenization.sources import Source, check_columns, read_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -55,7 +55,7 @@ class StepwiseDataModule(SFTDataModule):
         """Remember what to read; nothing is opened before ``setup``.
 
         Args:
-            data: Where the rows are, see :data:`~rlhfkit.datamodules.sources.Source`.
+            data: Where the rows are, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`.
             prompt: Column of the prompts: text or chat messages. ``None`` here and below: found by its usual name.
             completions: Column of lists of steps, each a text.
             labels: Column of lists of labels.

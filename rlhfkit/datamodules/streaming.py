@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhfkit.data.collate import TokenExample, collate_tokens
+from rlhfkit.data.loaders.stream import Stream, StreamLoader
 from rlhfkit.data.shuffling import permutation
-from rlhfkit.data.stream_loader import Stream, StreamLoader
-from rlhfkit.datamodules.examples import ExampleBuilder, Recipe, log_counts
-from rlhfkit.datamodules.formats import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
-from rlhfkit.datamodules.instructions import SFTDataModule
-from rlhfkit.datamodules.mixing import Mixture
-from rlhfkit.datamodules.sources import describe, readable, stream_rows
+from rlhfkit.datamodules.sft import SFTDataModule
+from rlhfkit.datamodules.tokenization.columns import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, log_counts
+from rlhfkit.datamodules.tokenization.mixture import Mixture
+from rlhfkit.datamodules.tokenization.sources import describe, readable, stream_rows
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)

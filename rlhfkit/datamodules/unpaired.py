@@ -3,13 +3,13 @@
 import logging
 from typing import Any
 
-from rlhfkit.data.step_loader import CountedRows
-from rlhfkit.data.unpaired import UnpairedExamples, UnpairedLoader, collate_unpaired
-from rlhfkit.datamodules.examples import TokenExamples
-from rlhfkit.datamodules.formats import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
-from rlhfkit.datamodules.instructions import SFTDataModule
-from rlhfkit.datamodules.mixing import Sources
-from rlhfkit.datamodules.sources import Source, describe, no_loader, read_rows
+from rlhfkit.data.formats.unpaired import UnpairedExamples, UnpairedLoader, collate_unpaired
+from rlhfkit.data.loaders.steps import CountedRows
+from rlhfkit.datamodules.sft import SFTDataModule
+from rlhfkit.datamodules.tokenization.columns import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
+from rlhfkit.datamodules.tokenization.examples import TokenExamples
+from rlhfkit.datamodules.tokenization.mixture import Sources
+from rlhfkit.datamodules.tokenization.sources import Source, describe, no_loader, read_rows
 
 log = logging.getLogger(__name__)
 

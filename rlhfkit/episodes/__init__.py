@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit.episodes.environment import Action, Environment, Step
 
 if TYPE_CHECKING:
-    from rlhfkit.episodes.agents import AgentEngine as AgentEngine
-    from rlhfkit.episodes.episode_engine import EpisodeEngine as EpisodeEngine
-    from rlhfkit.episodes.openai_endpoint import OpenAIEndpoint as OpenAIEndpoint
+    from rlhfkit.episodes.engine import EpisodeEngine as EpisodeEngine
+    from rlhfkit.episodes.openai.agents import AgentEngine as AgentEngine
+    from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint as OpenAIEndpoint
     from rlhfkit.episodes.tools import ToolEnvironment as ToolEnvironment
     from rlhfkit.episodes.tools import tool_schemas as tool_schemas
 
 _LAZY = {
-    "AgentEngine": "rlhfkit.episodes.agents",
-    "EpisodeEngine": "rlhfkit.episodes.episode_engine",
-    "OpenAIEndpoint": "rlhfkit.episodes.openai_endpoint",
+    "AgentEngine": "rlhfkit.episodes.openai.agents",
+    "EpisodeEngine": "rlhfkit.episodes.engine",
+    "OpenAIEndpoint": "rlhfkit.episodes.openai.endpoint",
     "ToolEnvironment": "rlhfkit.episodes.tools",
     "tool_schemas": "rlhfkit.episodes.tools",
 }

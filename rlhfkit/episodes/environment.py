@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfkit.data.experience import FinishReason, Prompt
+from rlhfkit.data.types import FinishReason, Prompt
 
 Message = Mapping[str, Any]
 """A chat message: ``{"role": "tool", "content": "42"}``."""

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from rlhfkit.data.experience import FinishReason, Prompt, Sample
+from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.episodes.environment import Action, Environment, Observation, Step
 from rlhfkit.episodes.event_loop import call
 from rlhfkit.episodes.observations import ObservationTokenizer, is_conversation
+from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.episodes.trajectory import Trajectory
-from rlhfkit.episodes.turn_sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.rollout.engine import SamplingSpec
 
 End = Literal["done", "turns", "tokens", "time", "error"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from rlhfkit.data.experience import Sample
+from rlhfkit.data.types import Sample
 from rlhfkit.episodes.environment import Message, Observation
 
 _SENTINEL = "\ue000"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhfkit.episodes.environment import Action, Environment, Message, Step
 from rlhfkit.episodes.event_loop import call
-from rlhfkit.episodes.foreign_json import parse_json
+from rlhfkit.episodes.json_limits import parse_json
 from rlhfkit.validation import check_integer, check_number
 
 

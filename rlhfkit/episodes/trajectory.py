@@ -3,7 +3,7 @@
 import math
 from typing import Any, Self
 
-from rlhfkit.data.experience import FinishReason, Prompt, Sample
+from rlhfkit.data.types import FinishReason, Prompt, Sample
 
 
 class Trajectory:

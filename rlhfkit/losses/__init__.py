@@ -1,6 +1,13 @@
 """Pure loss functions on tensors. Importing this package loads torch and nothing else."""
 
-from rlhfkit.losses.advantages import (
+from rlhfkit.losses.advantages.gae import (
+    discounted_returns,
+    gae,
+    length_adaptive_lambda,
+    reinforce_advantages,
+    reinforce_baseline_advantages,
+)
+from rlhfkit.losses.advantages.group import (
     AdvantageScale,
     best_of_group_advantages,
     gdpo_advantages,
@@ -11,24 +18,17 @@ from rlhfkit.losses.advantages import (
     pass_at_k_advantages,
     rloo_advantages,
 )
-from rlhfkit.losses.correction import (
-    CORRECTION_PRESETS,
-    CorrectionLevel,
-    CorrectionMode,
-    CorrectionOutput,
-    importance_weights,
-    mismatch_metrics,
-    rejection_mask,
+from rlhfkit.losses.advantages.rewards import (
+    RewardMoments,
+    clip_rewards,
+    last_action_mask,
+    missing_eos_penalty,
+    normalize_rewards,
+    overlong_penalty,
+    stop_properly_penalty,
+    token_rewards,
 )
-from rlhfkit.losses.distillation import (
-    distillation_loss,
-    on_policy_distillation_advantages,
-    on_policy_distillation_loss,
-)
-from rlhfkit.losses.kl import KLEstimator, kl_estimate, kl_loss
-from rlhfkit.losses.kto import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss
-from rlhfkit.losses.logprobs import LogprobsOutput, linear_logprobs, logits_logprobs
-from rlhfkit.losses.masked import (
+from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,
     aggregate,
@@ -39,6 +39,23 @@ from rlhfkit.losses.masked import (
     sum_losses,
     whiten,
 )
+from rlhfkit.losses.distillation import (
+    distillation_loss,
+    on_policy_distillation_advantages,
+    on_policy_distillation_loss,
+)
+from rlhfkit.losses.fused_head.logprobs import LogprobsOutput, linear_logprobs, logits_logprobs
+from rlhfkit.losses.fused_head.single_pass import SinglePassOutput, linear_cross_entropy, linear_policy_gradient
+from rlhfkit.losses.importance_sampling import (
+    CORRECTION_PRESETS,
+    CorrectionLevel,
+    CorrectionMode,
+    CorrectionOutput,
+    importance_weights,
+    mismatch_metrics,
+    rejection_mask,
+)
+from rlhfkit.losses.kl import KLEstimator, kl_estimate, kl_loss
 from rlhfkit.losses.metrics import (
     Metric,
     exp_mean_metric,
@@ -49,42 +66,31 @@ from rlhfkit.losses.metrics import (
     sums_metric,
     weighted_metric,
 )
-from rlhfkit.losses.policy import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, ppo_loss
-from rlhfkit.losses.policy_gradient import cispo_loss, gpg_loss, reinforce_loss, sapo_loss
-from rlhfkit.losses.policy_selection import (
+from rlhfkit.losses.policy.ppo import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, ppo_loss
+from rlhfkit.losses.policy.reinforce import cispo_loss, gpg_loss, reinforce_loss, sapo_loss
+from rlhfkit.losses.policy.selection import (
     entropy_bonus,
     log_linear_proximal_logprobs,
     off_policy_sequence_mask,
     top_entropy_mask,
 )
-from rlhfkit.losses.policy_sequence import gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, rloo_loss, vespo_loss
-from rlhfkit.losses.policy_trust import clip_cov_loss, decoupled_ppo_loss, dppo_loss, kl_cov_loss
-from rlhfkit.losses.preference import dpo_loss
-from rlhfkit.losses.preference_divergences import divergence_score
-from rlhfkit.losses.preference_pairs import PAIR_LOSSES, PreferencePairs
-from rlhfkit.losses.preference_reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
-from rlhfkit.losses.returns import (
-    discounted_returns,
-    gae,
-    length_adaptive_lambda,
-    reinforce_advantages,
-    reinforce_baseline_advantages,
+from rlhfkit.losses.policy.sequence import gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, rloo_loss, vespo_loss
+from rlhfkit.losses.policy.surrogate import (
+    PolicyTokens,
+    RatioLevel,
+    clipped_surrogate,
+    policy_loss_output,
+    policy_tokens,
 )
-from rlhfkit.losses.reward import bradley_terry_loss, pairwise_accuracy, process_reward_loss
-from rlhfkit.losses.reward_shaping import (
-    RewardMoments,
-    clip_rewards,
-    last_action_mask,
-    missing_eos_penalty,
-    normalize_rewards,
-    overlong_penalty,
-    stop_properly_penalty,
-    token_rewards,
-)
+from rlhfkit.losses.policy.trust_region import clip_cov_loss, decoupled_ppo_loss, dppo_loss, kl_cov_loss
+from rlhfkit.losses.preference.divergences import divergence_score
+from rlhfkit.losses.preference.dpo import dpo_loss
+from rlhfkit.losses.preference.kto import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss
+from rlhfkit.losses.preference.reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
+from rlhfkit.losses.preference.reward_model import bradley_terry_loss, pairwise_accuracy, process_reward_loss
+from rlhfkit.losses.preference.variants import PAIR_LOSSES, PreferencePairs
 from rlhfkit.losses.sequences import length_desensitized_logprobs, sequence_logprobs, wpo_weights
-from rlhfkit.losses.single_pass import SinglePassOutput, linear_cross_entropy, linear_policy_gradient
 from rlhfkit.losses.supervised import cross_entropy_loss, dft_loss
-from rlhfkit.losses.surrogate import PolicyTokens, RatioLevel, clipped_surrogate, policy_loss_output, policy_tokens
 from rlhfkit.losses.value import value_loss
 
 __all__ = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlhfkit.losses.masked import (
+from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,
     aggregate,

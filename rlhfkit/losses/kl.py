@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.masked import (
+from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,
     aggregate,

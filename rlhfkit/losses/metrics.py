@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.masked import full_precision, masked_sum, select
+from rlhfkit.losses.aggregation import full_precision, masked_sum, select
 
 Combination = Literal["sum", "max", "min"]
 """How the states of two parts of the data become that of both."""

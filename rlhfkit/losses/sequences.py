@@ -7,7 +7,7 @@ decided once.
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.masked import check_same_shape, full_precision, masked_mean, masked_sum, select
+from rlhfkit.losses.aggregation import check_same_shape, full_precision, masked_mean, masked_sum, select
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mean: bool = False) -> Tensor:

@@ -8,7 +8,7 @@ log-prob (smoothing, z-loss) takes it as one more (B, T) tensor.
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.masked import Aggregation, LossOutput, aggregate, check_same_shape, masked_mean, select
+from rlhfkit.losses.aggregation import Aggregation, LossOutput, aggregate, check_same_shape, masked_mean, select
 from rlhfkit.losses.metrics import exp_mean_metric, mean_metric
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.masked import (
+from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,
     aggregate,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.losses.logprobs import linear_logprobs, logits_logprobs
-from rlhfkit.models.attention import PACKED_ATTENTION, PackedLayout
+from rlhfkit.losses.fused_head.logprobs import linear_logprobs, logits_logprobs
+from rlhfkit.models.attention.packed import PACKED_ATTENTION, PackedLayout
 from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.router_loss import NO_ROUTER
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.losses.masked import full_precision
+from rlhfkit.losses.aggregation import full_precision
 from rlhfkit.models.adapters import adapter_base, add_lora
 from rlhfkit.models.classifiers import classifier_class
 from rlhfkit.models.forward import NO_VALUE_HEAD, VALUE_HEAD, TokenizedBatch, model_inputs, require_kept_apart, unwrap
@@ -20,7 +20,7 @@ from rlhfkit.models.lora import LoRA
 from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.quantization import Quantization, keep_layout
 from rlhfkit.models.router_loss import backbone_router_loss
-from rlhfkit.models.saving import save_weights
+from rlhfkit.models.weights.saving import save_weights
 
 
 class ScalarHead(nn.Linear):

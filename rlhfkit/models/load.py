@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rlhfkit.models.adapters import adapter_base, add_lora, load_adapter
-from rlhfkit.models.attention import PACKED_ATTENTION
-from rlhfkit.models.capabilities import use_packed_attention
+from rlhfkit.models.attention.families import use_packed_attention
+from rlhfkit.models.attention.packed import PACKED_ATTENTION
 from rlhfkit.models.lora import LoRA
 from rlhfkit.models.quantization import Quantization, keep_layout, quantization_config
 

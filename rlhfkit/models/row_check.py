@@ -1,6 +1,7 @@
 """One row of a batch alone against the same row among the others: no row may see another.
 
-What :mod:`rlhfkit.models.capabilities` finds out on a tiny copy is checked here on the model itself, with real tokens.
+What :mod:`rlhfkit.models.attention.families` finds out on a tiny copy is checked here on the model itself, with real
+tokens.
 """
 
 import torch

@@ -1,21 +1,21 @@
 """One LightningModule per loss."""
 
-from rlhfkit.modules import presets
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.distillation import DistillationModule
-from rlhfkit.modules.dpo import DPOModule
-from rlhfkit.modules.grpo import GRPOModule
-from rlhfkit.modules.kto import KTOModule
-from rlhfkit.modules.on_policy import OnPolicyModule
-from rlhfkit.modules.on_policy_distillation import OnPolicyDistillationModule
-from rlhfkit.modules.ppo import PPOModule
-from rlhfkit.modules.preference import PreferenceModule
-from rlhfkit.modules.process_reward import ProcessRewardModule
-from rlhfkit.modules.reference import ReferenceModule
-from rlhfkit.modules.reference_free import CPOModule, ORPOModule, SimPOModule
-from rlhfkit.modules.reward import RewardModule
-from rlhfkit.modules.scalar import ScalarModule
-from rlhfkit.modules.sft import DFTModule, SFTModule
+from rlhfkit.modules.on_policy import presets
+from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.on_policy.distillation import OnPolicyDistillationModule
+from rlhfkit.modules.on_policy.grpo import GRPOModule
+from rlhfkit.modules.on_policy.ppo import PPOModule
+from rlhfkit.modules.preference.base import PreferenceModule
+from rlhfkit.modules.preference.dpo import DPOModule
+from rlhfkit.modules.preference.kto import KTOModule
+from rlhfkit.modules.preference.reference import ReferenceModule
+from rlhfkit.modules.preference.reference_free import CPOModule, ORPOModule, SimPOModule
+from rlhfkit.modules.reward.base import ScalarModule
+from rlhfkit.modules.reward.process_reward import ProcessRewardModule
+from rlhfkit.modules.reward.reward_model import RewardModule
+from rlhfkit.modules.supervised.distillation import DistillationModule
+from rlhfkit.modules.supervised.sft import DFTModule, SFTModule
 
 __all__ = [
     "CPOModule",

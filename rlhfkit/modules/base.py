@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import PaddedBatch
-from rlhfkit.data.experience import Experience
+from rlhfkit.data.types import Experience
 from rlhfkit.losses import aggregate
 from rlhfkit.models import (
     LoRA,
@@ -27,10 +27,10 @@ from rlhfkit.models.adapters import remember_start
 from rlhfkit.models.load import context_length, load_config, precision_dtype
 from rlhfkit.models.quantization import Quantization
 from rlhfkit.models.row_check import ROW_TOLERANCES, Unpadded, row_difference
+from rlhfkit.modules.checkpointing import SavedModule
 from rlhfkit.modules.clipping import clip_each_child
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
-from rlhfkit.modules.saving import SavedModule
-from rlhfkit.modules.schedules import SCHEDULES, learning_rate_factor
+from rlhfkit.modules.optim import SCHEDULES, learning_rate_factor
 from rlhfkit.validation import check_integer, check_number
 
 

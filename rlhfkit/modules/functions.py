@@ -14,7 +14,7 @@ def function_name(function: Callable[..., Any]) -> str:
         function: Any callable.
 
     Returns:
-        E.g. ``"rlhfkit.losses.policy.ppo_loss"``. Of a lambda, a local function or a partial one a text in angle
+        E.g. ``"rlhfkit.losses.policy.ppo.ppo_loss"``. Of a lambda, a local function or a partial one a text in angle
         brackets, which cannot be resolved.
     """
     if isinstance(function, functools.partial):

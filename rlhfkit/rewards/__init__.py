@@ -2,14 +2,14 @@
 
 from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
 from rlhfkit.rewards.composition import WeightedSum
-from rlhfkit.rewards.environment import EpisodeReward, OnLastTurn
-from rlhfkit.rewards.maths import MathMatch, math_match
+from rlhfkit.rewards.episode import EpisodeReward, OnLastTurn
+from rlhfkit.rewards.math import MathMatch, math_match
 from rlhfkit.rewards.model import ModelReward
-from rlhfkit.rewards.process import ProcessModelReward
+from rlhfkit.rewards.process_model import ProcessModelReward
 from rlhfkit.rewards.programs.execution import CodeExecution
-from rlhfkit.rewards.remote import RemoteReward
+from rlhfkit.rewards.remote.reward import RemoteReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
-from rlhfkit.rewards.sandboxed import SandboxedReward
+from rlhfkit.rewards.sandbox.reward import SandboxedReward
 
 __all__ = [
     "CodeExecution",

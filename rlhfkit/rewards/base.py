@@ -4,7 +4,7 @@ A reward is any callable that takes samples and returns one number for each, in 
 (such a sample is not trained on). It may be a plain function, a class with ``__call__``, or ``async``.
 
 An async reward is bounded by a time limit here. A synchronous one runs in the caller's thread, where nothing can stop
-it: a warning names it when it takes long, and :class:`~rlhfkit.rewards.sandboxed.SandboxedReward` runs it where it can
+it: a warning names it when it takes long, and :class:`~rlhfkit.rewards.SandboxedReward` runs it where it can
 be killed.
 """
 
@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhfkit.data.experience import Sample
+from rlhfkit.data.types import Sample
 from rlhfkit.rewards.failures import RewardFailure
-from rlhfkit.rewards.watchdog import WARN_AFTER, warn_if_slow
+from rlhfkit.rewards.stall_detector import WARN_AFTER, warn_if_slow
 
 TIMEOUT = 600.0
 """Seconds that an async reward may take for one batch of samples, unless told otherwise."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from rlhfkit.data.experience import Sample
+from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_metrics
 from rlhfkit.validation import check_number
 

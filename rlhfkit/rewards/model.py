@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.collate import TokenBatch, TokenExample, collate_tokens
-from rlhfkit.data.experience import Sample
 from rlhfkit.data.packing import balanced_partition
+from rlhfkit.data.types import Sample
 from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
 from rlhfkit.models.load import context_length
 from rlhfkit.validation import check_integer

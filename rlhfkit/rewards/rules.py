@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from rlhfkit.data.experience import Sample
+from rlhfkit.data.types import Sample
 from rlhfkit.validation import check_integer
 
 

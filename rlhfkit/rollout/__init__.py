@@ -4,19 +4,19 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource, sample_seed
-from rlhfkit.rollout.health import HealthPolicy
+from rlhfkit.rollout.supervision.health import HealthPolicy
 
 if TYPE_CHECKING:
-    from rlhfkit.rollout.local import LocalEngine as LocalEngine
-    from rlhfkit.rollout.pool import VLLMPool as VLLMPool
+    from rlhfkit.rollout.local.engine import LocalEngine as LocalEngine
     from rlhfkit.rollout.replay import ReplayEngine as ReplayEngine
-    from rlhfkit.rollout.transfer import ModuleWeights as ModuleWeights
+    from rlhfkit.rollout.vllm.pool import VLLMPool as VLLMPool
+    from rlhfkit.rollout.weight_sync.source import ModuleWeights as ModuleWeights
 
 _LAZY = {
-    "LocalEngine": "rlhfkit.rollout.local",
-    "ModuleWeights": "rlhfkit.rollout.transfer",
+    "LocalEngine": "rlhfkit.rollout.local.engine",
+    "ModuleWeights": "rlhfkit.rollout.weight_sync.source",
     "ReplayEngine": "rlhfkit.rollout.replay",
-    "VLLMPool": "rlhfkit.rollout.pool",
+    "VLLMPool": "rlhfkit.rollout.vllm.pool",
 }
 
 __all__ = [

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from rlhfkit.data.experience import Sample
+from rlhfkit.data.types import Sample
 from rlhfkit.validation import check_integer
 
 Criterion = str | Callable[[Sample], float | None] | None

@@ -1,7 +1,7 @@
 """The rollout contract: what an engine does, and how it is asked to sample.
 
 Engines take token ids and give token ids; text is never tokenised twice. One engine may live in every rank
-(:class:`~rlhfkit.rollout.local.LocalEngine`) or be shared by all of them (:class:`~rlhfkit.rollout.pool.VLLMPool`); a
+(:class:`~rlhfkit.LocalEngine`) or be shared by all of them (:class:`~rlhfkit.VLLMPool`); a
 sample is the same either way, because its randomness comes from its own seed.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.validation import check_integer, check_number
 
@@ -158,8 +158,8 @@ class RolloutEngine(Protocol):
     """Something that samples from the current policy.
 
     What an engine can do besides sampling is said by the properties below, and nowhere else: whoever uses an engine
-    asks them, and a wrapper (:class:`~rlhfkit.episodes.wrapping.EngineWrapper`) hands them on. Their defaults are those
-    of an engine that can do nothing special; derive from this class and state what differs.
+    asks them, and a wrapper (:class:`~rlhfkit.episodes.engine_wrapper.EngineWrapper`) hands them on. Their defaults are
+    those of an engine that can do nothing special; derive from this class and state what differs.
 
     With truncated sampling one more thing is asked, of engines that are an :class:`UntruncatedLogprobs`.
     """

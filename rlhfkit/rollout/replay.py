@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
 
 

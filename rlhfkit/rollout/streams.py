@@ -7,7 +7,7 @@ when it has enough. Whatever is not complete then is dropped.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
 
 

@@ -21,7 +21,7 @@ from rlhfkit import (
     UnpairedPreferenceDataModule,
 )
 from rlhfkit.models import unwrap
-from rlhfkit.modules.on_policy import OnPolicyModule
+from rlhfkit.modules.on_policy.base import OnPolicyModule
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

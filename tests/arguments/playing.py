@@ -15,10 +15,10 @@ import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import LocalEngine, Sample, SamplingSpec
-from rlhfkit.data.experience import Prompt
+from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import AgentEngine, EpisodeEngine
-from rlhfkit.episodes.agents import AgentConnection
 from rlhfkit.episodes.environment import Action, Environment, Step
+from rlhfkit.episodes.openai.agents import AgentConnection
 from rlhfkit.episodes.tools import ToolCall
 from rlhfkit.rollout import ReplayEngine
 from rlhfkit.rollout.replay import samples_file, save_samples

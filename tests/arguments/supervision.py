@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from rlhfkit import SamplingSpec, VLLMPool
-from rlhfkit.rollout import HealthPolicy, pool, watching
+from rlhfkit.rollout import HealthPolicy
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.fleet import Fleet
-from rlhfkit.rollout.health import Probes, State
-from rlhfkit.rollout.member import Member
-from rlhfkit.rollout.placement import Place
-from rlhfkit.rollout.routing import Jobs
+from rlhfkit.rollout.supervision import health_monitor
+from rlhfkit.rollout.supervision.handle import Member
+from rlhfkit.rollout.supervision.health import Probes, State
+from rlhfkit.rollout.supervision.manager import Fleet
+from rlhfkit.rollout.vllm import pool
+from rlhfkit.rollout.vllm.placement import Place
+from rlhfkit.rollout.vllm.scheduler import Jobs
 
 
 class Idle(Fleet):
@@ -94,7 +96,7 @@ def watched(arguments: Mapping[str, Any]) -> Any:
     missed = [(probes.missed(now), probes.dead(now)) for now in seconds]
     fleet = fleet_of(policy, serves_at_once=True)
     (silent,) = fleet.members
-    watching._take_answer(fleet, silent, ray.put({"silent": 200.0, "paused": False}))
+    health_monitor._take_answer(fleet, silent, ray.put({"silent": 200.0, "paused": False}))
     given_up = silent.state
     fleet.close()
     return due, missed, given_up, lives(policy), attempts(policy), patience(policy)

@@ -165,7 +165,7 @@ EXAMPLES: dict[str, Change | Unseen] = {
     "special_tokens_in_text": Change("escape", given={"text": "e1"}),
     "tokenizer": Change("@chat", given=ANSWERS),
     "cache_dir": Change("@tokens"),
-    "num_proc": Unseen("the same examples, made by more processes: tests/datamodules/test_cache.py"),
+    "num_proc": Unseen("the same examples, made by more processes: tests/datamodules/tokenization/test_cache.py"),
 }
 PAIRS: dict[str, Any] = {"prompt": "q1", "chosen": "a1", "rejected": "b1", "text": None}
 LABELLED: dict[str, Any] = {"prompt": "q1", "completion": "a1", "label": "l1", "text": None}

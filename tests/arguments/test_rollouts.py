@@ -29,7 +29,7 @@ from rlhfkit import (
     rollout,
 )
 from rlhfkit.callbacks import Invariants, RolloutDump, SampleTable, TrainingCurves
-from rlhfkit.datamodules.curriculum import ByColumn
+from rlhfkit.datamodules.prompts.curriculum import ByColumn
 from rlhfkit.rollout import DynamicSampling
 
 from . import learning, test_engines
@@ -175,9 +175,9 @@ TABLE: dict[type, Rows] = {
         "order": Change(ByColumn("level")),
         "apply_chat_template": Change(True, refused=True),
         "system": Change("Be brief.", refused=True),
-        "chat_template_arguments": Unseen("a template's own: tests/datamodules/test_prompts.py"),
+        "chat_template_arguments": Unseen("a template's own: tests/datamodules/prompts/test_datamodule.py"),
         "special_tokens_in_text": Change("escape", given={"prompt": "marked"}),
-        "tokenizer": Unseen("that of the module unless given: tests/datamodules/test_prompts.py"),
+        "tokenizer": Unseen("that of the module unless given: tests/datamodules/prompts/test_datamodule.py"),
     },
     SamplingSpec: {
         "group_size": Change(3),
@@ -211,7 +211,7 @@ TABLE: dict[type, Rows] = {
         "probe_tolerance": Change(0.0, refused=True),
     },
     LocalEngine: {
-        "max_sequences": Unseen(SAME_NUMBERS + "so many at a time: tests/rollout/test_local.py"),
+        "max_sequences": Unseen(SAME_NUMBERS + "so many at a time: tests/rollout/local/test_engine.py"),
         "device": Unseen("a machine with one device has no other"),
     },
     EMA: {

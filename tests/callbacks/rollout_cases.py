@@ -10,7 +10,8 @@ import torch
 from rl_runs import PlainSGD, SharedEngine, digits, setup_run, weights
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.rollout import DynamicSampling, transfer
+from rlhfkit.rollout import DynamicSampling
+from rlhfkit.rollout.weight_sync import source
 
 # Read once: Lightning deletes WORLD_SIZE from the environment when a fit ends.
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -104,7 +105,7 @@ def selected(folder: Path, strategy: str, engine: LocalEngine) -> list[tuple[int
     return [(sample.prompt.index, sample.token_ids, sample.reward) for sample in rollouts.samples]
 
 
-def small_buckets(monkey: Any = transfer) -> None:
+def small_buckets(monkey: Any = source) -> None:
     """A tiny model in many buckets, as a large one has them."""
     original = monkey.ModuleWeights.__iter__
 

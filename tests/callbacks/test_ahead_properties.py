@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit import DynamicSampling, Prompt, Sample, SamplingSpec
-from rlhfkit.callbacks.ahead import RolloutsAhead
-from rlhfkit.callbacks.filling import IterationFiller
-from rlhfkit.callbacks.generation import Generation
-from rlhfkit.callbacks.phases import Phases
-from rlhfkit.datamodules.prompt_order import PromptCursor, PromptDraws, PromptOrder
+from rlhfkit.callbacks.rollout.async_rollouts import RolloutsAhead
+from rlhfkit.callbacks.rollout.generation import Generation
+from rlhfkit.callbacks.rollout.group_collector import IterationFiller
+from rlhfkit.callbacks.rollout.timing import Phases
+from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
 
 TOTAL, WANTED = 11, 3
 SPEC = SamplingSpec(group_size=2, max_new_tokens=3)

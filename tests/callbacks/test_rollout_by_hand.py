@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from modules.test_rewarded import reward_model
+from modules.on_policy.test_rewards import reward_model
 from rl_runs import PlainSGD, digits, setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_tokenizer

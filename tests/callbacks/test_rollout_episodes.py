@@ -22,7 +22,7 @@ from rlhfkit import (
     SamplingSpec,
     Step,
 )  # fmt: skip
-from rlhfkit.data.experience import Experience
+from rlhfkit.data.types import Experience
 from rlhfkit.episodes import Action
 from rlhfkit.rewards import EpisodeReward
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.checkpoints import ExactResume
-from rlhfkit.data.loader import ExperienceLoader
+from rlhfkit.data.loaders.experience import ExperienceLoader
 
 BATCHES, EPOCHS = 5, 3
 

@@ -11,7 +11,7 @@ from rl_runs import setup_run
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import PreferenceDataModule, PromptDataModule, RolloutCallback, SamplingSpec, SFTDataModule
-from rlhfkit.datamodules.chat import PromptFormat
+from rlhfkit.datamodules.tokenization.chat import PromptFormat
 
 Write = Callable[..., str]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% else %}!{% endif %}{% endfor %}"

@@ -11,7 +11,7 @@ import torch
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.data.collate import TokenExample
-from rlhfkit.data.stepwise import StepwiseExample, collate_stepwise
+from rlhfkit.data.formats.stepwise import StepwiseExample, collate_stepwise
 from rlhfkit.datamodules import StepwiseDataModule
 
 Write = Callable[..., str]

@@ -8,7 +8,7 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import UnpairedPreferenceDataModule
-from rlhfkit.data.unpaired import UnpairedExamples
+from rlhfkit.data.formats.unpaired import UnpairedExamples
 
 ROWS = [{"prompt": f"{i}+{i}=", "completion": f"x{2 * i}", "label": i % 3 == 0} for i in range(6)]
 

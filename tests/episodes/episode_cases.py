@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.episodes.engine_wrapper import EngineWrapper
 from rlhfkit.episodes.environment import Action, Environment, Step
-from rlhfkit.episodes.wrapping import EngineWrapper
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 
 CHAT_TEMPLATE = (

@@ -11,9 +11,9 @@ import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from episodes.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, prompts_of
-from rlhfkit.data.experience import Experience, Prompt, Sample
+from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.episodes import Action, Environment, EpisodeEngine, Step
-from rlhfkit.episodes.playing import EpisodeError
+from rlhfkit.episodes.base import EpisodeError
 from rlhfkit.rewards import EpisodeReward, OnLastTurn, WeightedSum, score_samples
 from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
 

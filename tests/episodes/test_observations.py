@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 import pytest
-from datamodules.test_turns import CHAT, EXPECTED, tokenizer_for
+from datamodules.tokenization.test_assistant_mask import CHAT, EXPECTED, tokenizer_for
 
-from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.observations import ObservationTokenizer
 
 

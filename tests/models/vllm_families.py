@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rlhfkit.rollout.vllm_arguments import engine_arguments, engine_environment
+from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment
 
 # Read when torch and vLLM are imported.
 os.environ.update(engine_environment(device="cpu", cpus_per_engine=1, in_process=True, backend="gloo"))
@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from models.families import FAMILIES, Family
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.engine import WeightSource
-from rlhfkit.rollout.senders import GlooSender
-from rlhfkit.rollout.transfer import ModuleWeights
-from rlhfkit.rollout.vllm_backends import InProcessBackend
+from rlhfkit.rollout.vllm.backends import InProcessBackend
+from rlhfkit.rollout.weight_sync.sender import GlooSender
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 PROMPT = [5, 17, 40, 63, 22, 9, 31, 77, 50, 12, 88, 41]
 NEW_TOKENS = 12
@@ -47,7 +47,7 @@ LIMIT = 60.0
 
 
 class Called:
-    """A remote call under way, of :class:`rlhfkit.rollout.senders.Pending`."""
+    """A remote call under way, of :class:`rlhfkit.rollout.weight_sync.sender.Pending`."""
 
     def __init__(self, future: "Future[Any]") -> None:
         self._future = future
@@ -61,7 +61,7 @@ class Called:
 
 
 class Engine:
-    """One vLLM engine in this process, as :class:`rlhfkit.rollout.senders.Receivers` sees it."""
+    """One vLLM engine in this process, as :class:`rlhfkit.rollout.weight_sync.sender.Receivers` sees it."""
 
     num_workers = 1
     address = "127.0.0.1"
@@ -238,7 +238,7 @@ def main(folder: Path, names: list[str]) -> None:
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
-    import rlhfkit.rollout.vllm_plugin  # noqa: F401
+    import rlhfkit.rollout.vllm.plugin  # noqa: F401
 
     # vLLM imports each architecture in a process of its own first, to keep CUDA out of this one; there is none.
     registry._run_in_subprocess = lambda function: function()

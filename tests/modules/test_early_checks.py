@@ -11,7 +11,7 @@ from rl_runs import setup_run
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
-from rlhfkit.callbacks.prompt_check import check_prompts
+from rlhfkit.callbacks.rollout.prompt_check import check_prompts
 from rlhfkit.datamodules import (
     PreferenceDataModule,
     StepwiseDataModule,

@@ -11,7 +11,7 @@ from strategies import ranks
 from tiny_models import tiny_model
 
 from modules import lora_cases
-from rlhfkit.commands.export import export
+from rlhfkit.cli.export import export
 from rlhfkit.models import LoRA, load_causal_lm
 
 pytestmark = pytest.mark.distributed

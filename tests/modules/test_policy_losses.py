@@ -24,9 +24,9 @@ from rlhfkit.losses import (
     vespo_loss,
 )
 from rlhfkit.models import PolicyOutput
-from rlhfkit.modules.on_policy import OnPolicyModule
+from rlhfkit.modules.on_policy.base import OnPolicyModule
 
-from .test_on_policy import experience
+from .on_policy.test_base import experience
 
 INPUTS = ["logprobs", "old_logprobs", "advantages", "mask"]
 COMMON = {"weights", "aggregation", "denominator", "max_length"}

@@ -15,8 +15,8 @@ from torch import Tensor
 from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModule
 from rlhfkit.models import load_causal_lm, policy_output
 
+from .on_policy.test_rewards import reward_model
 from .ppo_cases import PlainSGD
-from .test_rewarded import reward_model
 
 EVERYTHING: dict[str, Any] = {
     "ptx_coef": 0.2, "kl_stop": 5e-3, "normalize_rewards": True, "normalize_values": True, "reward_clip": 2.0,
@@ -177,7 +177,7 @@ class Sums(L.Callback):
         self.tokens: list[list[int]] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        from rlhfkit.strategies.sharding import full_parameters
+        from rlhfkit.strategies.deepspeed.zero3 import full_parameters
 
         sums = {}
         for child in sorted({"policy", "critic"} & dict(pl_module.named_children()).keys()):

@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from rlhfkit.commands.serve_reward import serve_reward
-from rlhfkit.rewards.server import MEMORY_PER_BODY_BYTE, reward_app
+from rlhfkit.cli.serve_reward import serve_reward
+from rlhfkit.rewards.remote.server import MEMORY_PER_BODY_BYTE, reward_app
 from rlhfkit.serving.server import Server
 
 MIB = 2**20
@@ -50,7 +50,7 @@ BODIES: dict[str, tuple[bytes, int, str]] = {
 }  # fmt: skip
 
 PROGRAM = """
-from rlhfkit.rewards.server import reward_app
+from rlhfkit.rewards.remote.server import reward_app
 from rlhfkit.serving.server import Server
 Server(reward_app(lambda samples: [0.0] * len(samples))).run(ready=lambda url: print(url, flush=True))
 """

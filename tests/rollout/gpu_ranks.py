@@ -25,10 +25,10 @@ def pretend_gpus() -> None:
 
 def place_engines() -> dict[str, Any]:
     """What a pool does before it starts engines: this rank's GPU, and on rank 0 those of the engines."""
-    from rlhfkit.rollout.agreement import everyones, rank
+    from rlhfkit.distributed import everyones, rank
     from rlhfkit.rollout.errors import EngineError
-    from rlhfkit.rollout.placement import my_seat
-    from rlhfkit.rollout.pool import VLLMPool
+    from rlhfkit.rollout.vllm.placement import my_seat
+    from rlhfkit.rollout.vllm.pool import VLLMPool
 
     seats = everyones(my_seat())
     report: dict[str, Any] = {"gpu": seats[rank()].gpu}
@@ -63,7 +63,7 @@ def refusal(rank: Any, place: Any) -> str:
     """What an engine says that is placed on this rank's GPU."""
     import ray
 
-    from rlhfkit.rollout.vllm_actor import VLLMActor
+    from rlhfkit.rollout.vllm.actor import VLLMActor
 
     engine = ray.remote(VLLMActor).options(**place.options).remote({}, True, {}, (rank,))
     try:
@@ -122,7 +122,7 @@ def start_a_cluster() -> None:
     """A Ray node that declares eight GPUs; ranks of its own first, then it waits for others until stdin ends."""
     import ray
 
-    from rlhfkit.strategies.ray_launcher import RayLauncher
+    from rlhfkit.strategies.ray.launcher import RayLauncher
 
     ray.init(
         address="local", num_cpus=16, num_gpus=8, include_dashboard=False, object_store_memory=80 * 2**20,

@@ -12,14 +12,14 @@ from rl_runs import digits, prompts_file
 from shared_pool import SharedPool
 
 from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
-from rlhfkit.data.experience import Prompt
+from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.health import State
-from rlhfkit.rollout.ipc_sender import IPCSender, _announcement
-from rlhfkit.rollout.member import Members
-from rlhfkit.rollout.senders import GlooSender
-from rlhfkit.rollout.transfer import ModuleWeights
-from rollout.test_pool import load_trainer_model
+from rlhfkit.rollout.supervision.handle import Members
+from rlhfkit.rollout.supervision.health import State
+from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender, _announcement
+from rlhfkit.rollout.weight_sync.sender import GlooSender
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
+from rollout.vllm.test_pool import load_trainer_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
@@ -152,7 +152,7 @@ def test_what_each_sender_announces_is_what_vllm_takes(vllm_pool: SharedPool) ->
 
         from vllm.distributed.weight_transfer import ipc_engine
 
-        from rlhfkit.rollout.vllm_plugin import GlooWeightTransferEngine
+        from rlhfkit.rollout.vllm.plugin import GlooWeightTransferEngine
 
         # As engine_environment() has it for this transfer; vLLM reads its variables once.
         ipc_engine.envs = SimpleNamespace(VLLM_ALLOW_INSECURE_SERIALIZATION=True)

@@ -17,15 +17,15 @@ from hypothesis import given
 from shared_pool import SharedPool
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit.data.experience import Prompt
+from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
-from rlhfkit.episodes.turn_sampler import TurnSampler
+from rlhfkit.episodes.sampler import TurnSampler
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.engine import MAX_STOP_TOKEN_IDS
 from rlhfkit.rollout.errors import EngineFailure, RequestError
-from rlhfkit.rollout.member import fetch
-from rlhfkit.rollout.routing import sample_request
-from rollout.test_pool import load_trainer_model
+from rlhfkit.rollout.supervision.handle import fetch
+from rlhfkit.rollout.vllm.scheduler import sample_request
+from rollout.vllm.test_pool import load_trainer_model
 
 VOCABULARY = 128
 WILD: list[Any] = [

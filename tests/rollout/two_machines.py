@@ -12,8 +12,8 @@ def main() -> None:
     import ray
 
     from rlhfkit.rollout.errors import EngineError
-    from rlhfkit.rollout.placement import Apart
-    from rlhfkit.rollout.ray_session import cluster_address, join_or_start_ray
+    from rlhfkit.rollout.vllm.placement import Apart
+    from rlhfkit.rollout.vllm.ray_session import cluster_address, join_or_start_ray
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1)

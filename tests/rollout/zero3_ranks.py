@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from strategies import ranks
 
-from rlhfkit.rollout.transfer import ModuleWeights
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 RANKS = 2
 BUCKET_BYTES = 2**15  # several buckets, and tensors larger than one
@@ -85,7 +85,7 @@ def publish(folder: Path, model: str) -> dict[str, Any]:
 
 def sampled_difference(policy: Any, pool: Any) -> float:
     """Of log-probs of tokens sampled at temperature 0.5, between engine and trainer, on every rank."""
-    from rlhfkit.data.experience import Prompt
+    from rlhfkit.data.types import Prompt
     from rlhfkit.rollout.engine import SamplingSpec
 
     made: list[Any] = [None]
@@ -101,8 +101,8 @@ def sampled_difference(policy: Any, pool: Any) -> float:
 
 def serve(folder: Path, model: str) -> dict[str, Any]:
     """Train and publish to a real vLLM engine, then break things: every rank must notice alike."""
-    from rlhfkit.rollout.health import HealthPolicy
-    from rlhfkit.rollout.pool import VLLMPool
+    from rlhfkit.rollout.supervision.health import HealthPolicy
+    from rlhfkit.rollout.vllm.pool import VLLMPool
 
     policy = zero3_engine(model)
     if dist.get_rank() == 0:

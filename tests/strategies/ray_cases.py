@@ -83,7 +83,7 @@ def wait_for_ever(folder: str) -> None:
 
 def drive(folder: str) -> None:
     """A driver that is interrupted: two ranks under the suite's Ray (RAY_ADDRESS)."""
-    from rlhfkit.strategies.ray_launcher import RayLauncher
+    from rlhfkit.strategies.ray.launcher import RayLauncher
 
     launcher(RayLauncher).launch(wait_for_ever, folder)
 
@@ -99,7 +99,7 @@ def drive_two_machines(folder: str) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    from rlhfkit.strategies.ray_launcher import RayLauncher
+    from rlhfkit.strategies.ray.launcher import RayLauncher
 
     cluster = Cluster()
     cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)

@@ -11,7 +11,7 @@ from parity_cases import RANK, RANKS, Spy, difference, weight_difference
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.strategies import directory
+from rlhfkit.strategies.checkpoint import directory
 
 
 class SaveAt(toys.pl.Callback):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlhfkit.checkpoints.leftovers import remove_leftovers
-from rlhfkit.strategies import RLHFDeepSpeedStrategy, directory
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.checkpoint import directory
 from strategies import ranks
 
 pytestmark = pytest.mark.distributed

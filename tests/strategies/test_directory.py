@@ -13,7 +13,7 @@ import pytest
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.leftovers import remove_leftovers
-from rlhfkit.strategies import directory
+from rlhfkit.strategies.checkpoint import directory
 
 
 def about(saved_at: float) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhfkit.strategies import RLHFDeepSpeedStrategy, rendezvous
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.deepspeed import rendezvous
 from strategies import ranks
 
 SCRIPT = Path(__file__).with_name("launch_cases.py")

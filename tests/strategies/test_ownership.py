@@ -5,9 +5,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from rlhfkit.strategies.building import split_optimizer
-from rlhfkit.strategies.engines import engine_config
-from rlhfkit.strategies.ownership import groups_by_child
+from rlhfkit.strategies.deepspeed.building import split_optimizer
+from rlhfkit.strategies.deepspeed.engines import engine_config
+from rlhfkit.strategies.deepspeed.param_groups import groups_by_child
 
 
 def pair() -> nn.ModuleDict:

@@ -17,10 +17,10 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
-from rlhfkit.strategies.ray_environment import RayEnvironment
-from rlhfkit.strategies.ray_launcher import RayLauncher
-from rlhfkit.strategies.ray_placement import PlacementError, placement_strategy
-from rlhfkit.strategies.ray_ranks import RankError, rank_environments
+from rlhfkit.strategies.ray.environment import RayEnvironment
+from rlhfkit.strategies.ray.launcher import RayLauncher
+from rlhfkit.strategies.ray.placement import PlacementError, placement_strategy
+from rlhfkit.strategies.ray.ranks import RankError, rank_environments
 
 
 def make_trainer(devices: Any = 2, *, accelerator: str = "cpu", num_nodes: int = 1, **arguments: Any) -> L.Trainer:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rlhfkit.strategies.ray_rank import Mailbox
+from rlhfkit.strategies.ray.rank import Mailbox
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.strategies import universal
+from rlhfkit.strategies.checkpoint import universal
 
 STAGES = (0, 1, 2, 3)
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from rlhfkit.data.experience import Prompt, Sample
+from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
 from rlhfkit.rewards.programs.examine import SLACK, Ask, Examination, SandboxFailed

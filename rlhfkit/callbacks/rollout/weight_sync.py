@@ -1,0 +1,92 @@
+"""``WeightPublisher``: the policy's weights into the engine, and the proof that they arrived."""
+
+from typing import Any
+
+import torch
+
+from rlhfkit.callbacks.rollout.ranks import ReadToTheEnd, everywhere, same_everywhere
+from rlhfkit.models.load import base_model_name, precision_dtype
+from rlhfkit.rollout.engine import RolloutEngine
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_LOW_PRECISION_TOLERANCE = 0.3
+_PROBE_LENGTH = 32
+
+
+class WeightPublisher:
+    """Publishes to one engine, and probes it afterwards: equal parameters do not prove equal models.
+
+    Args:
+        engine: What generates.
+        tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence; ``None``:
+            1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
+    """
+
+    def __init__(self, engine: RolloutEngine, tolerance: float | None = None) -> None:
+        self.engine = engine
+        self.tolerance = tolerance
+        self.difference = 0.0
+        """Largest difference of log-probs that the last probe has seen."""
+
+    def publish(self, trainer: Any) -> None:
+        """Give the engine the current weights, if it has others, and check that they arrived. A collective.
+
+        Args:
+            trainer: Its module has ``policy``; its ``global_step`` is the version.
+
+        Raises:
+            RuntimeError: If the engine's log-probs of a fixed sequence differ from the trainer's.
+        """
+        from rlhfkit.rollout.weight_sync.source import ModuleWeights
+
+        module = trainer.lightning_module
+        dtype = precision_dtype(trainer.precision, compute=True)
+        version = trainer.global_step
+        if same_everywhere(trainer, self.engine.version == version):
+            if self.engine.colocate:  # asleep since the policy learned, if it sleeps with its weights
+                everywhere(trainer, self.engine.wake)
+            return
+        with trainer.profiler.profile("rollout.publish"):
+            everywhere(
+                trainer,
+                lambda: self.engine.start(
+                    base_model_name(module.hparams["model"]),
+                    dtype=dtype,
+                    trust_remote_code=module.hparams["trust_remote_code"],
+                ),
+            )
+            weights = ReadToTheEnd(ModuleWeights(module.policy, dtype=dtype))
+            everywhere(trainer, lambda: self._load(weights, version))
+        self._probe(trainer, dtype)
+
+    def _load(self, weights: ReadToTheEnd, version: int) -> None:
+        try:
+            self.engine.load(weights, version)
+        finally:
+            weights.finish()
+
+    def _probe(self, trainer: Any, dtype: torch.dtype) -> None:
+        tolerance = self.tolerance
+        if tolerance is None:
+            tolerance = _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
+        if tolerance == float("inf") or not self.engine.can_score:
+            return
+        module = trainer.lightning_module
+        vocabulary = len(module.tokenizer)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (1, min(_PROBE_LENGTH, vocabulary)), generator=generator)
+        expected = module.token_logprobs(ids)[0]
+
+        def difference() -> float:
+            if self.engine.shared and trainer.global_rank > 0:
+                return 0.0
+            return float((torch.tensor(self.engine.score(ids.tolist())[0]) - expected).abs().max())
+
+        self.difference = worst = max(everywhere(trainer, difference))
+        if not worst <= tolerance:
+            self.engine.version = None  # nothing is sampled from weights that are not the policy's
+            raise RuntimeError(
+                f"after publishing version {trainer.global_step} the engine's log-probs differ from the trainer's by "
+                f"{worst:.3g}, more than probe_tolerance={tolerance:g}: the weights did not arrive, or the two run "
+                "different models (type, attention); a larger RolloutCallback(probe_tolerance=...) accepts it"
+            )

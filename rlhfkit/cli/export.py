@@ -1,0 +1,138 @@
+"""``rlhfkit export``: the model of a checkpoint as a folder that Transformers, peft and vLLM load."""
+
+import logging
+import os
+import pkgutil
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfkit.cli.folders import DType, new_folder, weight_type
+from rlhfkit.models.load import base_model_name
+from rlhfkit.modules.checkpointing import CLASSES, SavedModule
+
+log = logging.getLogger(__name__)
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    child: str = "policy",
+    adapter: bool = False,
+    dtype: DType | None = None,
+    model: str | None = None,
+    module: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write one model of a checkpoint and its tokenizer as a Hugging Face folder. One process, no GPU.
+
+    The checkpoint is a file of plain Lightning or a directory of our DeepSpeed strategies, of any ZeRO stage and number
+    of ranks.
+
+    Example::
+
+        rlhfkit export runs/last.ckpt models/policy --dtype bfloat16
+
+    Args:
+        checkpoint: File or directory.
+        output: Folder to write.
+        child: Which of the module's models: ``policy``, ``critic``.
+        adapter: Write the LoRA adapter alone, for peft, instead of merging it into the weights.
+        dtype: Type of the written weights; ``None``: that of the model which training started from, and of an adapter
+            alone float32.
+        model: Where that model is now; ``None``: where it was.
+        module: Dotted name of the module's class; ``None``: as the checkpoint says. Needed when a class that builds its
+            model in a way of its own was defined in a script.
+        overwrite: Replace what is in the output's place.
+
+    Returns:
+        The output folder.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        FileExistsError: If the output exists.
+        ValueError: If the checkpoint is not of one of our modules, has no such child, or does not fit its model.
+    """
+    path = Path(checkpoint)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    with new_folder(output, overwrite=overwrite) as folder:
+        about, weights = _read_directory(path, child) if path.is_dir() else _read_file(path, child)
+        hyperparameters = dict(about.get("hyper_parameters") or {})
+        if "model" not in hyperparameters or not (module or about.get(CLASSES)):
+            raise ValueError(f"{path} was not saved from a module of rlhfkit: it does not say which model it trained")
+        if model is not None:
+            hyperparameters["model"] = model
+        made = _module([module] if module else about[CLASSES], hyperparameters)
+        _build(made, child)
+        _load(made, child, weights, path)
+        start, trusted = base_model_name(hyperparameters["model"]), bool(hyperparameters.get("trust_remote_code"))
+        own = adapter and dtype is None  # small, and in float32 beside weights of 16 bits
+        written = None if own else weight_type(dtype, start, trust_remote_code=trusted)
+        made.save_pretrained(folder, child=child, adapter=adapter, dtype=written)
+    return Path(output)
+
+
+def _read_file(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """A checkpoint of plain Lightning and the weights of a child."""
+    about = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    prefix = f"{child}."
+    state = about.get("state_dict", {})
+    return about, {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def _read_directory(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """A checkpoint of a DeepSpeed strategy and the weights of a child."""
+    from rlhfkit.strategies.checkpoint import directory
+    from rlhfkit.strategies.checkpoint.io import rank_file, saved_weights
+
+    directory.verify(path)
+    about = torch.load(path / rank_file(0), map_location="cpu", weights_only=True)
+    engines = directory.read_manifest(path)["engines"]
+    if child not in engines:
+        raise ValueError(f"{path} holds {', '.join(sorted(engines))}, not {child!r}")
+    return about, saved_weights(path, child)
+
+
+def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> SavedModule:
+    """The module, or the nearest of its base classes that can be imported here and takes its hyperparameters."""
+    failures: list[str] = []
+    for name in classes:
+        try:
+            found = pkgutil.resolve_name(name)
+            known = {one for base in found.__mro__ for one in signature(base.__init__).parameters}
+            made = found(**{key: value for key, value in hyperparameters.items() if key in known})
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            failures.append(f"{name}: {error}")
+            continue
+        if failures:
+            log.warning("exported as a %s, because of %s", name, "; ".join(failures))
+        return made
+    raise ValueError(f"no class of the module can be made: {'; '.join(failures)}")
+
+
+def _build(module: SavedModule, child: str) -> None:
+    """Build a child alone where the module has a method for it: all of them may not fit."""
+    if hasattr(module, f"build_{child}"):
+        setattr(module, child, getattr(module, f"build_{child}")())
+    else:
+        module.configure_model()
+
+
+def _load(module: SavedModule, child: str, weights: dict[str, Tensor], path: Path) -> None:
+    """Fill a child; what can be loaded by name may be missing."""
+    if not weights:
+        raise ValueError(f"{path} holds no weights of {child!r}")
+    result = module.get_submodule(child).load_state_dict(weights, strict=False)
+    by_name = module.loaded_by_name()
+    wrong = [name for name in result.missing_keys if not by_name(f"{child}.{name}")] + list(result.unexpected_keys)
+    if wrong:
+        raise ValueError(
+            f"the weights of {child!r} in {path} do not fit {module.hparams['model']!r}: {wrong[:8]} are missing or "
+            "unknown; give module='my_package.MyModule' if its class builds the model differently"
+        )

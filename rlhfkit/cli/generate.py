@@ -1,0 +1,177 @@
+"""``rlhfkit generate``: completions of many prompts, as JSON lines. The first step of the classic recipes."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhfkit.cli.lines import LineWriter
+from rlhfkit.cli.progress import progress_bar
+from rlhfkit.data.types import Sample
+from rlhfkit.datamodules import PromptDataModule
+from rlhfkit.datamodules.prompts.rows import PromptRows
+from rlhfkit.datamodules.tokenization.sources import Source, describe, read_rows
+from rlhfkit.models.load import base_model_name, load_causal_lm, load_tokenizer, precision_dtype
+from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingSpec
+from rlhfkit.rollout.engine import arrange_logprobs
+
+WRITTEN = ("completion", "index", "sample_index", "finish_reason", "logprob", "prompt_ids", "completion_ids")
+"""Columns that ``generate`` adds to those of the data."""
+
+
+def generate(
+    model: str,
+    data: Source,
+    output: str | os.PathLike[str],
+    *,
+    sampling: SamplingSpec | None = None,
+    engine: RolloutEngine | None = None,
+    prompt: str = "prompt",
+    columns: list[str] | None = None,
+    split: str = "train",
+    subset: str | None = None,
+    max_prompt_length: int | None = None,
+    overlong_prompts: Literal["error", "drop"] = "error",
+    apply_chat_template: bool | None = None,
+    system: str | None = None,
+    chat_template_arguments: dict[str, Any] | None = None,
+    token_ids: bool = True,
+    batch_size: int = 256,
+    precision: str = "32-true",
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Sample completions of prompts and write them as JSON lines, ``group_size`` lines per prompt, in the data's order.
+
+    A line is the row of the data and ``completion`` (text), ``index`` (row of the prompt), ``sample_index``,
+    ``finish_reason`` (``stop`` or ``length``), ``logprob`` (of the whole completion, under the distribution it was
+    sampled from) and the token ids of both. Started again, it continues a file that was interrupted; as every sample
+    has a seed of its own, the file is the same as without the interruption.
+
+    Example::
+
+        rlhfkit generate Qwen/Qwen3-0.6B gsm8k.jsonl samples.jsonl --prompt question --sampling.group_size 8
+            --engine rlhfkit.VLLMPool --engine.num_engines 2
+
+    Args:
+        model: Folder or hub name; a folder that holds a LoRA adapter is merged with its base model.
+        data: Where the prompts are: a file (JSON lines, JSON, CSV, Parquet), ``datasets`` folder, hub name, or rows.
+        output: File to write or to continue.
+        sampling: How to sample.
+        engine: What generates; ``None``: a ``LocalEngine`` in this process.
+        prompt: Column of the prompts: text or chat messages.
+        columns: Other columns to carry over; ``None``: all.
+        split: Split of the data, where it has several; slices such as ``train[:90%]`` work.
+        subset: Configuration of a hub data set.
+        max_prompt_length: Tokens, template included; ``None``: no limit but the model's context.
+        overlong_prompts: What happens to longer prompts; dropped ones are counted in the log.
+        apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
+        system: System message put in front; needs the chat template.
+        chat_template_arguments: Passed to the template.
+        token_ids: Write ``prompt_ids`` and ``completion_ids``, which rewards that count or read tokens need.
+        batch_size: Prompts generated for at once; an interruption loses no more than that.
+        precision: Of the weights, as the Trainer's: ``32-true``, ``bf16-true`` or ``16-true``.
+        trust_remote_code: Run Python code that comes with the model.
+        overwrite: Start anew when the output exists.
+        progress: Show a progress bar.
+
+    Returns:
+        The output file.
+
+    Raises:
+        ValueError: If a column is missing or would be overwritten, a prompt is too long, or the output was written with
+            other settings.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    sampling = sampling or SamplingSpec()
+    engine = engine or LocalEngine()
+    options = PromptDataModule(
+        data,
+        prompt=prompt,
+        max_prompt_length=max_prompt_length,
+        overlong_prompts=overlong_prompts,
+        apply_chat_template=apply_chat_template,
+        system=system,
+        chat_template_arguments=chat_template_arguments,
+    )
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    rows = PromptRows(options, read_rows(data, split=split, subset=subset), data, tokenizer)
+    carried = _carried_columns(rows, prompt, columns)
+    settings = {
+        "model": model,
+        "weights": _weights_stamp(model),
+        "precision": precision,
+        "data": [describe(data), rows.fingerprint()],
+        "template": [apply_chat_template, system, options.chat_template_arguments],
+        "columns": carried,
+        "token_ids": token_ids,
+    } | {f"sampling.{name}": value for name, value in asdict(sampling).items()}
+    size = sampling.group_size
+    with LineWriter(output, settings, group=size, overwrite=overwrite) as writer:
+        starts = range(writer.done // size, len(rows), batch_size)
+        try:
+            if starts:
+                dtype = precision_dtype(precision)
+                base = base_model_name(model)
+                arrange_logprobs(engine, sampling)
+                engine.start(base, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=base == model)
+                if base != model:  # the model and its adapter, merged
+                    adapted = load_causal_lm(model, dtype=dtype, trust_remote_code=trust_remote_code)
+                    engine.load(ModuleWeights(adapted), version=0)
+            with progress_bar(
+                "generate", len(rows), done=writer.done // size, unit="prompts", shown=progress
+            ) as advance:
+                for start in starts:
+                    prompts = [rows[position] for position in range(start, min(start + batch_size, len(rows)))]
+                    samples = engine.generate(prompts, sampling, iteration=0)
+                    texts = tokenizer.batch_decode([one.token_ids for one in samples], skip_special_tokens=True)
+                    writer.write(
+                        {name: row[name] for name in carried} | _sample_line(sample, text, token_ids)
+                        for sample, text in zip(samples, texts, strict=True)
+                        for row in [rows.rows[sample.prompt.index]]
+                    )
+                    advance(len(prompts))
+        finally:
+            engine.close()
+    return Path(output)
+
+
+def _carried_columns(rows: PromptRows, prompt: str, columns: Sequence[str] | None) -> list[str]:
+    """Columns of the data that the lines get too, the prompt first."""
+    found = rows.rows.column_names
+    for name in columns or ():
+        if name not in found:
+            raise ValueError(f"columns: {name!r} is not a column of {describe(rows.source)}; it has {', '.join(found)}")
+    carried = [prompt, *(name for name in (found if columns is None else columns) if name != prompt)]
+    taken = [name for name in carried if name in WRITTEN]
+    if taken:
+        raise ValueError(
+            f"{describe(rows.source)} has columns that generate writes itself: {', '.join(taken)}; rename them, or "
+            "name the columns to carry over (columns=...)"
+        )
+    return carried
+
+
+def _sample_line(sample: Sample, text: str, token_ids: bool) -> dict[str, Any]:
+    """What is written about one completion."""
+    logprob = sum(sample.logprobs)
+    line: dict[str, Any] = {
+        "completion": text,
+        "index": sample.prompt.index,
+        "sample_index": sample.sample_index,
+        "finish_reason": sample.finish_reason,
+        "logprob": None if math.isnan(logprob) else logprob,
+    }
+    if token_ids:
+        line |= {"prompt_ids": sample.prompt.token_ids, "completion_ids": sample.token_ids}
+    return line
+
+
+def _weights_stamp(model: str) -> list[list[Any]]:
+    """Size and time of a folder's weight files, to notice a model that was trained on; empty for hub names."""
+    files = sorted(path for path in Path(model).expanduser().glob("*") if path.suffix in (".safetensors", ".bin"))
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

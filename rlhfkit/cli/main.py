@@ -1,0 +1,139 @@
+"""``rlhfkit fit --config run.yaml``: Lightning's command line with our modules, data and callbacks.
+
+Every constructor argument is reachable: classes are named by ``class_path``, their arguments by ``init_args``, in YAML
+or as ``--model.init_args.lr 1e-6``. ``rlhfkit fit --print_config`` writes a complete file to start from.
+"""
+
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+TRAINER_COMMANDS = {
+    "fit": "train a module",
+    "validate": "run the validation loop once",
+    "test": "run the test loop once",
+    "predict": "run the prediction loop",
+}
+"""Run by LightningCLI."""
+
+FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
+    "export": ("a checkpoint's model as a Hugging Face folder", "rlhfkit.cli.export:export"),
+    "merge-adapter": ("a LoRA adapter merged into its base model", "rlhfkit.cli.merge_adapter:merge_adapter"),
+    "generate": ("sample completions of prompts, as JSON lines", "rlhfkit.cli.generate:generate"),
+    "score": ("add a reward to each line of completions", "rlhfkit.cli.score:score"),
+    "serve-reward": ("a reward model or function over HTTP", "rlhfkit.cli.serve_reward:serve_reward"),
+}
+"""Command to its one-line help and the function that it calls (``module:function``)."""
+
+COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in FUNCTION_COMMANDS.items()}
+
+_HELP = """usage: rlhfkit [-h] [--version] {{{names}}} ...
+
+Composable RLHF building blocks for PyTorch Lightning.
+
+commands:
+{commands}
+
+examples:
+  rlhfkit fit --config run.yaml
+  rlhfkit fit --config run.yaml --model.init_args.lr 1e-6 --trainer.max_epochs 10
+  rlhfkit fit --model rlhfkit.GRPOModule --data rlhfkit.PromptDataModule --print_config
+  rlhfkit fit --help                     (all options; takes a few seconds to load Lightning)
+"""
+
+
+def help_text() -> str:
+    """What ``rlhfkit --help`` prints, made without importing Lightning."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return _HELP.format(names=",".join(COMMANDS), commands=commands)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the ``rlhfkit`` command.
+
+    Args:
+        arguments: The command line without the program's name; ``sys.argv[1:]`` when ``None``.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(help_text())
+        return
+    if words[0] == "--version":
+        from rlhfkit._version import __version__
+
+        print(__version__)
+        return
+    if words[0] in FUNCTION_COMMANDS:
+        _call(FUNCTION_COMMANDS[words[0]][1], words)
+        return
+    if not words[0].startswith("-") and words[0] not in COMMANDS:  # Lightning's error knows its own commands only
+        print(f"rlhfkit: there is no command {words[0]!r}, but {', '.join(COMMANDS)}", file=sys.stderr)
+        raise SystemExit(2)
+    run(words)
+
+
+def _call(target: str, words: Sequence[str]) -> Any:
+    """Call a function with the arguments of a command line."""
+    from importlib import import_module
+
+    from jsonargparse import ArgumentParser, auto_cli
+
+    module, function = target.split(":")
+
+    class CommandParser(ArgumentParser):
+        """Shows the command in its usage line."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **(kwargs | {"prog": f"rlhfkit {words[0]}"}))
+
+    try:
+        return auto_cli(getattr(import_module(module), function), args=list(words[1:]), parser_class=CommandParser)
+    except (OSError, ValueError) as error:
+        if not _refused_by_us(error):
+            raise
+        print(f"rlhfkit {words[0]}: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def _refused_by_us(error: BaseException) -> bool:
+    """Whether code of ours has raised it, so that the message says all; other errors need their traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("rlhfkit.")
+
+
+def run(arguments: Sequence[str]) -> Any:
+    """Build trainer, module and data from a command line and run the command.
+
+    Args:
+        arguments: E.g. ``["fit", "--config", "run.yaml"]``.
+
+    Returns:
+        The LightningCLI, with ``trainer``, ``model`` and ``datamodule``.
+    """
+    import lightning as L
+    from lightning.pytorch.cli import LightningCLI
+
+    from rlhfkit.strategies import register
+
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # this function is that use
+    # Lightning 2.6.6 calls a pytree test that torch 2.13 deprecates, once per process.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+    register()
+    return LightningCLI(
+        L.LightningModule,
+        L.LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        trainer_defaults={"log_every_n_steps": 1},
+        save_config_kwargs={"overwrite": True},
+        seed_everything_default=0,
+        auto_configure_optimizers=False,
+        args=list(arguments),
+    )
+
+
+if __name__ == "__main__":
+    main()

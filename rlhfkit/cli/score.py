@@ -1,0 +1,152 @@
+"""``rlhfkit score``: a reward for each line of completions. The second step of the classic recipes."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhfkit.cli.lines import LineWriter
+from rlhfkit.cli.progress import progress_bar
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.datamodules import final_answer
+from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, read_rows
+from rlhfkit.rewards.base import TIMEOUT, Reward, reward_name, score_samples
+
+log = logging.getLogger(__name__)
+
+
+def score(
+    data: Source,
+    output: str | os.PathLike[str],
+    *,
+    reward: Reward | Callable[[Sequence[Sample]], Any] | None = None,  # the second: functions without annotations
+    reward_model: str | None = None,
+    prompt: str = "prompt",
+    completion: str = "completion",
+    answer: str | None = None,
+    answer_extractor: Callable[[Any], Any] = final_answer,
+    split: str = "train",
+    subset: str | None = None,
+    batch_size: int = 1024,
+    timeout: float = TIMEOUT,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Score completions and write their lines with ``reward`` added, in the data's order.
+
+    A reward of several parts adds ``reward_parts`` too; what could not be scored has the reward null and is counted in
+    the log. Started again, it continues a file that was interrupted.
+
+    Example::
+
+        rlhfkit score samples.jsonl scored.jsonl --reward rlhfkit.rewards.math_match --prompt question --answer answer
+
+    Args:
+        data: Where the completions are, e.g. what ``rlhfkit generate`` wrote.
+        output: File to write or to continue.
+        reward: Dotted path of a reward function, or a reward class with its arguments.
+        reward_model: Instead of ``reward``: folder or hub name of a reward model of the completions' tokenizer, which
+            reads their token ids (``ModelReward`` with its arguments is for others).
+        prompt: Column of the prompts: text or chat messages.
+        completion: Column of the completions.
+        answer: Column of the reference answers; ``None``: there are none.
+        answer_extractor: Applied to each reference answer.
+        split: Split of the data, where it has several.
+        subset: Configuration of a hub data set.
+        batch_size: Lines scored at once; an interruption loses no more than that.
+        timeout: Seconds that an async reward may take per batch.
+        overwrite: Start anew when the output exists.
+        progress: Show a progress bar.
+
+    Returns:
+        The output file.
+
+    Raises:
+        ValueError: If not exactly one of ``reward`` and ``reward_model`` is given, a column is missing, the reward
+            returns anything but one number or ``None`` each, or the output was written with other settings.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    judge = _judge(reward, reward_model)
+    rows = read_rows(data, split=split, subset=subset)
+    check_columns(rows, data, prompt=prompt, completion=completion, answer=answer)
+    settings = {
+        "data": [describe(data), len(rows), *_stamp(data)],
+        "reward": reward_model or reward_name(judge),
+        "columns": [prompt, completion, answer],
+    }
+    unscored = 0
+    with (
+        LineWriter(output, settings, overwrite=overwrite) as writer,
+        progress_bar("score", len(rows), done=writer.done, unit="lines", shown=progress) as advance,
+    ):
+        for start in range(writer.done, len(rows), batch_size):
+            lines = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
+            samples = []
+            for index, line in enumerate(lines, start=start):
+                reference = None if answer is None else answer_extractor(line[answer])
+                samples.append(as_sample(line, index, prompt, completion, reference))
+            score_samples(judge, samples, timeout=timeout)
+            unscored += sum(sample.reward is None for sample in samples)
+            writer.write(line | _reward_columns(sample) for line, sample in zip(lines, samples, strict=True))
+            advance(len(lines))
+    if unscored:
+        log.warning("%d lines of %s could not be scored; their reward is null", unscored, describe(data))
+    return Path(output)
+
+
+def _judge(reward: Reward | None, reward_model: str | None) -> Reward:
+    """What scores."""
+    if reward_model is None and reward is not None:
+        return reward
+    if reward_model is None or reward is not None:
+        raise ValueError(f"give either a reward or a reward_model, got {reward!r} and {reward_model!r}")
+    from rlhfkit.rewards.model import ModelReward
+
+    return ModelReward(reward_model)
+
+
+def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str, answer: Any = None) -> Sample:
+    """A line as the record that rewards take.
+
+    Args:
+        line: With prompt and completion; ``prompt_ids`` and ``completion_ids`` are taken when there are any.
+        index: Its place, where the line does not have the ``index`` of its prompt.
+        prompt: Column of the prompt. Of chat messages, ``Prompt.text`` gets the contents, one below the other.
+        completion: Column of the completion.
+        answer: The reference answer.
+    """
+    content = line[prompt]
+    text = content if isinstance(content, str) else "\n".join(str(message["content"]) for message in content)
+    own = {prompt, completion, "prompt_ids", "completion_ids"}
+    token_ids = list(line.get("completion_ids") or [])
+    return Sample(
+        prompt=Prompt(
+            index=line.get("index", index),
+            token_ids=list(line.get("prompt_ids") or []),
+            text=text,
+            answer=answer,
+            metadata={name: value for name, value in line.items() if name not in own},
+        ),
+        sample_index=line.get("sample_index", 0),
+        token_ids=token_ids,
+        logprobs=[math.nan] * len(token_ids),
+        versions=[0] * len(token_ids),
+        finish_reason=line.get("finish_reason", "stop"),
+        text=line[completion],
+    )
+
+
+def _reward_columns(sample: Sample) -> dict[str, Any]:
+    """What is added to a line."""
+    parts = {"reward_parts": sample.reward_parts} if len(sample.reward_parts) > 1 else {}
+    return {"reward": sample.reward, **parts}
+
+
+def _stamp(data: Source) -> list[int]:
+    """Size and time of a file, to notice that it is another one."""
+    if not isinstance(data, str | os.PathLike) or not Path(data).is_file():
+        return []
+    return [Path(data).stat().st_size, Path(data).stat().st_mtime_ns]

@@ -1,0 +1,161 @@
+"""``rlhfkit serve-reward``: a reward model or function for runs on other machines or in other processes."""
+
+import importlib
+import inspect
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from rlhfkit.rewards.base import TIMEOUT, Reward, reward_name
+from rlhfkit.serving.access import AccessToken
+from rlhfkit.validation import check_integer, check_number
+
+
+def serve_reward(
+    reward: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_variable: str | None = None,
+    certificate: str | os.PathLike[str] | None = None,
+    key: str | os.PathLike[str] | None = None,
+    separator: str | None = None,
+    normalized: bool = True,
+    dtype: str = "float32",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    max_batch: int = 256,
+    max_wait: float = 0.005,
+    timeout: float = TIMEOUT,
+    max_concurrent: int = 256,
+    max_body_mib: int = 64,
+    max_total_mib: int = 128,
+    max_samples: int = 1024,
+    max_tokens: int = 2**20,
+) -> None:
+    """Answer ``RemoteReward`` until the process is interrupted or terminated; running requests are finished then.
+
+    Only this machine can reach the server unless ``host`` says otherwise, and then only with a token.
+
+    Example::
+
+        rlhfkit serve-reward reward-model
+        rlhfkit serve-reward reward-model --host 0.0.0.0 --token_variable REWARD_TOKEN
+        rlhfkit serve-reward rlhfkit.rewards.math_match --port 8001
+
+    Args:
+        reward: Folder or hub name of a reward model, or the dotted path of a reward: a function, a class that needs no
+            arguments, or an object.
+        host: Address to listen on.
+        port: 0: any that is free. The address is printed.
+        token_variable: Environment variable that holds the secret that clients must send. There is no option for the
+            secret itself: command lines can be read by everybody on the machine.
+        certificate: File of a TLS certificate (PEM); needed where the network is not trusted.
+        key: File of its private key.
+        separator: The model is a process reward model, and this ends a step.
+        normalized: See ``ModelReward``.
+        dtype: Type of a model's weights.
+        device: Where a model runs; ``None``: the accelerator, else the CPU.
+        trust_remote_code: Run Python code that comes with the model. Off unless asked.
+        max_batch: Samples at which a batch of requests is closed.
+        max_wait: Seconds that a request waits for others.
+        timeout: Seconds that a request may take.
+        max_concurrent: Requests at a time; more are told to come back.
+        max_body_mib: MiB of one request.
+        max_total_mib: MiB of all requests at a time; more are told to come back. The server takes up to 32 times as
+            much memory for them.
+        max_samples: Samples of one request.
+        max_tokens: Tokens of one request, all prompts and completions together.
+
+    Raises:
+        ValueError: If a number is out of range, the host can be reached from outside and there is no good token, or the
+            reward is not found.
+    """
+    from rlhfkit.rewards.remote.server import reward_app
+    from rlhfkit.serving.server import Server
+
+    check_number("timeout", timeout, above=0, why="it is in seconds")  # before a model is loaded, which takes long
+    check_integer("max_body_mib", max_body_mib, minimum=1)
+    check_integer("max_total_mib", max_total_mib, minimum=max_body_mib)
+    judge = load_reward(
+        reward,
+        separator=separator,
+        normalized=normalized,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    server = Server(
+        reward_app(
+            judge,
+            max_batch=max_batch,
+            max_wait=max_wait,
+            timeout=timeout,
+            max_samples=max_samples,
+            max_tokens=max_tokens,
+        ),
+        host=host,
+        port=port,
+        token=AccessToken.optional(variable=token_variable),
+        certificate=certificate,
+        key=key,
+        max_concurrent=max_concurrent,
+        max_body_bytes=max_body_mib * 2**20,
+        max_total_bytes=max_total_mib * 2**20,
+    )
+    server.run(ready=lambda url: print(f"reward {reward_name(judge)!r} is served at {url}", flush=True))
+
+
+def load_reward(
+    reward: str,
+    *,
+    separator: str | None = None,
+    normalized: bool = True,
+    dtype: str = "float32",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Reward:
+    """What a name on the command line stands for, a model loaded.
+
+    Args:
+        reward: A folder; else a dotted path that can be imported; else a hub name.
+        separator: See :func:`serve_reward`, as for the others.
+        normalized: Of a model.
+        dtype: Of a model.
+        device: Of a model.
+        trust_remote_code: Of a model.
+
+    Raises:
+        ValueError: If a dotted path leads to nothing that can be called.
+    """
+    from rlhfkit.rewards.model import ModelReward
+    from rlhfkit.rewards.process_model import ProcessModelReward
+
+    if not Path(reward).exists() and "/" not in reward and "." in reward:
+        return _imported(reward)
+    if separator is None:
+        model = ModelReward(
+            reward, normalized=normalized, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
+    else:
+        model = ProcessModelReward(
+            reward, separator=separator, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
+    model.load()
+    return model
+
+
+def _imported(path: str) -> Reward:
+    """The reward at a dotted path."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{path!r} is neither a folder with a reward model nor the dotted path of a reward: {error}. Modules are "
+            "found as Python finds them; PYTHONPATH=. adds the current folder"
+        ) from error
+    judge: Any = found() if inspect.isclass(found) else found
+    if not callable(judge):
+        raise ValueError(f"{path!r} is {type(judge).__name__}, which cannot be called on samples")
+    return cast(Reward, judge)

@@ -1,0 +1,110 @@
+"""Supervised examples that carry what a teacher says about their trained tokens.
+
+Shapes: B sequences, T tokens, M trained tokens of the batch in row-major order, K likeliest tokens of the teacher.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.loaders.steps import CountedRows
+
+
+@dataclass(slots=True)
+class DistilledExample:
+    """A tokenised sequence and the teacher's likeliest tokens at each trained one."""
+
+    tokens: TokenExample
+    """The sequence."""
+    logprobs: Tensor
+    """(targets, K) float32."""
+    ids: Tensor
+    """(targets, K) int32."""
+
+
+class DistilledExamples:
+    """Examples of a whole data set beside the teacher's likeliest tokens: 8 K bytes per trained token."""
+
+    def __init__(self, examples: CountedRows, logprobs: Tensor, ids: Tensor) -> None:
+        """Put the two together.
+
+        Args:
+            examples: N tokenised sequences.
+            logprobs: (all targets, K) of the teacher, example after example.
+            ids: (all targets, K) of which tokens.
+
+        Raises:
+            ValueError: If the numbers of tokens differ.
+        """
+        if sum(examples.targets) != len(logprobs) or logprobs.shape != ids.shape:
+            raise ValueError(
+                f"the examples have {sum(examples.targets)} trained tokens, the teacher's log-probs are of "
+                f"{tuple(logprobs.shape)} and its tokens of {tuple(ids.shape)}"
+            )
+        self.examples = examples
+        self.lengths = examples.lengths
+        self.targets = examples.targets
+        self._ends = list(accumulate(examples.targets))
+        self._logprobs, self._ids = logprobs, ids
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> DistilledExample:
+        """One example."""
+        part = slice(self._ends[index] - self.targets[index], self._ends[index])
+        return DistilledExample(self.examples[index], self._logprobs[part], self._ids[part])
+
+
+@dataclass(kw_only=True)
+class DistilledBatch(TokenBatch):
+    """A batch for supervised training with the teacher's likeliest tokens."""
+
+    teacher_logprobs: Tensor
+    """(M, K) float32."""
+    teacher_ids: Tensor
+    """(M, K) int64."""
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> Self:
+        """Move every tensor.
+
+        Args:
+            device: Where to.
+            **kwargs: Passed to :meth:`torch.Tensor.to`, e.g. ``non_blocking``.
+        """
+        teacher = {name: getattr(self, name).to(device, **kwargs) for name in ("teacher_logprobs", "teacher_ids")}
+        return dataclasses.replace(super().to(device, **kwargs), **teacher)
+
+    def without_targets(self) -> Self:
+        """The same sequences with nothing to learn: loss and gradient are exactly 0."""
+        return dataclasses.replace(
+            super().without_targets(), teacher_logprobs=self.teacher_logprobs[:0], teacher_ids=self.teacher_ids[:0]
+        )
+
+
+def collate_distilled(examples: Sequence[DistilledExample], totals: StepTotals | None = None) -> DistilledBatch:
+    """Stack examples, padding on the right.
+
+    Args:
+        examples: At least one.
+        totals: Size of the optimizer step they are a part of; ``None``: unknown, the batch normalises by itself.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ValueError: If there is no example.
+    """
+    tokens = collate_tokens([example.tokens for example in examples], totals)
+    return DistilledBatch(
+        **tokens.state_dict(),
+        teacher_logprobs=torch.cat([example.logprobs for example in examples]),
+        teacher_ids=torch.cat([example.ids for example in examples]).long(),
+    )

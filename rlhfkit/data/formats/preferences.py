@@ -1,0 +1,193 @@
+"""Preference pairs: two answers to one prompt, of which one is preferred.
+
+A batch of B pairs has 2B rows: the chosen answer of pair i, with its prompt, is row 2i and the rejected one row 2i + 1.
+Neighbours that begin with the same tokens are computed once up to there (:func:`rlhfkit.models.policy_output`), so a
+pair pays for its prompt once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.batch import row_field
+from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.loaders.steps import CountedRows
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PreferenceExample:
+    """Two tokenised answers to one prompt."""
+
+    chosen: TokenExample
+    """Prompt and preferred answer; the tokens of the answer are selected."""
+    rejected: TokenExample
+    """The same prompt and the other answer."""
+    margin: float | None = None
+    """By how much the chosen answer is better, if the data says so."""
+    ref_logprobs: tuple[float, float] | None = None
+    """Summed log-probs of the chosen and of the rejected answer under the reference model, if computed already."""
+
+    @classmethod
+    def from_token_ids(
+        cls, prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int], *, margin: float | None = None
+    ) -> Self:
+        """A pair from the tokens of its three parts.
+
+        Args:
+            prompt: Token ids of the prompt, at least one.
+            chosen: Token ids of the preferred answer, end-of-sequence token included.
+            rejected: The same for the other answer.
+            margin: By how much the chosen answer is better.
+        """
+
+        def answered(answer: Sequence[int]) -> TokenExample:
+            return TokenExample([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+
+        return cls(answered(chosen), answered(rejected), margin)
+
+
+class PreferenceExamples:
+    """Preference pairs of a whole data set."""
+
+    def __init__(
+        self,
+        answers: CountedRows,
+        *,
+        margins: Sequence[float] | None = None,
+        ref_logprobs: Tensor | None = None,
+    ) -> None:
+        """Pair the answers.
+
+        Args:
+            answers: 2N sequences, chosen and rejected in turn.
+            margins: N numbers.
+            ref_logprobs: (N, 2) float32, summed log-probs of chosen and rejected under the reference model. Can also be
+                set later, as soon as they are known.
+
+        Raises:
+            ValueError: If the numbers of answers and margins do not fit.
+        """
+        pairs, single = divmod(len(answers.lengths), 2)
+        if single or (margins is not None and len(margins) != pairs):
+            raise ValueError(
+                "PreferenceExamples needs two answers and one margin (or none at all) per pair, got "
+                f"{len(answers.lengths)} answers and {0 if margins is None else len(margins)} margins"
+            )
+        self.answers = answers
+        self.margins = margins
+        self.ref_logprobs = ref_logprobs
+        self.lengths = [a + b for a, b in zip(answers.lengths[::2], answers.lengths[1::2], strict=True)]
+        """Tokens of each pair, both answers."""
+        self.targets = answers.targets[::2]
+        """Tokens of each chosen answer."""
+
+    def __len__(self) -> int:
+        """Number of pairs N."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> PreferenceExample:
+        """One pair."""
+        reference = None if self.ref_logprobs is None else self.ref_logprobs[index].tolist()
+        return PreferenceExample(
+            self.answers[2 * index],
+            self.answers[2 * index + 1],
+            None if self.margins is None else self.margins[index],
+            None if reference is None else (reference[0], reference[1]),
+        )
+
+
+@dataclass(kw_only=True)
+class PreferenceBatch(TokenBatch):
+    """B pairs in 2B rows, chosen and rejected in turn; ``loss_mask`` selects the tokens of the answers.
+
+    The size of the optimizer step is counted as pair losses need it: ``step_sequences`` are pairs, ``step_tokens``
+    tokens of chosen answers.
+    """
+
+    margins: Tensor | None = row_field(None)
+    """(2B,) float32, by how much the chosen answer is better: the same number on both rows of a pair."""
+    ref_logprobs: Tensor | None = row_field(None)
+    """(2B,) float32, summed log-probs of the answers under the reference model."""
+
+    def __post_init__(self) -> None:
+        """Reject half a pair."""
+        if len(self) % 2:
+            raise ValueError(f"a PreferenceBatch holds pairs, two rows each, got {len(self)} rows")
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs B."""
+        return len(self) // 2
+
+    @staticmethod
+    def chosen(values: Tensor) -> Tensor:
+        """Rows of the chosen answers: (2B, ...) to (B, ...)."""
+        return values[0::2]
+
+    @staticmethod
+    def rejected(values: Tensor) -> Tensor:
+        """Rows of the rejected answers: (2B, ...) to (B, ...)."""
+        return values[1::2]
+
+    @property
+    def pair_mask(self) -> Tensor:
+        """(B,) bool, pairs of which both answers have a selected token."""
+        answered = self.loss_mask.any(-1)
+        return self.chosen(answered) & self.rejected(answered)
+
+    @property
+    def pair_denominator(self) -> float | None:
+        """Denominator of an exact mean over the pairs of the step, see :attr:`sequence_denominator`."""
+        return self.sequence_denominator
+
+    @property
+    def mean_chosen_length(self) -> float | None:
+        """Tokens of a chosen answer on average over the optimizer step; ``None``: its size is not known."""
+        if self.step_tokens is None or self.step_sequences is None:
+            return None
+        return max(self.step_tokens, 1.0) / max(self.step_sequences, 1.0)
+
+    def select_pairs(self, pairs: Tensor | Sequence[int]) -> Self:
+        """The given pairs, in the given order, trimmed to their longest sequence.
+
+        Args:
+            pairs: (N,) indices, 0 .. B - 1.
+        """
+        first = 2 * torch.as_tensor(pairs, dtype=torch.int64)
+        return self.select(torch.stack([first, first + 1], -1).flatten())
+
+
+def collate_preferences(examples: Sequence[PreferenceExample], totals: StepTotals | None = None) -> PreferenceBatch:
+    """Stack pairs, padding on the right.
+
+    Args:
+        examples: At least one.
+        totals: Size of the optimizer step they are a part of, in pairs and in tokens of chosen answers; ``None``:
+            unknown, the batch normalises by itself.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ValueError: If there is no pair, or only some have a margin or reference log-probs.
+    """
+    rows = [answer for example in examples for answer in (example.chosen, example.rejected)]
+    margins = _all_or_none("margin", [example.margin for example in examples])
+    reference = _all_or_none("ref_logprobs", [example.ref_logprobs for example in examples])
+    return PreferenceBatch(
+        **collate_tokens(rows, totals).state_dict(),
+        margins=None if margins is None else torch.tensor(margins, dtype=torch.float32).repeat_interleave(2),
+        ref_logprobs=None if reference is None else torch.tensor(reference, dtype=torch.float32).flatten(),
+    )
+
+
+def _all_or_none(name: str, values: list[T | None]) -> list[T] | None:
+    given = [value for value in values if value is not None]
+    if given and len(given) < len(values):
+        raise ValueError(f"{name} is set in {len(given)} of {len(values)} pairs of a batch: set it in all or in none")
+    return given or None

@@ -1,0 +1,95 @@
+"""Answers whose reasoning steps are judged one by one, for process reward models.
+
+A step is judged at its last token, and ``loss_mask`` marks these tokens: where TRL and OpenRLHF put the label, too.
+
+Shapes: B sequences, T tokens (longest of the batch; the rest is padded on the right).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.batch import step_field
+from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.loaders.steps import CountedRows
+
+
+@dataclass(slots=True)
+class StepwiseExample:
+    """A prompt with an answer in steps."""
+
+    answer: TokenExample
+    """Prompt and answer; ``loss_mask`` is true on the last token of each step."""
+    labels: list[float]
+    """Of each step, the probability that it is good: 1 and 0 are hard labels, what lies between are soft ones."""
+
+    def __post_init__(self) -> None:
+        """Reject labels that do not fit the steps."""
+        if len(self.labels) != self.answer.targets:
+            raise ValueError(
+                f"a StepwiseExample needs a label for each step, got {self.answer.targets} steps and "
+                f"{len(self.labels)} labels"
+            )
+        wrong = [label for label in self.labels if not 0.0 <= label <= 1.0]
+        if wrong:
+            raise ValueError(f"the label of a step must be in [0, 1], got {wrong[0]}")
+
+
+class StepwiseExamples:
+    """Judged answers of a whole data set."""
+
+    def __init__(self, answers: CountedRows, labels: Sequence[list[float]]) -> None:
+        """Put answers and labels together.
+
+        Args:
+            answers: Sequences that mark the last token of each step.
+            labels: For each sequence one label per step.
+        """
+        self.answers = answers
+        self.labels = labels
+        self.lengths = answers.lengths
+        """Tokens of each sequence."""
+        self.targets = answers.targets
+        """Steps of each sequence."""
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> StepwiseExample:
+        """One sequence."""
+        return StepwiseExample(self.answers[index], self.labels[index])
+
+
+@dataclass(kw_only=True)
+class StepwiseBatch(TokenBatch):
+    """Answers in steps; of the optimizer step's size, ``step_tokens`` counts reasoning steps."""
+
+    labels: Tensor = step_field()
+    """(B, T-1) float32 on the next-token axis: how good the step is that ends at token t+1; 0 where none ends."""
+
+    @property
+    def step_ends(self) -> Tensor:
+        """(B, T) bool, true on the last token of each step."""
+        return torch.nn.functional.pad(self.loss_mask, (1, 0))
+
+
+def collate_stepwise(examples: Sequence[StepwiseExample], totals: StepTotals | None = None) -> StepwiseBatch:
+    """Stack answers, padding on the right.
+
+    Args:
+        examples: At least one.
+        totals: Size of the optimizer step they are a part of; ``None``: unknown, the batch normalises by itself.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ValueError: If there is no example.
+    """
+    answers = collate_tokens([example.answer for example in examples], totals)
+    labels = torch.zeros(answers.loss_mask.shape, dtype=torch.float32)
+    labels[answers.loss_mask] = torch.tensor([label for example in examples for label in example.labels])
+    return StepwiseBatch(**answers.state_dict(), labels=labels)

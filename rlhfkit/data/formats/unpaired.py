@@ -1,0 +1,210 @@
+"""Answers that are labelled desirable or not, and beside each the same prompt with the answer to another one.
+
+KTO measures how far the policy has moved from its reference on *mismatched* pairs of prompt and answer. Here they are a
+property of the data, drawn once over all of it: no two micro-batches, ranks or batch sizes disagree about them, and a
+micro-batch of one answer has its mismatched pair too. (TRL and OpenRLHF rotate the answers within a micro-batch, whose
+size then changes the estimate and must be above one.)
+
+Shapes: B sequences, T tokens (longest of the batch; the rest is padded on the right).
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.batch import row_field
+from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.loaders.steps import CountedRows, StepLoader
+
+
+@dataclass(slots=True)
+class UnpairedExample:
+    """One answer and what is thought of it."""
+
+    answer: TokenExample
+    """Prompt and completion; the tokens of the completion are learned."""
+    desirable: bool
+    """Whether the completion is wanted."""
+    mismatched: TokenExample | None
+    """The same prompt with the completion of another; ``None`` where all the data has one prompt."""
+    ref_logprobs: tuple[float, float] | None = None
+    """Summed log-probs of both completions under the reference model, if computed already."""
+
+
+class UnpairedExamples:
+    """Labelled answers, each with a mismatched one."""
+
+    def __init__(
+        self, answers: CountedRows, desirable: Sequence[bool], *, seed: int = 0, max_length: int | None = None
+    ) -> None:
+        """Draw the mismatched pairs.
+
+        Args:
+            answers: Prompts with completions.
+            desirable: Whether each is wanted.
+            seed: Of the draw.
+            max_length: Tokens that a mismatched pair is cut to.
+
+        Raises:
+            ValueError: If answers and labels differ in number.
+        """
+        if len(answers.lengths) != len(desirable):
+            raise ValueError(f"each answer needs a label, got {len(answers.lengths)} answers, {len(desirable)} labels")
+        self.answers = answers
+        self.desirable = list(desirable)
+        self.max_length = max_length
+        self.lengths = answers.lengths
+        """Tokens of each answer with its prompt."""
+        self.targets = answers.targets
+        """Learned tokens of each answer."""
+        prompts = []
+        for index in range(len(desirable)):
+            example = answers[index]
+            prompts.append(tuple(example.input_ids[: _prompt_length(example)]))
+        self.ref_logprobs: Tensor | None = None
+        """(N, 2) summed log-probs of each completion and of its mismatched one, once they are computed."""
+        self.partners = rows_of_other_prompts(prompts, seed=seed)
+        """Row whose completion makes the mismatched pair; ``None`` where all the data has one prompt."""
+
+    def __len__(self) -> int:
+        """Number of answers."""
+        return len(self.desirable)
+
+    def __getitem__(self, index: int) -> UnpairedExample:
+        """One answer with its mismatched pair."""
+        answer, mismatched = self.answers[index], None
+        if self.partners is not None:
+            mismatched = _exchanged(answer, self.answers[self.partners[index]], self.max_length)
+        if self.ref_logprobs is None:
+            return UnpairedExample(answer, self.desirable[index], mismatched)
+        own, other = self.ref_logprobs[index].tolist()
+        return UnpairedExample(answer, self.desirable[index], mismatched, (own, other))
+
+
+def _prompt_length(example: TokenExample) -> int:
+    return example.loss_mask.index(True)
+
+
+def _exchanged(answer: TokenExample, other: TokenExample, max_length: int | None) -> TokenExample:
+    """The prompt of one with the completion of the other."""
+    end, start = _prompt_length(answer), _prompt_length(other)
+    token_ids = answer.input_ids[:end] + other.input_ids[start:]
+    mask = answer.loss_mask[:end] + other.loss_mask[start:]
+    return TokenExample(token_ids[:max_length], mask[:max_length])
+
+
+def rows_of_other_prompts(prompts: Sequence[Hashable], *, seed: int) -> list[int] | None:
+    """For each row a row with another prompt, uniformly at random among all of these.
+
+    Args:
+        prompts: What identifies the prompt of each of N rows.
+        seed: Of the draw; the same seed gives the same rows.
+
+    Returns:
+        N rows; ``None`` if there is only one prompt.
+    """
+    numbers: dict[Hashable, int] = {}
+    groups = torch.tensor([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
+    if len(numbers) < 2:
+        return None
+    count, sizes = len(prompts), torch.bincount(groups)
+    order = torch.argsort(groups, stable=True)
+    ends = torch.tensor(list(accumulate(sizes.tolist())))
+    draws = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    behind = (draws * (count - sizes[groups])).long()  # of the rows that lie behind the prompt's own, in a circle
+    return order[(ends[groups] + behind) % count].tolist()
+
+
+@dataclass(kw_only=True)
+class ReferencedBatch(TokenBatch):
+    """Prompts with completions, and perhaps what the reference model says about them."""
+
+    ref_logprobs: Tensor | None = row_field(None)
+    """(B,) float32, summed over the completion; ``None``: not known."""
+
+
+@dataclass(kw_only=True)
+class UnpairedBatch(ReferencedBatch):
+    """Labelled answers; the first micro-batch of a step also brings the mismatched pairs of all of the step's."""
+
+    desirable: Tensor = row_field()
+    """(B,) bool."""
+    mismatched: tuple[ReferencedBatch, ...] = ()
+    """For each micro-batch of the step on this rank, its answers' mismatched pairs; empty in all but the first."""
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> Self:
+        """Move every tensor.
+
+        Args:
+            device: Where to.
+            **kwargs: Passed to :meth:`torch.Tensor.to`, e.g. ``non_blocking``.
+        """
+        mismatched = tuple(batch.to(device, **kwargs) for batch in self.mismatched)
+        return dataclasses.replace(super().to(device, **kwargs), mismatched=mismatched)
+
+
+def collate_unpaired(examples: Sequence[UnpairedExample], totals: StepTotals | None = None) -> UnpairedBatch:
+    """Stack answers, padding on the right.
+
+    Args:
+        examples: At least one.
+        totals: Size of the optimizer step they are a part of; ``None``: unknown, the batch normalises by itself.
+
+    Returns:
+        The batch, without mismatched pairs.
+
+    Raises:
+        ValueError: If there is no example.
+    """
+    answers = collate_tokens([example.answer for example in examples], totals)
+    return UnpairedBatch(
+        **answers.state_dict(),
+        ref_logprobs=_ref_logprobs(examples, 0),
+        desirable=torch.tensor([example.desirable for example in examples], dtype=torch.bool),
+    )
+
+
+def collate_mismatched(examples: Sequence[UnpairedExample]) -> ReferencedBatch | None:
+    """Stack the mismatched pairs of answers.
+
+    Args:
+        examples: At least one.
+
+    Returns:
+        The batch; ``None`` if an example has no mismatched pair.
+    """
+    found = [example.mismatched for example in examples if example.mismatched is not None]
+    if len(found) < len(examples):
+        return None
+    return ReferencedBatch(**collate_tokens(found).state_dict(), ref_logprobs=_ref_logprobs(examples, 1))
+
+
+def _ref_logprobs(examples: Sequence[UnpairedExample], which: int) -> Tensor | None:
+    known = [example.ref_logprobs[which] for example in examples if example.ref_logprobs is not None]
+    return torch.tensor(known) if len(known) == len(examples) else None
+
+
+class UnpairedLoader(StepLoader[UnpairedBatch]):
+    """A :class:`StepLoader` over :class:`UnpairedExamples` that hands out a step's mismatched pairs at its start."""
+
+    def _batch(self, rows: list[int], totals: StepTotals, micro_batches: list[list[int]]) -> UnpairedBatch:
+        batch = super()._batch(rows, totals, micro_batches)
+        mine = micro_batches[self.rank :: self.world_size]
+        if rows is not mine[0]:
+            return batch
+        return dataclasses.replace(batch, mismatched=self._mismatched(mine, micro_batches))
+
+    def _mismatched(self, mine: list[list[int]], micro_batches: list[list[int]]) -> tuple[ReferencedBatch, ...]:
+        """One batch for each of this rank's micro-batches, so that all ranks run equally many forward passes."""
+        batches = []
+        for rows in mine:
+            batch = collate_mismatched([self.examples[row] for row in rows or [self._shortest(micro_batches)]])
+            if batch is None:
+                return ()
+            batches.append(batch if rows else batch.without_targets())
+        return tuple(batches)

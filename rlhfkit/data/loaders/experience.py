@@ -1,0 +1,148 @@
+"""``ExperienceLoader``: what Lightning iterates over while the data is being made, one iteration per epoch.
+
+It has a length, because Lightning reads a loader without one a batch ahead (``_PrefetchDataFetcher``), so that the next
+iteration would be sampled from weights that are one update old. It is lazy, because its length is asked for long before
+there are weights to generate from. And it can be saved in the middle of an iteration, with the batches still to come.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+
+from rlhfkit.data.types import Experience
+from rlhfkit.validation import check_integer
+
+
+class Restorable(Protocol):
+    """A batch that can be written to a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only."""
+        ...
+
+
+T = TypeVar("T", bound=Restorable)
+
+
+@runtime_checkable
+class ExperienceSource(Protocol):
+    """What makes the experience; a DataModule looks for the one callback of the trainer that is such a source."""
+
+    @property
+    def group_size(self) -> int:
+        """Samples per prompt."""
+        ...
+
+    def batches_per_iteration(self) -> int:
+        """Micro-batches that :meth:`collect` will give this rank, the same number on every rank."""
+        ...
+
+    def collect(self) -> Sequence[Experience]:
+        """This rank's micro-batches of the current iteration; a collective call."""
+        ...
+
+
+class ExperienceLoader(Generic[T]):
+    """A sized, lazy, resumable iterable over batches that ``collect`` makes.
+
+    Example::
+
+        loader = ExperienceLoader(callback.collect, length=24)
+        len(loader)              # 24; nothing is generated
+        for batch in loader:     # collect() is called when the first batch is asked for
+            ...
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[], Sequence[T]],
+        length: int,
+        *,
+        restore: Callable[[Mapping[str, Any]], T] | None = None,
+    ) -> None:
+        """Promise ``length`` batches per iteration.
+
+        Args:
+            collect: Makes the batches of one iteration.
+            length: How many that must be.
+            restore: Inverse of a batch's ``state_dict``; :meth:`Experience.from_state_dict` when ``None``.
+
+        Raises:
+            ValueError: If the length is below 1.
+        """
+        check_integer("length", length, minimum=1, why="it is the batches of an iteration")
+        self.collect = collect
+        self.length = length
+        self._restore = restore or cast(Callable[[Mapping[str, Any]], T], Experience.from_state_dict)
+        self._batches: list[T] = []
+        self._position = length  # batches handed out; length: the iteration is over
+        self._ready = False  # batches are there that the next iterator has to begin with
+
+    def __len__(self) -> int:
+        """Batches per iteration, also when part of one has been handed out already."""
+        return self.length
+
+    def fill(self) -> None:
+        """Collect the coming iteration now, unless that was done or a checkpoint brought the rest of one.
+
+        ``__iter__`` does it when the first batch is asked for; call it to have it done at a moment of your choosing.
+
+        Raises:
+            ValueError: If ``collect`` returned another number of batches than was promised.
+        """
+        if self._ready:
+            return
+        self._batches = []  # free the last iteration before the next one is made
+        batches = list(self.collect())
+        if len(batches) != self.length:
+            raise ValueError(
+                f"collect() returned {len(batches)} batches, but the loader promised {self.length} per iteration; all "
+                "ranks must train on equally many"
+            )
+        self._batches, self._position, self._ready = batches, 0, True
+
+    def __iter__(self) -> Iterator[T]:
+        """A new iteration, or the rest of the one that was loaded."""
+        self.fill()
+        self._ready = False
+        while self._position < self.length:
+            batch = self._batches[self._position]
+            # Counted before it is handed out: nothing after the last yield ever runs, Lightning does not ask again.
+            self._position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the iteration and the batches that were not handed out yet, as tensors and plain values."""
+        return self.state_dict_before(0)
+
+    def state_dict_before(self, batches: int) -> dict[str, Any]:
+        """The state of some batches ago, to repeat those that no optimizer step was made with.
+
+        Args:
+            batches: Of this iteration.
+        """
+        remaining = self._batches[self._position - batches :]
+        return {
+            "length": self.length,
+            "position": self.length - len(remaining),
+            "remaining": [batch.state_dict() for batch in remaining],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue inside the saved iteration: its remaining batches come first, ``collect`` is called after them.
+
+        Args:
+            state: From :meth:`state_dict`.
+
+        Raises:
+            ValueError: If the saved iteration had another number of batches.
+        """
+        if state["length"] != self.length:
+            raise ValueError(
+                f"the checkpoint was saved inside an iteration of {state['length']} micro-batches per rank, this run "
+                f"has {self.length}: resume with the same batch sizes, accumulate_grad_batches and number of ranks, or "
+                "from a checkpoint of the end of an iteration"
+            )
+        remaining = [self._restore(batch) for batch in state["remaining"]]
+        self._position = self.length - len(remaining)
+        self._batches = cast(list[T], [None] * self._position) + remaining
+        self._ready = bool(remaining)

@@ -1,0 +1,63 @@
+"""Text that a policy goes on learning from while it learns from its own samples."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlhfkit.data.collate import TokenBatch, collate_tokens
+from rlhfkit.data.loaders.steps import StepLoader
+from rlhfkit.datamodules.sft import SFTDataModule
+
+
+class PretrainingText:
+    """Micro-batches of text by number: the n-th of a run is the same whenever it is asked for.
+
+    So there is no cursor to save: a resumed run knows which micro-batch it is at. A pass over the text takes whole
+    optimizer steps; what is left over is in the next, which has another order.
+
+    Args:
+        data: Attached to a Trainer, and set up.
+
+    Raises:
+        ValueError: If the text does not fill one optimizer step.
+    """
+
+    def __init__(self, data: SFTDataModule) -> None:
+        trainer, examples = data.trainer, data.examples
+        assert trainer is not None
+        assert examples is not None
+        self.loader: StepLoader[TokenBatch] = StepLoader(
+            examples,
+            collate_tokens,
+            lengths=examples.lengths,
+            targets=examples.targets,
+            micro_batch_size=None if data.max_tokens_per_micro_batch else data.micro_batch_size,
+            max_tokens_per_micro_batch=data.max_tokens_per_micro_batch,
+            accumulate=trainer.accumulate_grad_batches,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            shuffle=data.shuffle,
+            seed=data.seed,
+            drop_last=True,
+        )
+        self._next: int | None = None
+        self._batches: Iterator[TokenBatch] = iter(())
+
+    def batch(self, number: int) -> TokenBatch:
+        """This rank's micro-batch, with the counts of its whole optimizer step.
+
+        Args:
+            number: Micro-batches of a rank before it, since the run began.
+        """
+        if number != self._next:
+            self._batches = self._from(number)
+        self._next = number + 1
+        return next(self._batches)
+
+    def _from(self, number: int) -> Iterator[TokenBatch]:
+        epoch, position = divmod(number, len(self.loader))
+        state: dict[str, Any] = self.loader.state_dict() | {"position": position}
+        self.loader.load_state_dict(state)
+        while True:
+            self.loader.set_epoch(epoch)
+            yield from self.loader
+            epoch += 1

@@ -1,0 +1,274 @@
+"""``SFTDataModule``: prompts with completions, conversations, or plain text, for supervised fine-tuning."""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import lightning as L
+
+from rlhfkit.data.collate import collate_tokens
+from rlhfkit.data.loaders.steps import CountedRows, StepLoader
+from rlhfkit.datamodules.tokenization.cache import TokenCache
+from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokensInText, check_special_tokens_in_text
+from rlhfkit.datamodules.tokenization.columns import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, TokenExamples
+from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources
+from rlhfkit.datamodules.tokenization.sources import (
+    Source,
+    check_columns,
+    describe,
+    load_tokenizer,
+    no_loader,
+    read_rows,
+)
+from rlhfkit.validation import check_integer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+log = logging.getLogger(__name__)
+
+Builder = TypeVar("Builder", bound=ExampleBuilder)
+
+
+class SFTDataModule(L.LightningDataModule):
+    """Tokenised examples from files, the hub or memory, in optimizer steps that are the same on any number of ranks.
+
+    Three kinds of data, told by their columns; columns that are called otherwise are named:
+
+    - ``messages`` (or ``conversations``): chat messages through the tokenizer's template; only what the assistant says
+      is learned;
+    - ``prompt`` and ``completion``: only the completion and the token that ends it are learned;
+    - ``text``: everything is learned, as in pretraining.
+
+    Example::
+
+        data = SFTDataModule("sft.jsonl", prompt="question", completion="answer", micro_batch_size=16)
+    """
+
+    keeps_tokens: ClassVar[bool] = True
+    """Whether :meth:`_build` gives what was tokenised before, so that it is worth doing once for all ranks."""
+
+    def __init__(
+        self,
+        data: Sources,
+        *,
+        prompt: str | None = None,
+        completion: str | None = None,
+        messages: str | None = None,
+        text: str | None = None,
+        validation_data: Source | None = None,
+        split: str = "train",
+        validation_split: str = "test",
+        subset: str | None = None,
+        micro_batch_size: int | None = None,
+        max_tokens_per_micro_batch: int | None = None,
+        max_length: int = 2048,
+        overlong: Literal["truncate", "drop", "error"] = "truncate",
+        drop_last: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+        apply_chat_template: bool | None = None,
+        system: str | None = None,
+        chat_template_arguments: dict[str, Any] | None = None,
+        special_tokens_in_text: SpecialTokensInText | None = None,
+        tokenizer: Any = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        num_proc: int = 1,
+    ) -> None:
+        """Remember what to read; nothing is opened before ``setup``.
+
+        Args:
+            data: Where the examples are, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`; or several
+                sources with their weights, ``{"a.jsonl": 0.7, "b.jsonl": 0.3}``, see :class:`~rlhfkit.Mixture`.
+            prompt: Column of the prompts: text or chat messages, written as ``PromptDataModule`` writes them. ``None``
+                here and below: found by its usual name, where the data has such columns.
+            completion: Column of the completions: text, or the chat messages of the answer.
+            messages: Column of whole conversations: chat messages, or ShareGPT's turns (``from`` and ``value``).
+            text: Column of plain text.
+            validation_data: Where the validation examples are; same columns.
+            split: Split of ``data``, where it has several.
+            validation_split: Split of ``validation_data``, where it has several.
+            subset: Configuration of a hub data set.
+            micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts);
+                8 where ``max_tokens_per_micro_batch`` is not given.
+            max_tokens_per_micro_batch: Fill micro-batches up to this many tokens instead; at least ``max_length``.
+            max_length: Tokens per sequence.
+            overlong: What happens to longer sequences; ``"truncate"`` cuts their end. Counts are logged, and what has
+                nothing left to learn is left out.
+            drop_last: Leave out the last optimizer step of an epoch when it is not full.
+            shuffle: Shuffle each epoch; the order of the file when false.
+            seed: Of the shuffling.
+            apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
+            system: System message put in front; needs the chat template.
+            chat_template_arguments: Passed to the template.
+            special_tokens_in_text: What becomes of control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
+                ``"refuse"`` or ``"escape"``. ``None``: escaped in chat messages, where they could end a turn or forge
+                one, kept in plain text; see :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
+            tokenizer: A tokenizer or its name; ``None``: the LightningModule's attribute ``tokenizer``.
+            cache_dir: Folder where tokenised examples are kept for the next start, see
+                :class:`~rlhfkit.datamodules.tokenization.cache.TokenCache`.
+            num_proc: Processes that tokenise.
+
+        Raises:
+            ValueError: If an argument is out of range, or two exclude one another.
+        """
+        super().__init__()
+        check_integer("max_length", max_length, minimum=2, why="one token to learn and one in front of it")
+        check_integer("micro_batch_size", micro_batch_size, minimum=1, optional=True)
+        check_integer("max_tokens_per_micro_batch", max_tokens_per_micro_batch, minimum=1, optional=True)
+        check_integer("seed", seed)
+        check_integer("num_proc", num_proc, minimum=1)
+        if messages is not None and text is not None:
+            raise ValueError(f"name messages={messages!r} or text={text!r}, not both: they are two kinds of data")
+        if micro_batch_size is not None and max_tokens_per_micro_batch is not None:
+            raise ValueError("give micro_batch_size or max_tokens_per_micro_batch, not both")
+        if max_tokens_per_micro_batch is not None and max_tokens_per_micro_batch < max_length:
+            raise ValueError(
+                f"max_tokens_per_micro_batch must be at least max_length {max_length}, so that each sequence fits, got "
+                f"{max_tokens_per_micro_batch}"
+            )
+        if overlong not in ("truncate", "drop", "error"):
+            raise ValueError(f"overlong must be 'truncate', 'drop' or 'error', got {overlong!r}")
+        self.data = Mixture(data) if isinstance(data, Mapping) else data
+        self.prompt: Any = prompt  # text where a subclass has a default
+        self.completion: Any = completion
+        self.messages = messages
+        self.text = text
+        self.validation_data = validation_data
+        self.split = split
+        self.validation_split = validation_split
+        self.subset = subset
+        self.micro_batch_size = micro_batch_size or 8
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.max_length = max_length
+        self.overlong = overlong
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self.seed = seed
+        self.apply_chat_template = apply_chat_template
+        self.system = system
+        self.chat_template_arguments = dict(chat_template_arguments or {})
+        check_special_tokens_in_text(special_tokens_in_text)
+        self.special_tokens_in_text = special_tokens_in_text
+        self.tokenizer = tokenizer
+        self.token_cache = TokenCache(cache_dir, num_proc)
+        self.examples: CountedRows | None = None
+        """The training examples, after ``setup``."""
+        self.validation_examples: CountedRows | None = None
+        """The validation examples, after ``setup``."""
+
+    def prepare_data(self) -> None:
+        """Download, convert and tokenise once per machine, so that the other ranks find it done."""
+        sources = [(source, self.split) for source in self._sources()]
+        if self.validation_data is not None:
+            sources.append((self.validation_data, self.validation_split))
+        for source, split in sources:
+            rows = read_rows(source, split=split, subset=self.subset)
+            if self.keeps_tokens and self.token_cache.keeps(rows):
+                self._build(source, split, self._load_tokenizer())
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and tokenise; a second call does nothing.
+
+        Args:
+            stage: Not used.
+
+        Raises:
+            ValueError: If a column is missing, a value has the wrong type, a row is longer than the model's context, or
+                nothing is left to learn.
+        """
+        if self.examples is not None:
+            return
+        tokenizer = self._load_tokenizer()
+        if self.validation_data is not None:
+            self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
+        examples = [self._build(source, self.split, tokenizer) for source in self._sources()]
+        self.examples = self.data.mix(examples, seed=self.seed) if isinstance(self.data, Mixture) else examples[0]
+
+    def _sources(self) -> list[Any]:
+        return self.data.sources if isinstance(self.data, Mixture) else [self.data]
+
+    def _load_tokenizer(self) -> Any:
+        return load_tokenizer(self.tokenizer, None if self.trainer is None else self.trainer.lightning_module)
+
+    def _build(self, source: Source, split: str, tokenizer: Any) -> CountedRows:
+        """Read a source and make examples of it; override for other columns."""
+        rows = read_rows(source, split=split, subset=self.subset)
+        named = {"messages": self.messages, "prompt": self.prompt, "completion": self.completion, "text": self.text}
+        columns = find_columns(rows, source, (CONVERSATION, PROMPT_COMPLETION, LANGUAGE_MODELLING), named)
+        return self._tokenised(rows, source, tokenizer, **columns)
+
+    def _tokenised(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:
+        """Examples of rows, by the columns that :meth:`ExampleBuilder.build` takes."""
+        check_columns(rows, source, **columns)
+        return self._builder(ExampleBuilder, source, tokenizer).build(rows, **columns)
+
+    def _builder(self, kind: type[Builder], source: Source, tokenizer: Any) -> Builder:
+        """What makes examples of a source's rows, by the arguments of this DataModule and the model's context."""
+        style = PromptFormat(
+            tokenizer,
+            apply_chat_template=self.apply_chat_template,
+            system=self.system,
+            chat_template_arguments=self.chat_template_arguments,
+            special_tokens_in_text=self.special_tokens_in_text,
+        )
+        return kind(
+            style,
+            self.max_length,
+            self.overlong,
+            describe(source),
+            context=self._context_length(),
+            cache=self.token_cache,
+        )
+
+    def _context_length(self) -> int | None:
+        """Tokens that the model being trained can see; ``None``: any number, or it does not say."""
+        return None if self.trainer is None else getattr(self.trainer.lightning_module, "context_length", None)
+
+    def train_dataloader(self) -> StepLoader[Any]:
+        """Micro-batches of this rank, with the exact totals of their optimizer step."""
+        trainer = self._attached()
+        return self._loader(
+            self.examples,
+            accumulate=trainer.accumulate_grad_batches,
+            shuffle=self.shuffle,
+            epoch=lambda: trainer.current_epoch,
+            drop_last=self.drop_last,
+        )
+
+    def val_dataloader(self) -> Any:
+        """Validation micro-batches whose plain mean of losses is the exact mean over all of them; or no loader."""
+        if self.validation_data is None:
+            return no_loader()
+        return self._loader(self.validation_examples, accumulate=1, shuffle=False, whole_epoch=True)
+
+    def predict_dataloader(self) -> StepLoader[Any]:
+        """Micro-batches of ``data``; on one rank and without a token budget, its rows in their order."""
+        return self._loader(self.examples, accumulate=1, shuffle=False)
+
+    def _loader(self, examples: CountedRows | None, **arguments: Any) -> StepLoader[Any]:
+        trainer = self._attached()
+        if examples is None:
+            raise RuntimeError(f"the data is not open yet: call {type(self).__name__}.setup() first (the Trainer does)")
+        return self._step_loader(
+            examples,
+            lengths=examples.lengths,
+            targets=examples.targets,
+            micro_batch_size=None if self.max_tokens_per_micro_batch else self.micro_batch_size,
+            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            seed=self.seed,
+            **arguments,
+        )
+
+    def _step_loader(self, examples: CountedRows, **arguments: Any) -> StepLoader[Any]:
+        """The loader; override for batches of another kind."""
+        return StepLoader(examples, collate_tokens, **arguments)
+
+    def _attached(self) -> L.Trainer:
+        if self.trainer is None:
+            raise RuntimeError(f"{type(self).__name__} has no Trainer: pass it to trainer.fit(module, datamodule)")
+        return self.trainer

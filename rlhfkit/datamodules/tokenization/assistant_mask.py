@@ -1,0 +1,209 @@
+"""Which characters of a written conversation the assistant has to say.
+
+Templates with ``{% generation %}`` say it themselves. For all others a conversation is written once as it is and once
+with the content of one turn replaced by a character that occurs nowhere else: what differs is what the template made of
+that content, wherever it stands and whatever the template did to other turns. Templates that write earlier turns
+differently once others follow (without their thoughts, say) are read as correctly as those that do not.
+
+A turn begins behind the generation prompt and ends with the first special token behind its content (the end-of-turn
+token); line breaks that a template writes behind that are never generated and not learned.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from rlhfkit.datamodules.tokenization.chat import PromptFormat
+
+Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]
+Stop = Literal["learned", "left out", "missing"]
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+_SENTINEL = "\ue000"
+"""A private-use character: no template writes it and no tokenizer has to read it."""
+
+
+class Conversation(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    """What the model reads."""
+    spans: list[Span]
+    """Characters that are learned, ascending, the ends excluded."""
+    stop: Stop
+    """What became of the end-of-turn token of the last learned turn: it is in the span, behind it, or nowhere."""
+
+
+def write_conversation(style: PromptFormat, messages: Messages, *, first: int = 0) -> Conversation:
+    """Write a conversation and find the assistant's turns in it.
+
+    Args:
+        style: Has the template.
+        messages: With everything in them.
+        first: Turns in front of this one are not learned.
+
+    Returns:
+        Text and spans; no span where the assistant says nothing.
+
+    Raises:
+        ValueError: If a turn consists of tool calls and the template does not write them.
+    """
+    _check_calls(style, messages)
+    if _GENERATION.search(style.tokenizer.get_chat_template()):
+        text, spans = _marked(style, messages, first)
+    else:
+        text = style.render(messages, generation=False)
+        turns = [turn for turn in range(first, len(messages)) if messages[turn]["role"] == "assistant"]
+        found = [_span(style, messages, turn, text) for turn in turns]
+        spans = [span for span in found if span is not None]
+    return Conversation(text, spans, _stop(style, text, spans))
+
+
+def _check_calls(style: PromptFormat, messages: Messages) -> None:
+    """Refuse templates without tool calls where nothing would be left of a turn."""
+    calling = [turn for turn, message in enumerate(messages) if message.get("tool_calls") and not message["content"]]
+    if not calling:
+        return
+    silent = list(messages)
+    silent[calling[0]] = {key: value for key, value in messages[calling[0]].items() if key != "tool_calls"}
+    if style.render(silent, generation=False) == style.render(messages, generation=False):
+        raise ValueError(
+            "a turn consists of tool calls, which the chat template does not write: an empty answer would be learned; "
+            "use a template with tool calls, or write the calls into the content"
+        )
+
+
+def _marked(style: PromptFormat, messages: Messages, first: int) -> tuple[str, list[tuple[int, int]]]:
+    """By the template's own marks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    # The tokenizer's own apply_chat_template gives token masks only, and wrong ones where a mark ends inside a token.
+    texts, marks = render_jinja_template(
+        conversations=[style.guarded(list(messages), templated=True)],
+        chat_template=style.tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        **{**style.tokenizer.special_tokens_map, **style.arguments},
+    )
+    text = texts[0]
+    begin = 0
+    if first:
+        begin = _common(text, style.render(_replaced(messages, first), generation=False))
+    return text, [(start, end) for start, end in marks[0] if end > max(start, begin)]
+
+
+def _span(style: PromptFormat, messages: Messages, turn: int, text: str) -> tuple[int, int] | None:
+    """Characters of one turn; ``None`` if the template leaves the turn out."""
+    replaced = style.render(_replaced(messages, turn), generation=False)
+    if _SENTINEL not in replaced:
+        return None
+    content = _common(text, replaced)
+    behind = len(text) - min(_common(text[::-1], replaced[::-1]), len(text) - content)
+    alone = replaced  # up to this turn, so that what the template writes behind it ends there
+    if turn < len(messages) - 1:
+        alone = _written(style, _replaced(messages[: turn + 1], turn)) or replaced
+    closing = alone.rpartition(_SENTINEL)[2]
+    if not messages[turn]["content"] and not text.startswith(closing[:1], behind):
+        closing = closing.lstrip()  # what a template writes between a content and what follows it, tool calls say
+    closing = closing[: _common(text[behind:], closing)]
+    end_of_turn = style.special_pattern.search(closing)
+    start = _start(style, messages[:turn], text, content, alone)
+    end = behind + (end_of_turn.end() if end_of_turn else len(closing))
+    return (start, end) if start < end else None
+
+
+def _written(style: PromptFormat, messages: Messages, *, generation: bool = False) -> str | None:
+    """The beginning of a conversation; ``None`` if the template takes the whole of it only (a user has to speak)."""
+    from jinja2 import TemplateError
+
+    try:
+        return style.render(messages, generation=generation) if messages else None
+    except TemplateError:
+        return None
+
+
+def _start(style: PromptFormat, before: Messages, text: str, content: int, alone: str) -> int:
+    """Behind the generation prompt, or where the content begins if the template does not write that prompt here."""
+    asked, plain = (_written(style, before, generation=generation) for generation in (True, False))
+    if asked is None or plain is None:
+        return content
+    if text.startswith(asked):
+        return len(asked)
+    header = asked[_common(asked, plain) :]
+    place = text.rfind(header, 0, content) if header else -1
+    if place >= 0:
+        return place + len(header)
+    between = alone[len(asked) : alone.index(_SENTINEL)] if alone.startswith(asked) else ""
+    return content - len(between) if text.endswith(between, 0, content) else content
+
+
+def _replaced(messages: Messages, turn: int) -> list[Mapping[str, Any]]:
+    changed = list(messages)
+    changed[turn] = {**changed[turn], "content": _SENTINEL}
+    return changed
+
+
+def _common(one: str, other: str) -> int:
+    """Length of the longest common prefix of two texts."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def _stop(style: PromptFormat, text: str, spans: Sequence[Span]) -> Literal["learned", "left out", "missing"]:
+    if not spans:
+        return "missing"
+    start, end = spans[-1]
+    if text[start:end].rstrip().endswith(style.special_tokens):
+        return "learned"
+    return "left out" if text[end:].lstrip().startswith(style.special_tokens) else "missing"
+
+
+def span_mask(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+    """Tokenise a text; a token that has a character in a span is selected.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer; special tokens are in the text already.
+        text: The whole text: it is tokenised once, never in pieces.
+        spans: Characters, ascending, the ends excluded.
+
+    Returns:
+        Token ids and which of them are selected.
+    """
+    if not tokenizer.is_fast:
+        return _mask_by_prefixes(tokenizer, text, spans)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    mask, places = [], iter([*spans, (len(text) + 1, len(text) + 1)])
+    start, end = next(places)
+    for begin, behind in encoded["offset_mapping"]:
+        while begin >= end:
+            start, end = next(places)
+        mask.append(max(behind, begin + 1) > start)
+    return list(encoded["input_ids"]), mask
+
+
+def _mask_by_prefixes(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+    """The same without offsets: a place in the text is where the tokens of the text up to there leave the whole's.
+
+    Where white space at that place is merged differently at the end of a text, its tokens are selected too.
+    """
+
+    def tokens(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False)["input_ids"])
+
+    whole = tokens(text)
+    mask = [False] * len(whole)
+    for span in spans:
+        start, end = (common_prefix(tokens(text[:place]), whole) for place in span)
+        mask[start:end] = [True] * (end - start)
+    return whole, mask
+
+
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two sequences (of tokens, characters, messages)."""
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return min(len(one), len(other))

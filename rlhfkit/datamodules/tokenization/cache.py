@@ -1,0 +1,170 @@
+"""Tokenise once: examples are kept in a file named after everything they depend on, and made by several processes.
+
+A file is never stale, because its name is a digest of the rows, the tokenizer with its chat template, the arguments and
+the version of this code: change one, and there is no file of that name.
+"""
+
+import json
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhfkit._version import __version__
+from rlhfkit.data.collate import TokenExample
+from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
+from rlhfkit.validation import check_integer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+log = logging.getLogger(__name__)
+
+CHUNK = 512
+"""Rows whose texts are tokenised together."""
+
+REVISION = 1
+"""Raised whenever the same rows and arguments make other examples."""
+
+
+class TokenCache:
+    """Where the tokenised examples of data sets are kept, and how many processes make them."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, num_proc: int = 1) -> None:
+        """Choose.
+
+        Args:
+            folder: Of the files, made when missing; ``None``: ``rlhfkit`` in the cache folder of ``datasets``, and only
+                for rows that come from files (rows made in memory are not kept).
+            num_proc: Processes that tokenise.
+
+        Raises:
+            ValueError: If ``num_proc`` is below 1.
+        """
+        check_integer("num_proc", num_proc, minimum=1)
+        self.folder = folder
+        self.num_proc = num_proc
+
+    def keeps(self, rows: "Dataset") -> bool:
+        """Whether examples of these rows are kept.
+
+        Args:
+            rows: The data.
+        """
+        return self.folder is not None or bool(rows.cache_files)
+
+    def examples(
+        self, rows: "Dataset", tokenizer: Any, arguments: Mapping[str, Any], make: Callable[[], TokenExamples]
+    ) -> TokenExamples:
+        """The examples of rows, from the file if there is one; else they are made, and kept.
+
+        Args:
+            rows: The data.
+            tokenizer: A Hugging Face tokenizer.
+            arguments: Everything else that the examples depend on, as plain values.
+            make: Makes them.
+        """
+        if not self.keeps(rows):
+            return make()
+        import datasets
+
+        folder = Path(self.folder or Path(datasets.config.HF_DATASETS_CACHE) / "rlhfkit").expanduser()
+        path = folder / f"tokens-{fingerprint(rows, tokenizer, arguments)}.pt"
+        if path.exists():
+            log.info("examples that were tokenised before: %s", path)
+            return TokenExamples.load(path)
+        made = make()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            made.save(path)
+        except OSError as error:
+            log.warning("the tokenised examples cannot be kept for the next start: %s", error)
+        return made
+
+
+def fingerprint(rows: "Dataset", tokenizer: Any, arguments: Mapping[str, Any]) -> str:
+    """What examples depend on, in 32 hexadecimal digits.
+
+    Args:
+        rows: The data.
+        tokenizer: A Hugging Face tokenizer.
+        arguments: Plain values.
+    """
+    digest = blake2b(digest_size=16)
+    # Of the content for rows in memory, of the converted file (its own name a digest of path and time) for others.
+    for part in (__version__, REVISION, rows._fingerprint, json.dumps(arguments, sort_keys=True, default=repr)):
+        digest.update(f"{part}\n".encode())
+    digest.update(_tokenizer_text(tokenizer).encode())
+    return digest.hexdigest()
+
+
+def _tokenizer_text(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = {"init_kwargs": tokenizer.init_kwargs, "vocabulary": tokenizer.get_vocab()}
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        for changed_by_calls in ("truncation", "padding"):
+            state.pop(changed_by_calls, None)
+    state |= {
+        "class": type(tokenizer).__name__,
+        "special": tokenizer.special_tokens_map,
+        "template": tokenizer.chat_template,
+    }
+    return json.dumps(state, sort_keys=True, default=repr)
+
+
+def tokenise_rows(
+    rows: "Dataset",
+    tokenise: Callable[[list[dict[str, Any]], int], Sequence[TokenExample]],
+    *,
+    num_proc: int = 1,
+    title: str = "Tokenising",
+) -> Iterator[TokenExample]:
+    """Examples of all rows, in order, with a progress bar.
+
+    Args:
+        rows: The data.
+        tokenise: From some rows and the index of the first of them to their examples.
+        num_proc: Processes; more than one need what they run to be picklable (by ``dill``).
+        title: Of the progress bar.
+    """
+    import datasets
+    from datasets.utils import tqdm
+
+    if num_proc == 1:
+        with tqdm(total=len(rows), desc=title, unit=" rows", delay=2.0) as bar:
+            for start, batch in zip(range(0, len(rows), CHUNK), rows.iter(CHUNK), strict=True):
+                chunk = _as_rows(batch)
+                yield from tokenise(chunk, start)
+                bar.update(len(chunk))
+        return
+
+    def work(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        examples = tokenise(_as_rows(batch), indices[0])
+        return {name: [getattr(example, name) for example in examples] for name in ("input_ids", "loss_mask")}
+
+    numbers, booleans = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
+    with tempfile.TemporaryDirectory() as folder:
+        made = rows.map(
+            work,
+            batched=True,
+            batch_size=CHUNK,
+            with_indices=True,
+            num_proc=num_proc,
+            remove_columns=rows.column_names,
+            features=datasets.Features(input_ids=numbers, loss_mask=booleans),
+            cache_file_name=str(Path(folder) / "tokens.arrow"),
+            load_from_cache_file=False,
+            new_fingerprint=secrets.token_hex(8),  # nothing is looked up by it, and the function need not be hashed
+            desc=title,
+        )
+        for row in made:
+            yield TokenExample(row["input_ids"], row["loss_mask"])
+
+
+def _as_rows(batch: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]

@@ -1,0 +1,313 @@
+"""``PromptFormat``: how the content of a prompt column becomes text and token ids, with or without a chat template."""
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, Self, get_args
+
+from rlhfkit.datamodules.tokenization.columns import TEMPLATE_ARGUMENTS
+
+log = logging.getLogger(__name__)
+
+SpecialTokensInText = Literal["keep", "refuse", "escape"]
+"""What becomes of texts in the data that the tokenizer would read as control tokens, such as ``<eos>``: they are kept,
+an error, or written with a space behind their first character, so that they are text."""
+
+
+class SpecialTokenError(ValueError):
+    """A text in the data has a control token in it, and that is refused."""
+
+
+def check_special_tokens_in_text(value: Any) -> None:
+    """Raise unless this is a way of treating control tokens, or ``None``.
+
+    Args:
+        value: What was given as ``special_tokens_in_text``.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if value is not None and value not in get_args(SpecialTokensInText):
+        ways = ", ".join(map(repr, get_args(SpecialTokensInText)))
+        raise ValueError(f"special_tokens_in_text must be {ways} or None, got {value!r}")
+
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""``from`` of a ShareGPT turn to the role of a chat message."""
+
+_WITHOUT_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
+"""What a message may consist of instead of a content."""
+
+
+def is_chat(content: Any) -> bool:
+    """Whether a value is a non-empty list of chat messages.
+
+    They are ``{"role": ..., "content": ...}`` each, or ``{"from": ..., "value": ...}`` as in ShareGPT.
+    """
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(
+            isinstance(message, Mapping) and ({"role", "content"} <= set(message) or {"from", "value"} <= set(message))
+            for message in content
+        )
+    )
+
+
+def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages as templates expect them.
+
+    ShareGPT's turns get roles; keys without a value are left out (a table has every key in every row); content in parts
+    becomes their text; a message of tool calls or thoughts alone, whose content is ``None`` as in OpenAI's API, gets an
+    empty text, which a template would otherwise write as the word "None".
+
+    Args:
+        content: What :func:`is_chat` accepts.
+
+    Returns:
+        New dictionaries with ``role``, ``content`` (text) and whatever else a message had.
+
+    Raises:
+        ValueError: If a ShareGPT turn is said by nobody known, a part of a content is not text, or a message says
+            nothing.
+    """
+    return [_as_message(message) for message in content]
+
+
+def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    known = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if "role" not in known:
+        speaker = known.pop("from", None)
+        if speaker not in SHAREGPT_ROLES:
+            raise ValueError(f"a turn is from {speaker!r}; it must be from one of {', '.join(SHAREGPT_ROLES)}")
+        known = {"role": SHAREGPT_ROLES[speaker], "content": known.pop("value", None)} | known
+    if isinstance(known["content"], list):
+        parts = known["content"]
+        other = [part for part in parts if not isinstance(part, Mapping) or part.get("type", "text") != "text"]
+        if other:
+            raise ValueError(f"the content of a chat message must be text, one has a part {str(other[0])[:80]!r}")
+        known["content"] = "".join(part["text"] for part in parts)
+    if known["content"] is None:
+        if not any(known.get(key) for key in _WITHOUT_CONTENT):
+            raise ValueError(
+                f"a message of the {known['role']} has no content (None) and no {', '.join(_WITHOUT_CONTENT)}: leave "
+                "it out, or give it a text ('' for an empty one)"
+            )
+        known["content"] = ""
+    return known
+
+
+class PromptFormat:
+    """One way of writing prompts, the same in supervised fine-tuning and in reinforcement learning."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        apply_chat_template: bool | None = None,
+        system: str | None = None,
+        chat_template_arguments: Mapping[str, Any] | None = None,
+        special_tokens_in_text: SpecialTokensInText | None = None,
+    ) -> None:
+        """Choose.
+
+        Args:
+            tokenizer: A Hugging Face tokenizer.
+            apply_chat_template: Wrap text as a user message; ``None``: when the tokenizer has a template. Chat messages
+                always go through the template.
+            system: System message put in front.
+            chat_template_arguments: Passed to the template.
+            special_tokens_in_text: See :data:`SpecialTokensInText`. ``None``: ``"escape"`` in chat messages, where the
+                template writes the control tokens and others could end a turn or forge one, and ``"keep"`` in plain
+                text, which has no other way of holding them.
+
+        Raises:
+            ValueError: If the template is asked for and the tokenizer has none.
+        """
+        self.tokenizer = tokenizer
+        self.wraps_text = tokenizer.chat_template is not None if apply_chat_template is None else apply_chat_template
+        self.system = system
+        self.arguments = dict(chat_template_arguments or {})
+        check_special_tokens_in_text(special_tokens_in_text)
+        self.special_tokens_in_text = special_tokens_in_text
+        self._warned = False
+        if self.wraps_text:
+            self._require_template("apply_chat_template is true")
+
+    def check(self, content: Any, where: str) -> None:
+        """Raise unless this is something that can be written.
+
+        Args:
+            content: Text or chat messages.
+            where: Column, source and row, for the message.
+
+        Raises:
+            ValueError: If it is neither, or needs a chat template that the tokenizer does not have.
+        """
+        if not isinstance(content, str) and not is_chat(content):
+            raise ValueError(
+                f"{where} must hold text or a list of chat messages (role and content), it holds "
+                f"{type(content).__name__}: {str(content)[:80]!r}"
+            )
+        if not isinstance(content, str):
+            self._require_template(f"{where} holds chat messages")
+            try:
+                as_messages(content)
+            except ValueError as error:
+                raise ValueError(f"{where} cannot be read: {error}") from error
+        elif self.system is not None and not self.wraps_text:
+            raise ValueError(
+                "system= is a chat message, but the chat template is not used: use a tokenizer that has one, or put "
+                "the text into the prompts"
+            )
+
+    def for_row(self, row: Mapping[str, Any]) -> Self:
+        """The format of one row: its own arguments for the template, where it has any, over the common ones.
+
+        Args:
+            row: May have a column ``chat_template_kwargs``: a mapping, or JSON text of one.
+
+        Raises:
+            ValueError: If that column holds something else.
+        """
+        own = row.get(TEMPLATE_ARGUMENTS)
+        if isinstance(own, str):
+            own = json.loads(own)
+        if not own:
+            return self
+        if not isinstance(own, Mapping):
+            raise ValueError(f"column {TEMPLATE_ARGUMENTS!r} must hold a mapping or JSON text of one, got {own!r}")
+        changed = copy.copy(self)
+        # A table has every key in every row: a key without a value is one that this row does not have.
+        changed.arguments = self.arguments | {key: value for key, value in own.items() if value is not None}
+        return changed
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts of the tokenizer's special tokens: begin and end of sequence, of turns, padding."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        every = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        return tuple(sorted(every - {""}))
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds the first special token in a text."""
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
+
+    def _require_template(self, reason: str) -> None:
+        if self.tokenizer.chat_template is None:
+            raise ValueError(f"{reason}, but the tokenizer has no chat template: use the tokenizer of a chat model")
+
+    def templated(self, content: Any) -> bool:
+        """Whether this content goes through the chat template."""
+        return self.wraps_text or not isinstance(content, str)
+
+    def messages(self, content: Any) -> list[Any]:
+        """The content as chat messages, with the system message in front unless they begin with one.
+
+        Args:
+            content: Text or chat messages.
+        """
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else as_messages(content)
+        if self.system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def render(self, messages: Sequence[Any], *, generation: bool) -> str:
+        """Chat messages as text.
+
+        Args:
+            messages: With everything in them.
+            generation: End with what comes in front of the next answer.
+        """
+        return self.tokenizer.apply_chat_template(
+            self.guarded(list(messages), templated=True),
+            tokenize=False,
+            add_generation_prompt=generation,
+            **self.arguments,
+        )
+
+    def prompt(self, content: Any) -> str:
+        """The text that the policy is to continue.
+
+        Args:
+            content: Text or chat messages.
+        """
+        if self.templated(content):
+            return self.render(self.messages(content), generation=True)
+        guarded: str = self.guarded(content, templated=False)
+        return guarded
+
+    def guarded(self, value: Any, *, templated: bool) -> Any:
+        """Texts of the data after what ``special_tokens_in_text`` makes of control tokens in them.
+
+        Args:
+            value: A text, or messages with texts in them.
+            templated: Whether they go through the chat template.
+
+        Raises:
+            SpecialTokenError: If there is one, and it is refused.
+        """
+        way = self.special_tokens_in_text or ("escape" if templated else "keep")
+        if way == "keep":
+            return value
+        if isinstance(value, Mapping):
+            return {key: self.guarded(part, templated=templated) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.guarded(part, templated=templated) for part in value]
+        return self._guarded_text(value, refuse=way == "refuse") if isinstance(value, str) else value
+
+    def _guarded_text(self, text: str, *, refuse: bool) -> str:
+        found = self.special_pattern.search(text)
+        if found is None:
+            return text
+        if refuse:
+            shown = text[max(found.start() - 30, 0) : found.end()]
+            raise SpecialTokenError(
+                f"has the control token {found[0]!r} in its text ({shown!r}): remove it, or let "
+                "special_tokens_in_text='escape' write it as text, or 'keep' it"
+            )
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "texts of the data have control tokens in them, such as %r; they are written as text (%r). If they are "
+                "meant as control tokens: special_tokens_in_text='keep'",
+                found[0],
+                f"{found[0][0]} {found[0][1:]}",
+            )
+        while (found := self.special_pattern.search(text)) is not None and len(found[0]) > 1:
+            text = f"{text[: found.start() + 1]} {text[found.start() + 1 :]}"
+        return text
+
+    def tokenize(self, texts: Sequence[str], *, templated: bool) -> list[list[int]]:
+        """Token ids of texts that are to be continued.
+
+        Args:
+            texts: At least one.
+            templated: They went through the chat template, which writes its own special tokens. Else the tokenizer adds
+                those it puts in front; an end-of-sequence token that it puts behind is taken off.
+
+        Returns:
+            One list each.
+        """
+        token_ids = self.tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
+        end, written = self.tokenizer.eos_token_id, self.tokenizer.eos_token
+        if not templated and end is not None:
+            for text, ids in zip(texts, token_ids, strict=True):
+                if ids and ids[-1] == end and not text.endswith(written):
+                    ids.pop()
+        return token_ids

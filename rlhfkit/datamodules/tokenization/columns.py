@@ -1,0 +1,130 @@
+"""Which kind of data a table holds, found by the names of its columns."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhfkit.datamodules.tokenization.sources import check_columns, describe
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+log = logging.getLogger(__name__)
+
+
+class DataFormat(NamedTuple):
+    """One kind of data."""
+
+    name: str
+    """How it is called in messages."""
+    columns: Mapping[str, tuple[str, ...]]
+    """DataModule argument to the column names it is found under, the preferred one first."""
+    taken_by: str
+    """The DataModule for it."""
+
+
+LANGUAGE_MODELLING = DataFormat("language modelling", {"text": ("text",)}, "SFTDataModule")
+CONVERSATION = DataFormat("conversation", {"messages": ("messages", "conversations", "conversation")}, "SFTDataModule")
+PROMPT_COMPLETION = DataFormat(
+    "prompt and completion", {"prompt": ("prompt",), "completion": ("completion",)}, "SFTDataModule"
+)
+PREFERENCE = DataFormat(
+    "preference",
+    {"prompt": ("prompt",), "chosen": ("chosen",), "rejected": ("rejected",)},
+    "PreferenceDataModule",
+)
+IMPLICIT_PREFERENCE = DataFormat(
+    "preference with the prompt in both answers",
+    {"chosen": ("chosen",), "rejected": ("rejected",)},
+    "PreferenceDataModule",
+)
+UNPAIRED_PREFERENCE = DataFormat(
+    "unpaired preference",
+    {"prompt": ("prompt",), "completion": ("completion",), "label": ("label",)},
+    "UnpairedPreferenceDataModule",
+)
+STEPWISE = DataFormat(
+    "stepwise supervision",
+    {"prompt": ("prompt",), "completions": ("completions",), "labels": ("labels",)},
+    "StepwiseDataModule",
+)
+PROMPTS = DataFormat("prompts", {"prompt": ("prompt",)}, "PromptDataModule")
+
+KNOWN_FORMATS = (
+    LANGUAGE_MODELLING,
+    CONVERSATION,
+    PROMPT_COMPLETION,
+    PREFERENCE,
+    IMPLICIT_PREFERENCE,
+    UNPAIRED_PREFERENCE,
+    STEPWISE,
+    PROMPTS,
+)
+
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+"""Column with arguments of the chat template for one row."""
+
+
+def find_columns(
+    rows: "Dataset", source: Any, formats: Sequence[DataFormat], named: Mapping[str, str | None]
+) -> dict[str, str]:
+    """The columns to read, by the argument they belong to; every one exists and has no missing value.
+
+    Args:
+        rows: The data.
+        source: Where it came from, for messages.
+        formats: What the caller can read.
+        named: Column by argument where the user named one; ``None``: to be found by its usual names.
+
+    Returns:
+        Column by argument, of the one format that fits.
+
+    Raises:
+        ValueError: If no format fits, several do, a named column is missing, values are missing, or there are columns
+            of tools or images.
+    """
+    check_columns(rows, source, **named)
+    given = {argument: column for argument, column in named.items() if column is not None}
+    fitting = [
+        columns
+        for kind in formats
+        if set(given) <= set(kind.columns) and (columns := _fit(kind, rows.column_names, given)) is not None
+    ]
+    fitting = [one for one in fitting if not any(set(one) < set(other) for other in fitting)]
+    if len(fitting) != 1:
+        raise ValueError(_explain(rows.column_names, source, formats, fitting))
+    check_columns(rows, source, **fitting[0])
+    unused = set(rows.column_names) - set(fitting[0].values()) - {TEMPLATE_ARGUMENTS}
+    if unused:
+        log.info("%s: columns that are not used: %s", describe(source), ", ".join(sorted(unused)))
+    return fitting[0]
+
+
+def _fit(kind: DataFormat, found: Sequence[str], given: Mapping[str, str]) -> dict[str, str] | None:
+    columns = {}
+    for argument, names in kind.columns.items():
+        column = given.get(argument) or next((name for name in names if name in found), None)
+        if column is None:
+            return None
+        columns[argument] = column
+    return columns
+
+
+def _explain(
+    found: Sequence[str], source: Any, formats: Sequence[DataFormat], fitting: Sequence[Mapping[str, str]]
+) -> str:
+    """Why no format, or more than one, fits these columns."""
+    message = f"{describe(source)} has the columns {', '.join(found)}"
+    if fitting:
+        choices = " or ".join(", ".join(f"{key}={value!r}" for key, value in columns.items()) for columns in fitting)
+        return f"{message}, which fit several kinds of data: name the one that is meant, {choices}"
+    wanted = "; ".join(
+        f"{kind.name}: " + " and ".join(" or ".join(names) for names in kind.columns.values()) for kind in formats
+    )
+    example = next(iter(max(formats, key=lambda kind: len(kind.columns)).columns))
+    message += f", which is none of the kinds it could be ({wanted}). Name columns that are called otherwise, e.g. "
+    message += f"{example}='{found[0]}'"
+    others = {kind.taken_by for kind in KNOWN_FORMATS if kind not in formats and _fit(kind, found, {}) is not None}
+    if others:
+        message += f"; or use {' or '.join(sorted(others))}, which reads such columns"
+    return message

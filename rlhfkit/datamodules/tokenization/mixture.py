@@ -1,0 +1,116 @@
+"""Several sources in one data set, each with a share of the examples."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import floor
+from typing import Any, Literal
+
+from rlhfkit.data.loaders.steps import CountedRows
+from rlhfkit.data.shuffling import permutation
+from rlhfkit.datamodules.tokenization.sources import Source, describe
+from rlhfkit.validation import check_number
+
+log = logging.getLogger(__name__)
+
+
+class Mixture:
+    """Sources and their weights.
+
+    An epoch takes the same examples each time, so that its length is known; which ones, where a source gives only a
+    part, is drawn from the seed.
+
+    Example::
+
+        data = SFTDataModule(Mixture({"chat.jsonl": 0.7, "code.parquet": 0.3}, until="first"))
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[Any, float] | Sequence[tuple[Any, float]],
+        *,
+        until: Literal["all", "first"] = "all",
+    ) -> None:
+        """Choose.
+
+        Args:
+            weights: Weight by source, or pairs of both; they are divided by their sum.
+            until: How long an epoch is: ``"all"`` until every example has been used once, those of the other sources
+                more than once; ``"first"`` until the first source is used up, so that no example is repeated.
+
+        Raises:
+            ValueError: If there is no source, or a weight is not positive.
+        """
+        pairs = list(weights.items()) if isinstance(weights, Mapping) else list(weights)
+        if not pairs:
+            raise ValueError(f"a Mixture needs at least one source and its weight, got {weights!r}")
+        for source, weight in pairs:
+            check_number(f"the weight of {str(source)[:80]}", weight, above=0)
+        if until not in ("all", "first"):
+            raise ValueError(f"until must be 'all' or 'first', got {until!r}")
+        total = sum(weight for _, weight in pairs)
+        self.sources = [source for source, _ in pairs]
+        self.weights = [weight / total for _, weight in pairs]
+        self.until = until
+
+    def counts(self, sizes: Sequence[int]) -> list[int]:
+        """Examples that an epoch takes of each source.
+
+        Args:
+            sizes: Examples of each source, at least 1.
+        """
+        lengths = [size / weight for size, weight in zip(sizes, self.weights, strict=True)]
+        length = max(lengths) if self.until == "all" else min(lengths)
+        # Up to rounding, a source that decides the length is used exactly once.
+        return [max(1, floor(length * weight + 1e-6)) for weight in self.weights]
+
+    def mix(self, examples: Sequence[CountedRows], *, seed: int) -> "MixedExamples":
+        """One data set of all sources.
+
+        Args:
+            examples: Of each source.
+            seed: Of what is drawn of a source that gives only a part.
+        """
+        sizes = [len(source.lengths) for source in examples]
+        counts = self.counts(sizes)
+        for name, size, count in zip(self.sources, sizes, counts, strict=True):
+            log.info("%s: %d of an epoch's %d examples, from %d", describe(name), count, sum(counts), size)
+            if count < size:
+                log.warning("%s: %d of %d examples are left out of the mixture", describe(name), size - count, size)
+        places = []
+        for source, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            rounds, rest = divmod(count, size)
+            taken = [*range(size)] * rounds + sorted(permutation(size, seed=seed, number=source)[:rest])
+            places += [((turn + 0.5) / count, source, index) for turn, index in enumerate(taken)]
+        places.sort()  # without shuffling, sources take turns in proportion
+        return MixedExamples(examples, [(source, index) for _, source, index in places])
+
+
+Sources = Mapping[str, float] | Mixture | Source
+"""One source, or several with their weights. The mapping comes first: a command line would take it for a file name."""
+
+
+class MixedExamples:
+    """Examples of several sources in an order of their own; one can be there more than once."""
+
+    def __init__(self, sources: Sequence[CountedRows], places: Sequence[tuple[int, int]]) -> None:
+        """Choose.
+
+        Args:
+            sources: Examples of each source.
+            places: Source and position in it of each example.
+        """
+        self.sources = sources
+        self.places = places
+        self.lengths = [sources[source].lengths[index] for source, index in places]
+        """Tokens of each example."""
+        self.targets = [sources[source].targets[index] for source, index in places]
+        """Learned tokens of each example."""
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Any:
+        """One example."""
+        source, position = self.places[index]
+        return self.sources[source][position]

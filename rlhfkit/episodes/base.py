@@ -1,0 +1,278 @@
+"""``PlayingEngine``: an engine whose samples are played, many at the same time; what its two kinds have in common."""
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.episodes.engine_wrapper import EngineWrapper
+from rlhfkit.episodes.event_loop import LoopThread
+from rlhfkit.episodes.sampler import EngineFailedError
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, check_context
+from rlhfkit.validation import check_integer, check_number
+
+log = logging.getLogger(__name__)
+
+
+class EpisodeError(RuntimeError):
+    """An environment or agent failed, and this was not to be passed over."""
+
+
+class Playable(Protocol):
+    """An episode."""
+
+    error: Exception | None
+    """What ended it too early."""
+
+    async def play(self) -> Sample:
+        """Play it to its end. The sample's ``info`` has ``failed``, ``turns`` and ``ended``."""
+        ...
+
+
+NewEpisode = Callable[[Prompt, int], Playable]
+"""Makes the episode of a prompt and a position in its group."""
+
+
+class PlayingEngine(EngineWrapper):
+    """Plays episodes side by side in the event loop of one thread. Subclasses say what an episode is.
+
+    Args:
+        engine: What samples the turns.
+        max_turns: Of the policy.
+        max_episode_tokens: Of an episode; ``None``: the model's context.
+        episode_timeout: Seconds of an episode.
+        blocked_after: Seconds after which it is an error that async code has blocked the loop of all episodes.
+        concurrency: Episodes at the same time; ``None``: all.
+        parallel_calls: Calls of the engine at the same time.
+        on_error: What becomes of an episode that fails.
+
+    Raises:
+        TypeError: If ``engine`` is none.
+        ValueError: If a limit is out of range.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        max_turns: int,
+        max_episode_tokens: int | None,
+        episode_timeout: float,
+        blocked_after: float,
+        concurrency: int | None,
+        parallel_calls: int | None,
+        on_error: Literal["mask", "raise"],
+    ) -> None:
+        super().__init__(engine)
+        check_integer("max_turns", max_turns, minimum=1)
+        check_integer("max_episode_tokens", max_episode_tokens, minimum=2, optional=True)
+        check_number("episode_timeout", episode_timeout, above=0, why="it is in seconds")
+        check_integer("concurrency", concurrency, minimum=1, optional=True)
+        check_integer("parallel_calls", parallel_calls, minimum=1, optional=True)
+        if on_error not in ("mask", "raise"):
+            raise ValueError(f"on_error must be 'mask' or 'raise', got {on_error!r}")
+        self.max_turns = max_turns
+        self.max_episode_tokens = max_episode_tokens
+        self.episode_timeout = episode_timeout
+        self.blocked_after = blocked_after
+        self.concurrency = concurrency
+        self.parallel_calls = parallel_calls
+        self.on_error = on_error
+        self.loop = LoopThread("rlhfkit-episodes")
+        self._context: int | None = None
+
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
+        """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
+        super().start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
+        if self._context is None:
+            self._context = _model_context(self.engine, model, trust_remote_code)
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        self.loop.close()
+        self._context = None
+        super().close()
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of an episode, prompt included."""
+        if self._context is None:
+            raise RuntimeError(f"{type(self).__name__} was asked for samples before it was started")
+        return min(self.max_episode_tokens or self._context, self._context)
+
+    def new_episodes(self, sampling: SamplingSpec, iteration: int) -> NewEpisode:
+        """What makes the episodes of one stream.
+
+        Args:
+            sampling: How to sample.
+            iteration: Goes into the seeds.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has to define new_episodes()")
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise if an episode cannot begin.
+
+        Args:
+            prompts: What they are to begin with.
+
+        Raises:
+            ValueError: If a prompt leaves no room for an answer.
+        """
+        check_context(prompts, 1, self.most_tokens)
+
+    @property
+    def shortens_answers(self) -> bool:
+        """A turn is cut to what is left of the episode's tokens."""
+        return True
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of an episode; ``None``: the model's context."""
+        limits = [limit for limit in (self.max_episode_tokens, self.engine.max_model_len) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether groups are given as they end: episodes that are played are, recorded ones not."""
+        return not self.engine.recorded
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> "EpisodeStream":
+        """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`."""
+        return EpisodeStream(self, sampling, iteration)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        """Play ``group_size`` episodes from each prompt; see :meth:`RolloutEngine.generate`. Recorded ones are given.
+
+        Raises:
+            ValueError: If a prompt leaves no room for an answer.
+            EpisodeError: If all episodes failed, or one did and ``on_error`` is ``"raise"``.
+            BlockedLoopError: If async code of an episode blocks all others.
+            Exception: Whatever the engine raised.
+        """
+        if self.engine.recorded:
+            return self.engine.generate(prompts, sampling, iteration=iteration)
+        stream = self.stream(sampling, iteration=iteration)
+        try:
+            stream.submit(prompts)
+            groups: list[list[Sample]] = []
+            while len(groups) < len(prompts):
+                groups += stream.collect(len(prompts))
+        finally:
+            stream.close()
+        order = {prompt.index: place for place, prompt in enumerate(prompts)}
+        groups.sort(key=lambda group: order[group[0].prompt.index])
+        return [sample for group in groups for sample in group]
+
+
+class EpisodeStream:
+    """Groups of episodes as they are finished; a :class:`~rlhfkit.rollout.streams.GroupStream`.
+
+    Args:
+        engine: Whose episodes.
+        sampling: How to sample.
+        iteration: Goes into the seeds.
+    """
+
+    def __init__(self, engine: PlayingEngine, sampling: SamplingSpec, iteration: int) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._iteration = iteration
+        self._new_episode = engine.new_episodes(sampling, iteration)
+        self._places = asyncio.Semaphore(engine.concurrency) if engine.concurrency is not None else None
+        self._running: list[concurrent.futures.Future[list[Sample]]] = []
+        self._played, self._failed = 0, 0
+        self._first: Sample | None = None  # that failed
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`.
+
+        Raises:
+            ValueError: If a prompt leaves no room for an answer.
+        """
+        self._engine.check_prompts(prompts)
+        self._running += [self._engine.loop.submit(self._group(prompt)) for prompt in prompts]
+
+    def collect(self, most: int) -> list[list[Sample]]:
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`; raises what :meth:`PlayingEngine.generate` does."""
+        if not self._running:
+            return []
+        self._engine.loop.wait(self._running, blocked_after=self._engine.blocked_after)
+        done = [future for future in self._running if future.done()][:most]
+        self._running = [future for future in self._running if future not in done]
+        try:
+            groups = [future.result() for future in done]
+        except EngineFailedError as failure:
+            if isinstance(failure.__cause__, Exception):
+                raise failure.__cause__ from None
+            raise
+        self._count([sample for group in groups for sample in group])
+        return groups
+
+    def close(self) -> None:
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
+        for future in self._running:
+            future.cancel()
+        self._running = []
+        if self._first is not None:
+            message = "iteration %d: %d of %d episodes failed and are not trained on; the first: %s"
+            log.warning(message, self._iteration, self._failed, self._played, which_failed(self._first))
+            self._first = None
+
+    async def _group(self, prompt: Prompt) -> list[Sample]:
+        """The episodes of one prompt."""
+        tasks = [
+            asyncio.ensure_future(self._play(self._new_episode(prompt, index)))
+            for index in range(self._sampling.group_size)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:  # when one fails, nobody waits for the others
+                task.cancel()
+
+    async def _play(self, episode: Playable) -> Sample:
+        if self._places is None:
+            sample = await episode.play()
+        else:
+            async with self._places:
+                sample = await episode.play()
+        if self._engine.on_error == "raise" and sample.info["failed"]:
+            raise EpisodeError(which_failed(sample)) from episode.error
+        return sample
+
+    def _count(self, samples: Sequence[Sample]) -> None:
+        """Remember failures, and stop where there is nothing else: something is wrong with the environment itself."""
+        failed = [sample for sample in samples if sample.info["failed"]]
+        self._played, self._failed = self._played + len(samples), self._failed + len(failed)
+        self._first = self._first or next(iter(failed), None)
+        if self._first is not None and not self._running and self._failed == self._played > 1:
+            first, self._first = self._first, None
+            raise EpisodeError(f"all {self._failed} episodes failed, the first: {which_failed(first)}")
+
+
+def which_failed(sample: Sample) -> str:
+    """Which episode failed and how.
+
+    Args:
+        sample: Of an episode.
+    """
+    return (
+        f"sample {sample.sample_index} of prompt {sample.prompt.index}, after {sample.info['turns']} turns: "
+        f"{sample.info.get('error', sample.info['ended'])}"
+    )
+
+
+def _model_context(engine: RolloutEngine, model: str, trust_remote_code: bool) -> int:
+    """Tokens of prompt and completion that an engine can serve."""
+    if engine.max_model_len is not None:
+        return engine.max_model_len
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    return int(config.get_text_config().max_position_embeddings)

@@ -1,0 +1,152 @@
+"""``EpisodeEngine``: an engine whose samples are whole episodes with an environment, played side by side."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from rlhfkit.episodes.base import NewEpisode, PlayingEngine
+from rlhfkit.episodes.environment import Environment
+from rlhfkit.episodes.episode import Episode, EpisodeLimits
+from rlhfkit.episodes.observations import ObservationTokenizer
+from rlhfkit.episodes.sampler import TurnSampler
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.validation import check_number
+
+
+class EpisodeEngine(PlayingEngine):
+    """Plays episodes on another engine: policy and environment take turns until the environment says ``done``.
+
+    Token ids in, token ids out: what the engine sampled is never tokenised again, what the environment says is
+    tokenised once and appended, with ``action_mask`` false and log-prob 0. Rewards of single turns are kept in
+    ``Sample.token_rewards``; give the callback :class:`~rlhfkit.rewards.EpisodeReward` to train on their sum, or any
+    other reward.
+
+    Each turn's randomness is a function of (seed, iteration, prompt, position in the group, turn), so episodes do not
+    depend on how many run at the same time, on which engines or ranks.
+
+    How an episode ends, and what becomes of its sample:
+
+    ============================================ ============= ================= ==========
+    end (``sample.info["ended"]``)               finish_reason counts as cut off reward
+    ============================================ ============= ================= ==========
+    ``done``: the environment said so            stop [#]_     no                kept
+    ``turns``, ``tokens``: no room for another   length        yes               kept
+    ``time``: an episode or a call took too long abort         no                none
+    ``error``: the environment raised            abort         no                none
+    ============================================ ============= ================= ==========
+
+    .. [#] ``length`` where the last turn itself was cut off at ``SamplingSpec.max_new_tokens``.
+
+    A sample without a reward is not trained on. An environment that raises or hangs loses its own episode alone; if all
+    episodes of a call (two at least) do, that is an error.
+
+    Example::
+
+        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), MyEnvironment), reward=EpisodeReward())
+        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), tools=[search, calculate]), reward=OnLastTurn(math_match))
+
+    Args:
+        engine: What samples the turns.
+        environment: Makes an environment: its class, or a function without arguments. Called once per episode.
+        tools: Python functions that the policy may call, in place of an environment: see
+            :class:`~rlhfkit.episodes.tools.ToolEnvironment`.
+        max_turns: Of the policy.
+        max_episode_tokens: Prompt, actions and observations together; ``None``: the model's context.
+        episode_timeout: Seconds of an episode, generating included.
+        environment_timeout: Seconds of each call of the environment.
+        concurrency: Episodes at the same time; ``None``: all of a call of :meth:`generate`.
+        parallel_calls: Calls of the engine at the same time; ``None``: see
+            :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        on_error: ``"raise"``: stop at the first environment that fails.
+        chat_template_arguments: Passed to the chat template when observations are chat messages; the same as given to
+            ``PromptDataModule``.
+
+    Raises:
+        TypeError: If ``engine`` or ``environment`` is none.
+        ValueError: If a limit is out of range, or not exactly one of ``environment`` and ``tools`` is given.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environment: Callable[[], Environment] | None = None,
+        *,
+        tools: Sequence[Callable[..., Any]] = (),
+        max_turns: int = 8,
+        max_episode_tokens: int | None = None,
+        episode_timeout: float = 1800.0,
+        environment_timeout: float = 60.0,
+        concurrency: int | None = None,
+        parallel_calls: int | None = None,
+        on_error: Literal["mask", "raise"] = "mask",
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_number("environment_timeout", environment_timeout, above=0, why="it is in seconds")
+        super().__init__(
+            engine,
+            max_turns=max_turns,
+            max_episode_tokens=max_episode_tokens,
+            episode_timeout=episode_timeout,
+            blocked_after=environment_timeout + 5.0,
+            concurrency=concurrency,
+            parallel_calls=parallel_calls,
+            on_error=on_error,
+        )
+        self.environment = _environment(environment, tools)
+        self.environment_timeout = environment_timeout
+        self.chat_template_arguments = dict(chat_template_arguments or {})
+        self._observations: ObservationTokenizer | None = None
+
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
+        """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
+        super().start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
+        if self._observations is None:
+            from rlhfkit.models.load import load_tokenizer
+
+            tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+            self._observations = ObservationTokenizer(tokenizer, self.chat_template_arguments)
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        super().close()
+        self._observations = None
+
+    def new_episodes(self, sampling: SamplingSpec, iteration: int) -> NewEpisode:
+        """Episodes of one stream, which share their requests."""
+        if self._observations is None:
+            raise RuntimeError("EpisodeEngine was asked for samples before EpisodeEngine.start")
+        return partial(
+            Episode,
+            environment=self.environment,
+            sampler=TurnSampler(self.engine, parallel_calls=self.parallel_calls),
+            observations=self._observations,
+            limits=EpisodeLimits(
+                turns=self.max_turns,
+                tokens=self.most_tokens,
+                seconds=self.episode_timeout,
+                call_seconds=self.environment_timeout,
+            ),
+            sampling=sampling,
+            iteration=iteration,
+        )
+
+
+def _environment(environment: Any, tools: Sequence[Callable[..., Any]]) -> Callable[[], Environment]:
+    """Whatever makes environments."""
+    if (environment is None) != bool(tools):
+        raise ValueError("EpisodeEngine takes an environment or tools, one of the two")
+    if environment is None:
+        from rlhfkit.episodes.tools import ToolEnvironment, ToolEnvironmentFactory
+
+        ToolEnvironment(tools)  # its errors are raised here and now
+        return ToolEnvironmentFactory(tools)
+    if isinstance(environment, Environment) or not callable(environment):
+        raise TypeError(
+            "environment must be a class or a function that makes a new Environment for each episode, got "
+            f"{environment!r}"
+        )
+    return environment

@@ -1,0 +1,105 @@
+"""``EngineWrapper``: an engine around another one, which passes on everything but how samples are made."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, arrange_logprobs
+
+
+class EngineWrapper(RolloutEngine):
+    """A :class:`~rlhfkit.rollout.engine.RolloutEngine` with the weights, versions and ranks of another.
+
+    Subclasses change :meth:`generate`. Everything that the engine inside can do is handed on but ``can_stream``: its
+    ``stream`` would go past the subclass, which may have one of its own.
+
+    Args:
+        engine: The engine inside.
+
+    Raises:
+        TypeError: If it is none.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        if not isinstance(engine, RolloutEngine):
+            raise TypeError(f"engine must implement rlhfkit.rollout.RolloutEngine, got {type(engine).__name__}")
+        self.engine = engine
+
+    @property
+    def shared(self) -> bool:
+        """Whether one engine serves all ranks."""
+        return self.engine.shared
+
+    @property
+    def colocate(self) -> bool:
+        """Whether it uses the GPUs of the training ranks."""
+        return self.engine.colocate
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether new weights may come while it generates."""
+        return self.engine.updates_in_flight
+
+    @property
+    def can_score(self) -> bool:
+        """Whether it can say log-probs of given tokens."""
+        return self.engine.can_score
+
+    @property
+    def recorded(self) -> bool:
+        """Whether samples are those of an earlier run."""
+        return self.engine.recorded
+
+    @property
+    def shortens_answers(self) -> bool:
+        """Whether answers are cut to the room that the context leaves."""
+        return self.engine.shortens_answers
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and completion together; ``None``: the model's context."""
+        return self.engine.max_model_len
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the weights being served."""
+        return self.engine.version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        self.engine.version = version
+
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
+        """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
+        self.engine.start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
+
+    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Whether log-probs can be compared; see :class:`~rlhfkit.rollout.engine.UntruncatedLogprobs`."""
+        return arrange_logprobs(self.engine, sampling)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        """Sample; see :meth:`RolloutEngine.generate`."""
+        return self.engine.generate(prompts, sampling, iteration=iteration)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of given tokens; see :meth:`RolloutEngine.score`."""
+        return self.engine.score(sequences)
+
+    def load(self, weights: WeightSource, version: int) -> None:
+        """Serve these weights; see :meth:`RolloutEngine.load`."""
+        self.engine.load(weights, version)
+
+    def sleep(self) -> None:
+        """Give up memory; see :meth:`RolloutEngine.sleep`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+        self.engine.wake()
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        self.engine.close()

@@ -1,0 +1,263 @@
+"""``AgentEngine``: an engine whose samples are what agents written against OpenAI's API have the policy say."""
+
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.episodes.base import NewEpisode, PlayingEngine
+from rlhfkit.episodes.episode import FINISH, End
+from rlhfkit.episodes.event_loop import call
+from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.validation import check_integer, check_number
+
+if TYPE_CHECKING:
+    from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint
+    from rlhfkit.serving.access import AccessToken
+
+
+@dataclass(frozen=True)
+class AgentConnection:
+    """How an agent reaches the policy. Everything it says there is recorded as its episode."""
+
+    base_url: str
+    """Of OpenAI's API; different for each episode."""
+    api_key: str = field(repr=False)
+    model: str = "policy"
+
+    def client(self, **options: Any) -> Any:
+        """An ``openai.AsyncOpenAI`` for it; needs the ``openai`` package.
+
+        Args:
+            **options: Of the client.
+
+        Raises:
+            ImportError: If it is not installed.
+        """
+        _require("openai")
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+
+
+Agent = Callable[[AgentConnection, Prompt], Any]
+"""Solves a prompt by talking to the policy, and returns the reward: a number, or ``None`` for no judgement. Async, or a
+plain function, which gets a thread."""
+
+
+class AgentEngine(PlayingEngine):
+    """Runs an agent for each prompt and place in the group, and gives what the policy said in it as samples.
+
+    The agent finds the policy at the ``base_url`` of its :class:`AgentConnection` (:class:`OpenAIEndpoint`), in
+    whatever language or framework it is written. ``Sample.prompt`` has the tokens of its first request. Of an agent
+    that begins several conversations the trajectory with the most tokens of the policy is the sample;
+    ``info["unused_tokens"]`` counts the others.
+
+    ============================================== ============= ================= ==========
+    end (``sample.info["ended"]``)                 finish_reason counts as cut off reward
+    ============================================== ============= ================= ==========
+    ``done``: the agent returned                   stop          no                kept
+    ``turns``, ``tokens``: it ran into a limit and length        yes               as returned
+    returned, or raised the error it got
+    ``time``: it took too long                     abort         no                none
+    ``error``: it raised, or never asked           abort         no                none
+    ============================================== ============= ================= ==========
+
+    Example::
+
+        async def agent(connection, prompt):
+            answer = await connection.client().chat.completions.create(
+                model=connection.model, messages=[{"role": "user", "content": prompt.text}]
+            )
+            return float(prompt.answer in answer.choices[0].message.content)
+
+
+        RolloutCallback(engine=AgentEngine(VLLMPool(2), agent), reward=EpisodeReward())
+
+    Args:
+        engine: What samples the turns.
+        agent: See :data:`Agent`.
+        max_turns: Requests of an episode.
+        max_episode_tokens: Of a conversation; ``None``: the model's context.
+        episode_timeout: Seconds of an episode.
+        request_timeout: Seconds of each request.
+        concurrency: Episodes at the same time.
+        parallel_calls: Calls of the engine at the same time; ``None``: see
+            :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        on_error: ``"raise"``: stop at the first agent that fails.
+        host: Where the endpoint listens; others than the loopback address need a token.
+        port: 0: any that is free.
+        token: API key of the endpoint; ``None``: a random one.
+        public_url: How agents on other machines find it; ``None``: they run here.
+        certificate: File of a TLS certificate (PEM).
+        key: File of its private key.
+        parse: Finds tool calls in answers.
+        chat_template_arguments: Passed to the chat template.
+
+    Raises:
+        ImportError: If FastAPI or uvicorn is not installed.
+        TypeError: If ``engine`` is none or ``agent`` cannot be called.
+        ValueError: If a limit is out of range, or the host needs a token.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        agent: Agent,
+        *,
+        max_turns: int = 32,
+        max_episode_tokens: int | None = None,
+        episode_timeout: float = 1800.0,
+        request_timeout: float = 600.0,
+        concurrency: int = 256,
+        parallel_calls: int | None = None,
+        on_error: Literal["mask", "raise"] = "mask",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: "AccessToken | None" = None,
+        public_url: str | None = None,
+        certificate: str | None = None,
+        key: str | None = None,
+        parse: ToolCallParser = parse_tool_calls,
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        from rlhfkit.serving.access import check_host, is_loopback
+
+        check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
+        check_integer("port", port, minimum=0, maximum=2**16 - 1, why="0 takes any that is free")
+        check_integer("concurrency", concurrency, minimum=1)
+        _require("fastapi", "uvicorn")
+        super().__init__(
+            engine,
+            max_turns=max_turns,
+            max_episode_tokens=max_episode_tokens,
+            episode_timeout=episode_timeout,
+            blocked_after=60.0,
+            concurrency=concurrency,
+            parallel_calls=parallel_calls,
+            on_error=on_error,
+        )
+        if not callable(agent):
+            raise TypeError(f"agent must be a function of a connection and a prompt, got {type(agent).__name__}")
+        if token is not None or not is_loopback(host):
+            check_host(host, token)
+        self.agent = agent
+        self._options: dict[str, Any] = {
+            "host": host,
+            "port": port,
+            "token": token,
+            "public_url": public_url,
+            "certificate": certificate,
+            "key": key,
+            "parse": parse,
+            "request_timeout": request_timeout,
+            "parallel_calls": parallel_calls,
+            "max_concurrent": max(1024, 4 * concurrency),  # an agent may ask several things at once
+            "chat_template_arguments": dict(chat_template_arguments or {}),
+        }
+        self._endpoint: OpenAIEndpoint | None = None
+
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
+        """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
+        super().start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
+        if self._endpoint is None:
+            from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint
+            from rlhfkit.models.load import load_tokenizer
+
+            tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+            self._endpoint = OpenAIEndpoint(self.engine, tokenizer, most_tokens=self.most_tokens, **self._options)
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+        super().close()
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Nothing to check: what the policy reads is the agent's to say."""
+
+    def new_episodes(self, sampling: SamplingSpec, iteration: int) -> NewEpisode:
+        """Episodes of one stream. The endpoint listens from the first on, and so not on ranks that never sample."""
+        if self._endpoint is None:
+            raise RuntimeError("AgentEngine was asked for samples before AgentEngine.start")
+        endpoint = self._endpoint.start()
+        return lambda prompt, index: _AgentEpisode(self, endpoint, prompt, index, sampling, iteration)
+
+
+class _AgentEpisode:
+    """One run of the agent."""
+
+    def __init__(
+        self,
+        engine: AgentEngine,
+        endpoint: "OpenAIEndpoint",
+        prompt: Prompt,
+        sample_index: int,
+        sampling: SamplingSpec,
+        iteration: int,
+    ) -> None:
+        self._engine = engine
+        self._endpoint = endpoint
+        self._identity = prompt, sample_index, sampling
+        self._iteration = iteration
+        self.error: Exception | None = None
+
+    async def play(self) -> Sample:
+        """Run the agent and make a sample of what it has had the policy say."""
+        name, session = self._endpoint.open(
+            *self._identity, iteration=self._iteration, max_turns=self._engine.max_turns
+        )
+        connection = AgentConnection(self._endpoint.base_url(name), self._endpoint.api_key, self._endpoint.model_name)
+        reward: float | None = None
+        ended: End = "done"
+        began = time.monotonic()
+        limit = self._engine.episode_timeout
+        try:
+            returned = await call(
+                self._engine.agent,
+                connection,
+                self._identity[0],
+                timeout=limit,
+                doing=f"the agent (limit: {limit:g} s)",
+            )
+            reward = None if returned is None else float(returned)
+        except Exception as error:
+            self.error = error
+            ended = "time" if time.monotonic() - began >= limit else "error"
+        finally:
+            self._endpoint.end(name)
+        if session.engine_failure is not None:
+            raise session.engine_failure
+        if ended == "done" and not session.turns:
+            ended, self.error = "error", RuntimeError("the agent has never asked the policy anything")
+        if session.limit is not None and ended != "time":
+            ended = "turns" if session.limit == "turns" else "tokens"
+        return self._sample(session, ended, reward, time.monotonic() - began)
+
+    def _sample(self, session: Any, ended: End, reward: float | None, seconds: float) -> Sample:
+        failed = ended in ("time", "error")
+        info: dict[str, Any] = {
+            "reward": None if failed else reward,
+            "ended": ended,
+            "failed": failed,
+            "turns": 0,
+            "seconds": seconds,
+        }
+        if self.error is not None:
+            info["error"] = f"{type(self.error).__name__}: {self.error}"
+        return session.sample(FINISH[ended], info["reward"], info)
+
+
+def _require(*names: str) -> None:
+    """Raise unless these packages are installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"agents need {' and '.join(missing)}, not installed here: pip install 'rlhfkit[agents]'")

@@ -1,0 +1,312 @@
+"""``OpenAIEndpoint``: the policy behind OpenAI's chat API, for agents that are written against it.
+
+``/sessions/<name>/v1`` is the base URL of one session, whose requests are recorded as one episode; ``/v1`` is answered
+and not recorded. Everything asks for the token, which is the API key.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Mapping
+from math import isnan
+from types import TracebackType
+from typing import Any, Self
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from rlhfkit.data.types import Prompt
+from rlhfkit.episodes.observations import ObservationTokenizer
+from rlhfkit.episodes.openai.protocol import (
+    ChatError,
+    ChatRequest,
+    completion_body,
+    completion_events,
+)
+from rlhfkit.episodes.openai.session import ChatSession, ChatTurn
+from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler
+from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.serving.access import AccessToken, is_loopback
+from rlhfkit.serving.json_body import JSONBodies
+from rlhfkit.serving.server import Server
+from rlhfkit.validation import check_integer, check_number
+
+log = logging.getLogger(__name__)
+
+_NOT_USED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
+
+
+class OpenAIEndpoint:
+    """Serves ``POST .../v1/chat/completions`` and ``GET .../v1/models`` in a thread of this process.
+
+    How is sampled is said here and not by clients: log-probs have to be those of the training's distribution. Requests
+    may lower ``max_tokens`` and add ``stop``; their ``temperature`` and the like are not used, which is warned of once.
+
+    It listens on the loopback address, with a random token, unless told otherwise; other addresses need a token of the
+    user's. Bodies, concurrent requests and the time of each are limited (:class:`~rlhfkit.serving.gate.Gate`).
+
+    Example::
+
+        with OpenAIEndpoint(engine, tokenizer, most_tokens=4096) as endpoint:
+            client = openai.OpenAI(base_url=endpoint.base_url(), api_key=endpoint.api_key)
+
+    Args:
+        engine: Samples, with its current weights.
+        tokenizer: Of its model; needs a chat template.
+        most_tokens: Of a conversation, the answer included.
+        sampling: For requests outside sessions.
+        host: Address to listen on.
+        port: 0: any that is free.
+        token: What clients must send as API key; ``None``: a random one, on the loopback address only.
+        public_url: How clients elsewhere find it, ``https://trainer:8000``; ``None``: they are on this machine.
+        certificate: File of a TLS certificate (PEM); without one tokens and texts travel in the clear.
+        key: File of its private key.
+        model_name: What the policy is called.
+        parse: Finds tool calls in answers to requests with ``tools``.
+        request_timeout: Seconds an answer may take.
+        max_body_bytes: Of a request.
+        max_body_values: Of a request: texts, numbers, lists and objects of its JSON.
+        max_concurrent: Requests at a time; further ones are refused with 503, which clients repeat.
+        parallel_calls: Calls of the engine at the same time; ``None``: see
+            :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        chat_template_arguments: Passed to the chat template.
+
+    Raises:
+        ValueError: If the host can be reached from outside and there is no token, or a limit is out of range.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        *,
+        most_tokens: int,
+        sampling: SamplingSpec | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: AccessToken | None = None,
+        public_url: str | None = None,
+        certificate: str | None = None,
+        key: str | None = None,
+        model_name: str = "policy",
+        parse: ToolCallParser = parse_tool_calls,
+        request_timeout: float = 600.0,
+        max_body_bytes: int = 4 * 2**20,
+        max_body_values: int = 100_000,
+        max_concurrent: int = 1024,
+        parallel_calls: int | None = None,
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
+        check_integer("most_tokens", most_tokens, minimum=2, why="a prompt and an answer have a token each at least")
+        check_integer("parallel_calls", parallel_calls, minimum=1, optional=True)
+        check_integer("max_body_values", max_body_values, minimum=1)
+        self.engine = engine
+        self.most_tokens = most_tokens
+        self.sampling = sampling or SamplingSpec()
+        self.model_name = model_name
+        self.parse = parse
+        self.request_timeout = request_timeout
+        self.parallel_calls = parallel_calls
+        self.observations = ObservationTokenizer(tokenizer, chat_template_arguments)
+        self._public_url = None if public_url is None else public_url.rstrip("/")
+        self._token = token or (AccessToken(secrets.token_urlsafe(32)) if is_loopback(host) else None)
+        self._sessions: dict[str, ChatSession] = {}
+        self._numbers = itertools.count()
+        self._warned: set[str] = set()
+        self._bodies = JSONBodies(max_objects=max_body_values, max_numbers=max_body_values)
+        self._sampler = TurnSampler(engine, parallel_calls=parallel_calls)
+        self._server = Server(
+            self._application(),
+            host=host,
+            port=port,
+            token=self._token,
+            certificate=certificate,
+            key=key,
+            max_body_bytes=max_body_bytes,
+            max_concurrent=max_concurrent,
+            open_paths=(),
+        )
+
+    @property
+    def api_key(self) -> str:
+        """The token, as clients send it."""
+        assert self._token is not None  # or the server would not have been made
+        return self._token.header()["Authorization"].removeprefix("Bearer ")
+
+    def base_url(self, session: str | None = None) -> str:
+        """What clients take as ``base_url``.
+
+        Args:
+            session: Name of one; ``None``: outside of sessions.
+        """
+        here = self._server.url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
+        path = "/v1" if session is None else f"/sessions/{session}/v1"
+        return f"{self._public_url or here}{path}"
+
+    def open(
+        self, prompt: Prompt, sample_index: int, sampling: SamplingSpec, *, iteration: int, max_turns: int
+    ) -> tuple[str, ChatSession]:
+        """Begin a session.
+
+        Args:
+            prompt: Whose episode it is.
+            sample_index: Position in the group.
+            sampling: How to sample.
+            iteration: Goes into the seeds.
+            max_turns: Answers at most.
+
+        Returns:
+            Its name, which nobody can guess, and what it records.
+        """
+        name = secrets.token_urlsafe(16)
+        self._sessions[name] = session = ChatSession(
+            prompt,
+            sample_index,
+            sampling=sampling,
+            iteration=iteration,
+            observations=self.observations,
+            parse=self.parse,
+            most_tokens=self.most_tokens,
+            max_turns=max_turns,
+        )
+        return name, session
+
+    def end(self, name: str) -> None:
+        """End a session: further requests are refused.
+
+        Args:
+            name: Of it.
+        """
+        self._sessions.pop(name, None)
+
+    def start(self) -> Self:
+        """Listen; see :meth:`rlhfkit.serving.server.Server.start`."""
+        self._server.start()
+        return self
+
+    def close(self) -> None:
+        """Stop listening; a second call does nothing."""
+        self._server.close()
+        self._sessions.clear()
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    # ------------------------------------------------------------------ HTTP
+
+    def _application(self) -> FastAPI:
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+        @app.exception_handler(ChatError)
+        async def refuse(request: Request, error: ChatError) -> JSONResponse:
+            return JSONResponse(error.body(), error.status)
+
+        @app.exception_handler(HTTPException)
+        async def misunderstand(request: Request, error: HTTPException) -> JSONResponse:
+            status = 400 if error.status_code == 422 else error.status_code  # as OpenAI's servers say it
+            return JSONResponse(ChatError(str(error.detail), status=status).body(), status, error.headers)
+
+        @app.get("/v1/models")
+        @app.get("/sessions/{name}/v1/models")
+        async def models(name: str | None = None) -> dict[str, Any]:
+            entry = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "rlhfkit"}
+            return {"object": "list", "data": [entry]}
+
+        @app.post("/v1/chat/completions", response_model=None)
+        @app.post("/sessions/{name}/v1/chat/completions", response_model=None)
+        async def complete(request: Request, name: str | None = None) -> JSONResponse | StreamingResponse:
+            asked = await self._bodies.read(request, _chat_request)
+            body = await self._complete(self._session(name), asked)
+            if asked.stream:
+                return StreamingResponse(iter(completion_events(body)), media_type="text/event-stream")
+            return JSONResponse(body)
+
+        return app
+
+    def _session(self, name: str | None) -> ChatSession:
+        if name is None:
+            number = next(self._numbers)
+            return ChatSession(
+                Prompt(number, []),
+                0,
+                sampling=self.sampling,
+                iteration=0,
+                observations=self.observations,
+                parse=self.parse,
+                most_tokens=self.most_tokens,
+                max_turns=1,
+            )
+        if name not in self._sessions:
+            raise ChatError("there is no such session, or it has ended", code="session_not_found", status=404)
+        return self._sessions[name]
+
+    async def _complete(self, session: ChatSession, request: ChatRequest) -> dict[str, Any]:
+        self._warn_of_unused(request)
+        if request.response_format is not None and request.response_format.get("type") != "text":
+            raise ChatError("response_format is not supported: the policy says what it says")
+        self._sampler.expect(len(self._sessions))
+        try:
+            async with asyncio.timeout(self.request_timeout):
+                turn = await session.answer(request, self._sampler)
+        except TimeoutError:
+            message = f"no answer within {self.request_timeout:g} s"
+            raise ChatError(message, code="timeout", status=504) from None
+        except EngineFailedError as error:
+            raise ChatError(f"the engine failed: {error}", code="engine_failed", status=500) from error
+        return self._body(turn, request)
+
+    def _body(self, turn: ChatTurn, request: ChatRequest) -> dict[str, Any]:
+        sampled = turn.trajectory.last
+        assert sampled is not None  # a turn is an answer
+        tokenizer, logprobs = self.observations.tokenizer, None
+        if request.logprobs:
+            texts = [tokenizer.decode([token]) for token in sampled.token_ids]
+            logprobs = [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                # The API says -9999 where a log-prob is not known; NaN is no JSON.
+                for text, logprob in zip(texts, (-9999.0 if isnan(p) else p for p in sampled.logprobs), strict=True)
+            ]
+        return completion_body(
+            turn.reply,
+            identity=turn.identity,
+            model=request.model or self.model_name,
+            finish_reason="tool_calls" if turn.reply.get("tool_calls") else sampled.finish_reason,
+            prompt_tokens=turn.prompt_tokens,
+            completion_tokens=len(sampled.token_ids),
+            logprobs=logprobs,
+        )
+
+    def _warn_of_unused(self, request: ChatRequest) -> None:
+        extra = request.model_extra or {}
+        unused = {name for name in _NOT_USED if extra.get(name) is not None} - self._warned
+        if unused:
+            self._warned |= unused
+            log.warning(
+                "requests say %s, which is not used: the policy is sampled as SamplingSpec says",
+                ", ".join(sorted(unused)),
+            )
+
+
+def _chat_request(body: bytes) -> ChatRequest:
+    """A request from its JSON.
+
+    Raises:
+        ValueError: Saying where it is wrong.
+    """
+    try:
+        return ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise ValueError("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults[:8])) from None

@@ -1,0 +1,222 @@
+"""Requests and answers of OpenAI's chat completions, as far as a policy that is being trained can honour them."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rlhfkit.episodes.environment import Message
+from rlhfkit.episodes.json_limits import check_json, parse_json
+from rlhfkit.episodes.tools import ToolCall
+
+
+class ChatError(Exception):
+    """A request that cannot be answered; clients see it as OpenAI's errors.
+
+    Args:
+        message: For people.
+        code: For programs.
+        status: Of HTTP.
+    """
+
+    def __init__(self, message: str, *, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "code": self.code, "param": None}}
+
+
+class ChatRequest(BaseModel):
+    """What ``POST /v1/chat/completions`` takes. Fields of the API that are not here are accepted and not used."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str = ""
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    n: Literal[1] | None = 1
+    stream: bool | None = False
+    logprobs: bool | None = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain(cls, value: Any) -> Any:
+        check_json(value)
+        return value
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Tools that the policy is told of."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the answer."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+def readable(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates read it: content as text, arguments of tool calls as objects, nothing empty.
+
+    Args:
+        message: As a client sends it.
+
+    Raises:
+        ChatError: If it has no role, content that is not text, or tool calls that are none.
+    """
+    if not isinstance(message.get("role"), str):
+        raise ChatError(f"a message needs a role: {str(dict(message))[:80]}")
+    content = message.get("content")
+    if isinstance(content, list):
+        if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
+            raise ChatError("the content of a message must be text; pictures and sound cannot be read")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise ChatError(f"the content of a message must be text, got {type(content).__name__}")
+    plain = {"role": message["role"], "content": content or ""}
+    if plain["role"] == "developer":  # what newer models of OpenAI call it
+        plain["role"] = "system"
+    for name in ("name", "tool_call_id"):
+        if message.get(name):
+            if not isinstance(message[name], str):
+                raise ChatError(f"the {name} of a message must be text, got {type(message[name]).__name__}")
+            plain[name] = message[name]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ChatError("tool_calls must be a list")
+    if calls:
+        plain["tool_calls"] = [_readable_call(one) for one in calls]
+    return plain
+
+
+def _readable_call(wanted: Any) -> dict[str, Any]:
+    function = wanted.get("function") if isinstance(wanted, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ChatError("a tool call needs a function")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments)
+        except ValueError as error:
+            raise ChatError(f"the arguments of a tool call must be JSON: {error}") from error
+    if not isinstance(arguments, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatError("the function of a tool call needs a name (text) and arguments (a JSON object)")
+    return {
+        "type": "function",
+        "id": wanted.get("id"),
+        "function": {"name": function.get("name"), "arguments": arguments},
+    }
+
+
+def same_message(one: Message, other: Message) -> bool:
+    """Whether two messages say the same, white space around them aside; ids of tool calls do not count.
+
+    Args:
+        one: As :func:`readable` gives it.
+        other: Likewise.
+    """
+    return _said(one) == _said(other)
+
+
+def _said(message: Message) -> tuple[Any, ...]:
+    calls = [json.dumps(one["function"], sort_keys=True) for one in message.get("tool_calls", ())]
+    return message["role"], message["content"].strip(), calls
+
+
+def reply_message(text: str, calls: Sequence[ToolCall], identity: str) -> dict[str, Any]:
+    """The policy's turn as a message.
+
+    Args:
+        text: All of it.
+        calls: Found in it.
+        identity: Unique beginning of the ids of the calls.
+    """
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {
+        "role": "assistant",
+        "content": text.partition("<tool_call>")[0].strip() or None,
+        "tool_calls": [
+            {
+                "id": f"call_{identity}_{number}",
+                "type": "function",
+                "function": {"name": one.name, "arguments": json.dumps(dict(one.arguments))},
+            }
+            for number, one in enumerate(calls)
+        ],
+    }
+
+
+def completion_body(
+    message: Mapping[str, Any],
+    *,
+    identity: str,
+    model: str,
+    finish_reason: str,
+    prompt_tokens: int,
+    completion_tokens: int,
+    logprobs: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """An answer as JSON.
+
+    Args:
+        message: The policy's turn.
+        identity: Unique.
+        model: Name of it.
+        finish_reason: ``stop``, ``length`` or ``tool_calls``.
+        prompt_tokens: That the policy read.
+        completion_tokens: That it said.
+        logprobs: One entry per token, when they were asked for.
+    """
+    return {
+        "id": f"chatcmpl-{identity}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [
+            {
+                "index": 0,
+                "message": dict(message),
+                "finish_reason": finish_reason,
+                "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+
+
+def completion_events(body: Mapping[str, Any]) -> list[str]:
+    """The same for clients that want a stream: the whole answer in one event, then the end.
+
+    Args:
+        body: From :func:`completion_body`.
+    """
+    (choice,) = body["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": number, **one} for number, one in enumerate(delta["tool_calls"])]
+    head = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    said = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    chunks = [{**head, "choices": [said]}, {**head, "choices": [end], "usage": body["usage"]}]
+    return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]

@@ -1,0 +1,245 @@
+"""``ChatSession``: what one agent asks the policy over the chat API, recorded as the tokens that were sampled.
+
+Clients send the whole conversation with every request. What a conversation has in common with an earlier answer of the
+session is not encoded again: the recorded tokens stand for it, and only what is new is put behind them. A request that
+continues no earlier answer (another agent of the same program, a conversation that was summarised) begins a trajectory
+of its own; one that continues an answer for a second time (a retry) branches off there.
+"""
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rlhfkit.data.types import FinishReason, Prompt, Sample
+from rlhfkit.episodes.environment import Action
+from rlhfkit.episodes.event_loop import in_thread
+from rlhfkit.episodes.observations import ObservationTokenizer
+from rlhfkit.episodes.openai.protocol import ChatError, ChatRequest, readable, reply_message, same_message
+from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler, turn_index
+from rlhfkit.episodes.tools import ToolCallParser
+from rlhfkit.episodes.trajectory import Trajectory
+from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+_LONG = 20_000
+"""Characters that are encoded in a few milliseconds."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ChatTurn:
+    """One answer of the policy, and everything in front of it."""
+
+    messages: list[dict[str, Any]]
+    """The conversation up to the answer, which is the last."""
+    trajectory: Trajectory
+    parent: "ChatTurn | None"
+    reply: dict[str, Any]
+    """The answer as the client has got it."""
+    prompt_tokens: int
+    identity: str
+    """Unique in the session, and the same in every run."""
+
+
+class ChatSession:
+    """Everything one agent has asked and been answered.
+
+    Args:
+        prompt: Whose episode it is.
+        sample_index: Position in the group.
+        sampling: How to sample.
+        iteration: Goes into the seeds.
+        observations: Writes messages.
+        parse: Finds tool calls in answers.
+        most_tokens: Prompt, answers and everything between them together.
+        max_turns: Answers at most.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        *,
+        sampling: SamplingSpec,
+        iteration: int,
+        observations: ObservationTokenizer,
+        parse: ToolCallParser,
+        most_tokens: int,
+        max_turns: int,
+    ) -> None:
+        self.prompt = prompt
+        self.sample_index = sample_index
+        self.sampling = dataclasses.replace(sampling, group_size=1)
+        self.iteration = iteration
+        self.observations = observations
+        self.parse = parse
+        self.most_tokens = most_tokens
+        self.max_turns = max_turns
+        self.turns: list[ChatTurn] = []
+        """In the order in which they were answered."""
+        self.limit: str | None = None
+        """``"turns"`` or ``"tokens"``: what the agent has run into."""
+        self.engine_failure: EngineFailedError | None = None
+        self._asked: dict[bytes, int] = {}
+        self._answering = 0
+        self._warned = False
+
+    async def answer(self, request: ChatRequest, sampler: TurnSampler) -> ChatTurn:
+        """Sample the policy's next turn.
+
+        Args:
+            request: With the whole conversation.
+            sampler: Samples it.
+
+        Raises:
+            ChatError: If it cannot be answered, or a limit is reached.
+            EngineFailedError: If the engine failed.
+        """
+        if len(self.turns) + self._answering >= self.max_turns:
+            self.limit = self.limit or "turns"
+            raise ChatError(f"the episode has had its {self.max_turns} turns", code="turn_limit_exceeded")
+        messages = [readable(message) for message in request.messages]
+        parent, trajectory = await self._begun(messages, request.offered_tools)
+        context = trajectory.context
+        spec = self._sampling(request, len(context))
+        digest = hashlib.blake2b(repr(context).encode(), digest_size=8).digest()
+        repeat = self._asked[digest] = self._asked.get(digest, -1) + 1
+        # Not the number of the request: several may be under way, and their order is nobody's choice.
+        index = turn_index(self.prompt.index, self.sample_index, f"{digest.hex()}/{repeat}")
+        self._answering += 1
+        try:
+            sampled = await sampler.sample(context, spec, iteration=self.iteration, index=index)
+        except RequestError as error:
+            raise ChatError(str(error), code="refused") from error
+        except EngineFailedError as failure:
+            self.engine_failure = failure
+            raise
+        finally:
+            self._answering -= 1
+        trajectory.act(sampled)
+        reply = self._reply(sampled, request, f"{digest.hex()}{repeat}")
+        turn = ChatTurn(
+            [*messages, readable(reply)], trajectory, parent, reply, len(context), f"{digest.hex()}{repeat}"
+        )
+        self.turns.append(turn)
+        return turn
+
+    async def _begun(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
+        """What the policy has to read; long conversations are encoded in a thread, as the loop serves all others."""
+        if sum(len(str(message["content"])) for message in messages) <= _LONG:
+            return self._begin(messages, tools)
+        self._answering += 1  # other requests of the session may come meanwhile
+        try:
+            began: tuple[ChatTurn | None, Trajectory] = await in_thread(self._begin, messages, tools)
+            return began
+        finally:
+            self._answering -= 1
+
+    def _begin(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
+        """What the policy has to read, from the longest answer that the conversation continues."""
+        if messages[-1]["role"] == "assistant":
+            raise ChatError("the last message is the assistant's own; there is nothing to answer")
+        arguments = {} if tools is None else {"tools": tools}
+        parent = max(
+            (turn for turn in self.turns if _continues(messages, turn.messages)),
+            key=lambda turn: len(turn.messages),
+            default=None,
+        )
+        try:
+            if parent is None:
+                self._warn_of_changes(messages)
+                token_ids = self.observations.conversation(messages, **arguments)
+                return None, Trajectory(dataclasses.replace(self.prompt, token_ids=token_ids), self.sample_index)
+            known = len(parent.messages)
+            trajectory = parent.trajectory.copy()
+            new = self.observations.behind(
+                messages[known:], trajectory.last, conversation=messages[: known - 1], **arguments
+            )
+        except Exception as error:  # templates fail in other words than their own, over what a client has sent
+            raise ChatError(f"{type(error).__name__}: {error}", code="template_error") from error
+        trajectory.observe(new, trajectory.versions[-1])
+        return parent, trajectory
+
+    def _warn_of_changes(self, messages: Sequence[dict[str, Any]]) -> None:
+        if self.turns and not self._warned and any(message["role"] == "assistant" for message in messages):
+            self._warned = True
+            log.warning(
+                "prompt %d: an agent has sent back an answer otherwise than it was sampled, or one that was not; the "
+                "conversation is encoded anew as a trajectory of its own",
+                self.prompt.index,
+            )
+
+    def _sampling(self, request: ChatRequest, length: int) -> SamplingSpec:
+        room = self.most_tokens - length
+        if room < 1:
+            self.limit = self.limit or "tokens"
+            raise ChatError(
+                f"the conversation has {length} tokens, and {self.most_tokens} are the most, the answer included",
+                code="context_length_exceeded",
+            )
+        spec = self.sampling
+        most = min(spec.max_new_tokens, room, request.most_tokens or room)
+        try:
+            return dataclasses.replace(
+                spec,
+                max_new_tokens=most,
+                min_new_tokens=min(spec.min_new_tokens, most),
+                stop=(*spec.stop, *request.stops),
+            )
+        except ValueError as error:
+            raise ChatError(str(error)) from error
+
+    def _reply(self, sampled: Sample, request: ChatRequest, identity: str) -> dict[str, Any]:
+        tokenizer = self.observations.tokenizer
+        text = tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+        raw = tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
+        calls = []
+        if request.offered_tools is not None:
+            action = Action(len(self.turns), list(sampled.token_ids), text, raw, sampled.finish_reason)
+            calls = [one for one in self.parse(action) if not one.error]
+        return reply_message(text, calls, identity)
+
+    def leaves(self) -> list[ChatTurn]:
+        """Answers that nothing continues: each ends a trajectory."""
+        parents = {id(turn.parent) for turn in self.turns}
+        return [turn for turn in self.turns if id(turn) not in parents]
+
+    def sample(self, finish_reason: FinishReason, reward: float | None, info: dict[str, Any]) -> Sample:
+        """The trajectory with the most tokens of the policy, of several the one that ended last.
+
+        Args:
+            finish_reason: Why the episode ended.
+            reward: Of the episode, earned by its last action.
+            info: What else is known.
+        """
+        leaves = self.leaves()
+        if not leaves:
+            return Trajectory(self.prompt, self.sample_index).sample(finish_reason, info)
+        chosen = max(reversed(leaves), key=lambda turn: turn.trajectory.actions)
+        trajectory = chosen.trajectory.copy()
+        if reward is not None:
+            trajectory.earn(reward)
+        used = trajectory.actions
+        sampled = sum(len(turn.trajectory.last.token_ids) for turn in self.turns if turn.trajectory.last is not None)
+        last = trajectory.last.token_ids if trajectory.last is not None else []
+        return trajectory.sample(
+            finish_reason,
+            info
+            | {
+                "turns": trajectory.turns,
+                "environment_tokens": len(trajectory.token_ids) - used,
+                "unused_tokens": sampled - used,
+                "trajectories": len(leaves),
+                "last_text": self.observations.tokenizer.decode(last, skip_special_tokens=True),
+            },
+        )
+
+
+def _continues(messages: Sequence[dict[str, Any]], earlier: Sequence[dict[str, Any]]) -> bool:
+    """Whether a conversation goes on behind an earlier one."""
+    return len(messages) > len(earlier) and all(
+        same_message(one, other) for one, other in zip(messages, earlier, strict=False)
+    )

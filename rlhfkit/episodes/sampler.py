@@ -1,0 +1,183 @@
+"""``TurnSampler``: the requests of many episodes, put together into calls of one engine."""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.episodes.event_loop import in_thread
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.errors import RequestError
+from rlhfkit.validation import check_integer, check_number
+
+GATHER_TIME = 0.05
+"""Seconds that a call of an engine in this process waits for episodes that are not ready yet."""
+
+PARALLEL_CALLS = 128
+"""Calls of a shared engine at the same time."""
+
+
+class EngineFailedError(RuntimeError):
+    """The engine failed, which no episode can be blamed for; the cause is what it raised."""
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: Prompt
+    sampling: SamplingSpec
+    iteration: int
+    answer: asyncio.Future[Sample]
+
+
+def turn_index(prompt_index: int, sample_index: int, turn: int | str) -> int:
+    """What stands in place of the prompt's index in the seed of one turn: it depends on nothing else.
+
+    Args:
+        prompt_index: Row of the prompt in its data set.
+        sample_index: Position in the group.
+        turn: Number of the turn, or whatever else tells requests of one episode apart.
+
+    Returns:
+        A 63-bit non-negative integer.
+    """
+    digest = hashlib.blake2b(f"{prompt_index}/{sample_index}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class TurnSampler:
+    """Puts requests together. To be used in one event loop.
+
+    An engine in this process gets one call at a time: a call leaves when every episode waits for it, or the first has
+    waited ``gather_time``. A shared engine gets up to ``parallel_calls`` calls at once, each with its share of the
+    requests that are waiting, so that no episode waits for the turn of a slow one.
+
+    Args:
+        engine: What generates.
+        parallel_calls: Calls at the same time; ``None``: 1 for an engine in this process, 128 for a shared one, whose
+            ``generate`` must then stand being called from several threads.
+        gather_time: Seconds; ``None``: 0.05 when there is one call at a time, else 0.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, *, parallel_calls: int | None = None, gather_time: float | None = None
+    ) -> None:
+        check_integer("parallel_calls", parallel_calls, minimum=1, optional=True)
+        check_number("gather_time", gather_time, minimum=0, optional=True, why="it is in seconds")
+        self.engine = engine
+        self.parallel_calls = parallel_calls or (PARALLEL_CALLS if engine.shared else 1)
+        self.gather_time = gather_time if gather_time is not None else GATHER_TIME * (self.parallel_calls == 1)
+        self._participants = 0
+        self._calls = 0
+        self._waiting: list[_Request] = []
+        self._soon = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def expect(self, participants: int) -> None:
+        """Say for how many episodes it is worth waiting a moment, where :meth:`participant` does not count them."""
+        self._participants = participants
+
+    @contextmanager
+    def participant(self) -> Iterator[None]:
+        """Inside runs an episode that will ask for something, for which it is worth waiting a moment."""
+        self._participants += 1
+        try:
+            yield
+        finally:
+            self._participants -= 1
+            self._pump_soon()
+
+    async def sample(self, token_ids: list[int], sampling: SamplingSpec, *, iteration: int, index: int) -> Sample:
+        """Sample one turn.
+
+        Args:
+            token_ids: Everything in front of it.
+            sampling: How; its ``group_size`` is 1.
+            iteration: Goes into the seed.
+            index: Goes into the seed in place of the prompt's: :func:`turn_index`.
+
+        Raises:
+            RequestError: If the engine refuses this request; others are not touched by it.
+            EngineFailedError: If the engine raised something else.
+        """
+        answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(Prompt(index, token_ids), sampling, iteration, answer))
+        self._pump_soon()
+        return await answer
+
+    def _pump_soon(self) -> None:
+        """Start calls once everybody who is ready now has asked."""
+        if not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self, patient: bool = True) -> None:
+        """Start the calls that can be started."""
+        self._soon = False
+        if not self._waiting or self._calls >= self.parallel_calls:
+            return
+        if patient and self.gather_time and len(self._waiting) < self._participants:
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(self.gather_time, self._time_is_up)
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._waiting = [request for request in self._waiting if not request.answer.done()]  # others were given up
+        while self._waiting and self._calls < self.parallel_calls:
+            self._start(math.ceil(len(self._waiting) / (self.parallel_calls - self._calls)))
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        self._pump(patient=False)
+
+    def _start(self, share: int) -> None:
+        """Start one call with so many requests, if as many are alike."""
+        kind = (self._waiting[0].sampling, self._waiting[0].iteration)
+        alike = [request for request in self._waiting if (request.sampling, request.iteration) == kind][:share]
+        chosen = set(map(id, alike))
+        self._waiting = [request for request in self._waiting if id(request) not in chosen]
+        self._calls += 1
+        task = asyncio.get_running_loop().create_task(self._call(alike))
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, requests: list[_Request]) -> None:
+        try:
+            await self._answer(requests)
+        finally:
+            self._calls -= 1
+            self._pump_soon()
+
+    async def _answer(self, requests: list[_Request]) -> None:
+        """Have the engine answer requests in one call."""
+        prompts = [request.prompt for request in requests]
+        sampling, iteration = requests[0].sampling, requests[0].iteration
+        try:
+            samples = await in_thread(lambda: self.engine.generate(prompts, sampling, iteration=iteration))
+            if len(samples) != len(requests):
+                raise RuntimeError(f"the engine was asked for {len(requests)} samples and returned {len(samples)}")
+        except RequestError as error:
+            if len(requests) == 1:
+                _fail(requests, error)
+                return
+            for request in requests:  # which of them is at fault is seen when each is alone
+                if not request.answer.done():
+                    await self._answer([request])
+        except Exception as error:
+            failure = EngineFailedError(f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+            _fail(requests, failure)
+        else:
+            for request, sample in zip(requests, samples, strict=True):
+                if not request.answer.done():
+                    request.answer.set_result(sample)
+
+
+def _fail(requests: list[_Request], error: Exception) -> None:
+    for request in requests:
+        if not request.answer.done():
+            request.answer.set_exception(error)

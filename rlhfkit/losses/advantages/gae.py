@@ -1,0 +1,215 @@
+"""Returns and advantages per token, from per-token rewards: GAE with a critic, REINFORCE++ without.
+
+Rewards per token (B, T) come from :mod:`rlhfkit.losses.advantages.rewards`. ``mask`` is true on tokens that the policy
+chose. Between them lie tokens of the environment (tool results, user turns), which are no steps: every recursion here
+steps *over* them, as if the actions stood side by side. OpenRLHF walks through them, which takes the value of a
+tool's output to be 0 and discounts for its length. Rewards outside the mask are ignored.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.advantages.group import group_advantages
+from rlhfkit.losses.advantages.rewards import token_rewards
+from rlhfkit.losses.aggregation import check_same_shape, full_precision, select, whiten
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float | Tensor = 0.95,
+    last_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the actions of each sequence.
+
+    ``δ_t = r_t + γ V_{t'} - V_t``, ``A_t = δ_t + γ λ A_{t'}``, ``R_t = A_t + V_t``, with ``t'`` the *next action* of
+    the sequence, and ``V_{t'} = 0`` after the last one.
+
+    Schulman et al. (2016, arXiv:1506.02438, equation 16). ``γ = 1`` everywhere; ``λ`` is 0.95 in TRL and in Schulman et
+    al., 1 in OpenRLHF and verl. With ``λ = 1`` the returns do not depend on the values (VAPO uses that for the critic
+    and :func:`length_adaptive_lambda` for the policy: two calls). Whiten the advantages with :func:`whiten` afterwards.
+
+    Computed by doubling, in ``log2(T)`` vectorised steps, not T.
+
+    Args:
+        rewards: (B, T) per token.
+        values: (B, T) the critic's before the iteration; ``values[:, t]`` is the state in which token t+1 is chosen.
+        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
+        gamma: ``γ`` in [0, 1].
+        lam: ``λ`` in [0, 1], or (B,) one per sequence.
+        last_values: (B,) value of the state after the last action, for answers cut off by the length limit; 0 when
+            ``None``.
+
+    Returns:
+        Advantages and returns, (B, T) detached, in at least float32; 0 outside the mask.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    check_same_shape(rewards=rewards, values=values, mask=mask)
+    _check_unit("gamma", gamma)
+    if isinstance(lam, Tensor):
+        if lam.shape != rewards.shape[:1]:
+            raise ValueError(f"lam must be a number or ({rewards.shape[0]},), got {tuple(lam.shape)}")
+    else:
+        _check_unit("lam", lam)
+    order, chosen = _actions_first(mask)
+    reward = select(full_precision(rewards.detach()).gather(-1, order), chosen)
+    value = select(full_precision(values.detach()).gather(-1, order), chosen)
+    following = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], -1)
+    if last_values is not None:
+        if last_values.shape != rewards.shape[:1]:
+            raise ValueError(f"last_values must be ({rewards.shape[0]},), got {tuple(last_values.shape)}")
+        final = chosen & ~torch.cat([chosen[:, 1:], torch.zeros_like(chosen[:, :1])], -1)
+        following = torch.where(final, full_precision(last_values.detach()).unsqueeze(-1), following)
+    delta = select(reward + gamma * following - value, chosen)
+    if isinstance(lam, Tensor):
+        decay = gamma * lam.detach().to(delta).unsqueeze(-1)
+    else:
+        decay = delta.new_full((1, 1), gamma * lam)
+    advantages = _decayed_sum(delta, decay)
+    return _back_in_place(advantages, order, mask), _back_in_place(advantages + value, order, mask)
+
+
+def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
+    """GAE's ``λ`` for answers of very different length: longer ones look further ahead.
+
+    ``λ_i = 1 - 1 / (α l_i)``, at least 0, so that the sum of GAE's weights, ``1 / (1 - λ)``, is ``α l``.
+
+    VAPO, Yue et al. (2025, arXiv:2504.05118).
+
+    Args:
+        lengths: (B,) actions of each sequence.
+        alpha: ``α`` > 0; the paper's 0.05.
+
+    Returns:
+        (B,) in [0, 1), for the ``lam`` of :func:`gae`.
+
+    Raises:
+        ValueError: If ``alpha`` is not positive.
+    """
+    if not alpha > 0.0:
+        raise ValueError(f"alpha must be positive, got {alpha}")
+    reach = alpha * full_precision(lengths)
+    return (1.0 - 1.0 / reach.clamp(min=1.0)).clamp(min=0.0)
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """Sum of the rewards from a token on, discounted per action.
+
+    ``R_t = r_t + γ R_{t'}`` with ``t'`` the next action.
+
+    Args:
+        rewards: (B, T) per token.
+        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
+        gamma: ``γ`` in [0, 1].
+
+    Returns:
+        (B, T) detached, in at least float32; 0 outside the mask.
+
+    Raises:
+        ValueError: If the shapes differ or ``gamma`` is out of range.
+    """
+    check_same_shape(rewards=rewards, mask=mask)
+    _check_unit("gamma", gamma)
+    order, chosen = _actions_first(mask)
+    reward = select(full_precision(rewards.detach()).gather(-1, order), chosen)
+    return _back_in_place(_decayed_sum(reward, reward.new_full((1, 1), gamma)), order, mask)
+
+
+def reinforce_advantages(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    scale_std: bool = True,
+    moments: Tensor | None = None,
+) -> Tensor:
+    """REINFORCE++: returns of each token, whitened over all tokens of the batch.
+
+    ``A_t = (R_t - mean(R)) / std(R)`` with :func:`discounted_returns` and :func:`whiten`.
+
+    Hu et al. (2025, arXiv:2501.03262). The KL penalty is part of the rewards there (:func:`token_rewards`).
+
+    Args:
+        rewards: (B, T) per token.
+        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
+        gamma: ``γ`` in [0, 1].
+        scale_std: Divide by the deviation; OpenRLHF's ``no_std_norm`` is false.
+        moments: (3,) sum over ranks of ``masked_moments(discounted_returns(...), mask)`` when the batch is spread over
+            ranks; of this batch when ``None``.
+
+    Returns:
+        (B, T) detached, in at least float32; 0 outside the mask.
+
+    Raises:
+        ValueError: If the shapes differ or ``gamma`` is out of range.
+    """
+    returns = discounted_returns(rewards, mask, gamma=gamma)
+    return whiten(returns, mask, scale_std=scale_std, moments=moments)
+
+
+def reinforce_baseline_advantages(
+    rewards: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    scale_std: bool = True,
+    moments: Tensor | None = None,
+) -> Tensor:
+    """REINFORCE++-baseline: the group's mean as baseline, the batch's deviation as scale.
+
+    ``r'_i = r_i - mean(r_group)``, then :func:`reinforce_advantages` of ``r'_i`` on the last action and
+    ``-β kl_t`` on each.
+
+    Hu et al. (2025, arXiv:2501.03262), as OpenRLHF's ``reinforce_baseline``.
+
+    Args:
+        rewards: (B,), NaN where missing: such a row has reward 0 after the baseline.
+        group: (B,) integer ids, equal for samples of one prompt.
+        mask: (B, T), true where the policy chose the token.
+        kl: (B, T) KL estimate to the reference, see :func:`kl_estimate`.
+        kl_coef: ``β`` ≥ 0.
+        scale_std: As in :func:`reinforce_advantages`.
+        moments: As in :func:`reinforce_advantages`.
+
+    Returns:
+        (B, T) detached, in at least float32; 0 outside the mask.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    centred = group_advantages(rewards, group, scale="none")
+    per_token = token_rewards(centred, mask, kl=kl, kl_coef=kl_coef)
+    return reinforce_advantages(per_token, mask, scale_std=scale_std, moments=moments)
+
+
+def _check_unit(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must lie in [0, 1], got {value}")
+
+
+def _actions_first(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Order that brings the selected tokens of each row to the front, and the mask in that order."""
+    order = (~mask.bool()).to(torch.uint8).argsort(dim=-1, stable=True)
+    return order, mask.bool().gather(-1, order)
+
+
+def _back_in_place(values: Tensor, order: Tensor, mask: Tensor) -> Tensor:
+    return select(torch.zeros_like(values).scatter(-1, order, values), mask)
+
+
+def _decayed_sum(values: Tensor, decay: Tensor) -> Tensor:
+    """``S_t = x_t + c S_{t+1}``: each round adds what lies 1, 2, 4, 8 … steps ahead."""
+    steps, reach = values.shape[-1], 1
+    while reach < steps:
+        ahead = torch.cat([values[:, reach:], torch.zeros_like(values[:, :reach])], -1)
+        values = values + decay * ahead
+        decay = decay.square()
+        reach *= 2
+    return values

@@ -1,0 +1,287 @@
+"""Advantages of whole sequences, from the rewards of the other samples of the same prompt: no critic.
+
+One reward per sequence (B,) in, one advantage per sequence (B,) out, which all tokens of the sequence share. Rows of a
+group need not be adjacent, and groups may have any size. A reward of NaN is missing: it enters no statistic, and its
+advantage is 0. A group of equal rewards has advantage exactly 0 with every estimator. All are detached. With discount
+or critic, per token, see :mod:`rlhfkit.losses.advantages.gae`.
+
+No host sync and no dynamic shapes, ``O(B log B)``. Sums run in float64 where the device has it, so that the order of
+rows does not matter. Give the whole batch: every row of a group must be in it.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.advantages.group_reduction import as_advantages, by_group, precise
+from rlhfkit.losses.aggregation import check_same_shape
+
+AdvantageScale = Literal["group", "batch", "none"]
+"""What centred rewards are divided by in :func:`group_advantages`."""
+
+
+def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = "group", eps: float = 1e-4) -> Tensor:
+    """Advantage of a sample over the other samples of its prompt, as in GRPO.
+
+    ``A_i = (r_i - mean(r_group)) / (s + ε)`` with ``s`` the standard deviation (unbiased, n-1) of the group's or of all
+    rewards; ``scale="none"``: ``A_i = r_i - mean(r_group)``.
+
+    Shao et al. (2024, arXiv:2402.03300, section 4.1.2); without the division Dr.GRPO (Liu et al., 2025,
+    arXiv:2503.20783); by the batch's deviation Liu et al. ("Tricks or Traps", 2025, arXiv:2508.08221). TRL, verl and
+    OpenRLHF differ in ``ε`` alone: 1e-4, 1e-6 and 1e-9. A group of equal rewards gets exactly 0: elsewhere the rounding
+    of the mean divided by ``ε`` is taken for an advantage (OpenRLHF: -7.45 for eight rewards of 0.1).
+
+    Args:
+        rewards: (B,), NaN where missing. The whole batch: every row of a group must be in it.
+        group: (B,) integer ids, equal for samples of one prompt.
+        scale: ``group``, ``batch`` or ``none``.
+        eps: ``ε`` added to the standard deviation; TRL's 1e-4.
+
+    Returns:
+        (B,) in at least float32; 0 for missing rewards and for groups with fewer than two.
+
+    Raises:
+        ValueError: If shapes are not (B,), ``scale`` is unknown or ``eps`` is negative.
+    """
+    if scale not in get_args(AdvantageScale):
+        raise ValueError(f"scale must be one of {', '.join(get_args(AdvantageScale))}, got {scale!r}")
+    _check_eps(eps)
+    groups = by_group(rewards, group)
+    advantages = groups.centred
+    if scale == "group":
+        advantages = advantages / (groups.std + eps)
+    elif scale == "batch":
+        advantages = advantages / (_spread(groups.rewards, groups.present)[1] + eps)
+    return as_advantages(advantages, groups.varied, rewards)
+
+
+def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
+    """Reward minus the mean reward of the *other* samples of the prompt: an unbiased baseline.
+
+    ``A_i = r_i - Σ_{j ≠ i} r_j / (n - 1)``
+
+    REINFORCE leave-one-out, Kool et al. (2019), Ahmadian et al. (2024, arXiv:2402.14740). With a KL penalty in the
+    reward subtract it first: ``rewards - β (kl * mask).sum(-1)``. TRL's ``normalize_advantages`` is
+    :func:`normalize_advantages` afterwards.
+
+    Args:
+        rewards: (B,), NaN where missing: the others are averaged over those that are there.
+        group: (B,) integer ids, equal for samples of one prompt.
+
+    Returns:
+        (B,) in at least float32; 0 for missing rewards and for groups with fewer than two.
+
+    Raises:
+        ValueError: If shapes are not (B,).
+    """
+    groups = by_group(rewards, group)
+    others = groups.sum(groups.rewards) - groups.rewards
+    return as_advantages(groups.rewards - others / (groups.members - 1).clamp(min=1), groups.varied, rewards)
+
+
+def gpg_advantages(rewards: Tensor, group: Tensor) -> Tensor:
+    """Reward minus the mean of its group, scaled up for the samples that have no gradient.
+
+    ``A_i = B / (B - M) (r_i - mean(r_group))`` with M of the B samples in groups whose rewards are all equal.
+
+    Chu et al. (GPG, 2025, arXiv:2504.02546): groups in which nothing can be learned count in the mean over the batch,
+    and the factor takes that back. With dynamic sampling, which turns such groups down, it is 1. The paper's batch is
+    that of an optimizer step, this one is what is given, an iteration in :class:`rlhfkit.GRPOModule`.
+
+    Args:
+        rewards: (B,), NaN where missing; such samples are counted neither in B nor in M.
+        group: (B,) integer ids, equal for samples of one prompt.
+
+    Returns:
+        (B,) in at least float32; 0 for missing rewards and for groups of equal ones.
+
+    Raises:
+        ValueError: If shapes are not (B,).
+    """
+    groups = by_group(rewards, group)
+    scale = groups.present.sum().to(groups.rewards.dtype) / groups.varied.sum().clamp(min=1)
+    return as_advantages(scale * groups.centred, groups.varied, rewards)
+
+
+def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
+    """Reward minus the baseline of least gradient variance: the mean reward weighted with the lengths.
+
+    ``A_i = r_i - Σ_j l_j r_j / Σ_j l_j``
+
+    On-policy optimal baseline, Hao et al. (2025, arXiv:2505.23585), under the assumption that the squared
+    gradient of a sequence grows with its length.
+
+    Args:
+        rewards: (B,), NaN where missing.
+        group: (B,) integer ids, equal for samples of one prompt.
+        lengths: (B,) tokens of each answer.
+
+    Returns:
+        (B,) in at least float32; 0 for missing rewards.
+
+    Raises:
+        ValueError: If shapes are not (B,).
+    """
+    check_same_shape(rewards=rewards, lengths=lengths)
+    groups = by_group(rewards, group)
+    weights = precise(lengths)
+    total = groups.sum(weights)
+    baseline = groups.sum(weights * groups.rewards) / torch.where(total > 0, total, torch.ones_like(total))
+    return as_advantages(groups.rewards - baseline, groups.varied, rewards)
+
+
+def gdpo_advantages(
+    rewards: Tensor, group: Tensor, *, weights: Sequence[float] | Tensor | None = None, eps: float = 1e-4
+) -> Tensor:
+    """Several rewards, each normalised in its group before they are added, so that none drowns another.
+
+    ``z_ik = (r_ik - mean(r_group,k)) / (std(r_group,k) + ε)``, ``a_i = Σ_k w_k z_ik``,
+    ``A_i = (a_i - mean(a)) / (std(a) + ε)`` over the batch.
+
+    GDPO, Liu et al. (2026, arXiv:2601.05242); TRL's ``normalize_then_sum``.
+
+    Args:
+        rewards: (B, K), NaN where missing; it is left out of the sum.
+        group: (B,) integer ids, equal for samples of one prompt.
+        weights: K numbers; all 1 when ``None``.
+        eps: ``ε``; TRL's 1e-4.
+
+    Returns:
+        (B,) in at least float32; 0 for rows without any reward and for groups in which no reward varies.
+
+    Raises:
+        ValueError: If shapes do not fit or ``eps`` is negative.
+    """
+    if rewards.dim() != 2:
+        raise ValueError(f"rewards must be (B, K), one column per reward, got {tuple(rewards.shape)}")
+    if weights is not None and len(weights) != rewards.shape[1]:
+        raise ValueError(f"weights must be {rewards.shape[1]} numbers, one per column of rewards, got {len(weights)}")
+    _check_eps(eps)
+    total = precise(torch.zeros_like(rewards[:, 0]))
+    varied = torch.zeros_like(rewards[:, 0], dtype=torch.bool)
+    for column in range(rewards.shape[1]):
+        weight = 1.0 if weights is None else weights[column]
+        total = total + weight * precise(group_advantages(precise(rewards[:, column]), group, eps=eps))
+        varied = varied | by_group(rewards[:, column], group).varied
+    mean, std = _spread(total, ~rewards.isnan().all(-1))
+    return as_advantages((total - mean) / (std + eps), varied, rewards)
+
+
+def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
+    """Only the best sample of a group learns, by how much it beats the second best.
+
+    ``A_best = (r_(1) - r_(2)) / (std(r_group) + ε)``, all others 0; all 0 when two share the best reward.
+
+    The gradient of the expected maximum (pass@n with n the group size), Tang et al. (2025, arXiv:2503.19595); verl's
+    ``grpo_passk``.
+
+    Args:
+        rewards: (B,), NaN where missing.
+        group: (B,) integer ids, equal for samples of one prompt.
+        normalize: Divide by the standard deviation, as verl's default.
+        eps: ``ε``; verl's 1e-6.
+
+    Returns:
+        (B,) in at least float32.
+
+    Raises:
+        ValueError: If shapes are not (B,) or ``eps`` is negative.
+    """
+    _check_eps(eps)
+    groups = by_group(rewards, group)
+    best = groups.extreme(groups.rewards, "amax")
+    first = groups.present & (groups.rewards == best)
+    second = groups.extreme(torch.where(first, torch.full_like(best, -torch.inf), groups.rewards), "amax")
+    alone = groups.sum(first.to(best.dtype)) == 1
+    advantages = (best - second) / (groups.std + eps if normalize else 1.0)
+    return as_advantages(advantages, first & alone & groups.varied, rewards)
+
+
+def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
+    """Advantage when the goal is that at least one of k answers is right, from n ≥ k samples with right or wrong.
+
+    With n samples of which ``w`` wrong, ``F = C(w, k) / C(n, k)`` (all of k fail) and ``σ = sqrt(F (1 - F))``:
+    right ``A = F / σ``, wrong ``A = (F - C(w-1, k-1) / C(n-1, k-1)) / σ``.
+
+    Pass@k training, Chen et al. (2025, arXiv:2508.10751, the analytical form): the mean advantage of a sample
+    over all groups of k that hold it. With ``k=1`` GRPO's with the biased deviation and ``ε = 0``.
+
+    Args:
+        rewards: (B,), NaN where missing; right is more than 0.
+        group: (B,) integer ids, equal for samples of one prompt.
+        k: Answers allowed, at least 1.
+
+    Returns:
+        (B,) in at least float32; 0 where every k succeed or fail alike, and for groups of fewer than k.
+
+    Raises:
+        ValueError: If shapes are not (B,) or k is less than 1.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    groups = by_group(rewards, group)
+    right = groups.rewards > 0.0
+    size, wrong = groups.members, groups.sum((~right).to(groups.rewards.dtype))
+    fail = torch.exp(_log_choose(wrong, k) - _log_choose(size, k))
+    fail_with = torch.exp(_log_choose(wrong - 1, k - 1) - _log_choose(size - 1, k - 1))
+    variance = fail * (1.0 - fail)
+    # The exponential of a logarithm of 1 may miss it by a rounding error, which a division must not blow up.
+    keep = groups.present & (size >= k) & (wrong >= k) & (wrong < size)
+    advantages = torch.where(right, fail, fail - fail_with) / torch.where(keep, variance, torch.ones_like(fail)).sqrt()
+    return as_advantages(advantages, keep, rewards)
+
+
+def normalize_advantages(
+    advantages: Tensor, *, mask: Tensor | None = None, moments: Tensor | None = None, eps: float = 1e-4
+) -> Tensor:
+    """Centre and scale advantages of sequences over the batch, each sequence with the same weight.
+
+    ``(A_i - mean(A)) / (std(A) + ε)`` with the unbiased deviation. :func:`whiten` does it over tokens.
+
+    TRL's ``normalize_advantages``; the second half of :func:`gdpo_advantages`.
+
+    Args:
+        advantages: (B,).
+        mask: (B,) bool, rows that count, e.g. ``~rewards.isnan()``; the others become 0. All when ``None``.
+        moments: (3,) sum over ranks of :func:`masked_moments`; of this batch when ``None``.
+        eps: ``ε``; TRL's 1e-4.
+
+    Returns:
+        (B,) in at least float32.
+
+    Raises:
+        ValueError: If shapes differ or ``eps`` is negative.
+    """
+    _check_eps(eps)
+    check_same_shape(advantages=advantages, mask=mask)
+    keep = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask.bool()
+    values = precise(advantages.detach())
+    if moments is None:
+        mean, std = _spread(values, keep)
+    else:
+        count, total, squares = moments
+        mean = total / count.clamp(min=1)
+        std = ((squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)).sqrt()
+    return as_advantages((values - mean) / (std + eps), keep, advantages)
+
+
+def _check_eps(eps: float) -> None:
+    if not eps >= 0.0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+
+
+def _spread(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased standard deviation of the kept entries."""
+    count = keep.sum()
+    mean = torch.where(keep, values, torch.zeros_like(values)).sum() / count.clamp(min=1)
+    squares = torch.where(keep, values - mean, torch.zeros_like(values)).square().sum()
+    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def _log_choose(total: Tensor, chosen: int) -> Tensor:
+    """Logarithm of the binomial coefficient; -inf where more are chosen than there are."""
+    value = torch.lgamma(total + 1) - torch.lgamma(total - chosen + 1)
+    value = value - torch.lgamma(torch.full_like(total, chosen + 1.0))
+    return torch.where(total >= chosen, value, torch.full_like(total, -torch.inf))

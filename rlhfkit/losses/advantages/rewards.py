@@ -1,0 +1,264 @@
+"""What happens to a reward before it becomes an advantage: penalties, clipping, normalisation, and its place.
+
+The usual order, OpenRLHF's: penalties on the raw reward (:func:`overlong_penalty`, then :func:`stop_properly_penalty`
+or :func:`missing_eos_penalty`), baseline (:mod:`rlhfkit.losses.advantages.group`), :func:`clip_rewards`, then
+:func:`token_rewards` puts it on the last action, or where it was earned, and subtracts the KL penalty from each token.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.advantages.group_reduction import precise
+from rlhfkit.losses.aggregation import check_same_shape, full_precision, select
+
+
+def last_action_mask(mask: Tensor) -> Tensor:
+    """True at the last selected token of each row, false everywhere in a row without any.
+
+    Args:
+        mask: (B, T), true where the policy chose the token.
+
+    Returns:
+        (B, T) bool.
+    """
+    chosen = mask.bool()
+    after = chosen.flip(-1).cumsum(-1).flip(-1)
+    return chosen & (after == 1)
+
+
+def token_rewards(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    earned: Tensor | None = None,
+) -> Tensor:
+    """Put the reward of a sequence on its last action, or where it was earned, and the KL penalty on every action.
+
+    ``r_t = e_t + 1[t is the last action] (r - Σ_s e_s) - β kl_t``
+
+    ``e_t`` is what the action and the environment's tokens behind it earned, 0 without ``earned``; without the penalty
+    the rewards of a sequence sum to ``r`` wherever they were earned.
+
+    InstructGPT, Ouyang et al. (2022, arXiv:2203.02155, equation 2); the estimator there, and OpenRLHF's default, is k1.
+
+    Args:
+        rewards: (B,); NaN, a missing one, counts as 0.
+        mask: (B, T), true where the policy chose the token.
+        kl: (B, T) KL estimate to the reference, detached here, see :func:`kl_estimate`. Masked entries may hold
+            anything.
+        kl_coef: ``β`` ≥ 0; OpenRLHF's is 0.01, TRL's 0.05.
+        earned: (B, T), the part of ``rewards`` that each token earned, detached here. What the environment's tokens
+            earned goes to the action before them; in front of the first action it stays with the last.
+
+    Returns:
+        (B, T) detached, in at least float32; 0 outside the mask.
+
+    Raises:
+        ValueError: If shapes do not fit, or ``kl`` and ``kl_coef`` do not come together.
+    """
+    if rewards.shape != mask.shape[:1]:
+        raise ValueError(f"rewards must be ({mask.shape[0]},), one per row of the mask, got {tuple(rewards.shape)}")
+    check_same_shape(mask=mask, kl=kl, earned=earned)
+    if not kl_coef >= 0.0 or (kl_coef > 0.0 and kl is None):
+        raise ValueError(f"kl_coef must be 0 or more, and needs kl when positive; got kl_coef={kl_coef}")
+    total = torch.nan_to_num(full_precision(rewards.detach()), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    parts = None
+    if earned is not None:
+        scored = ~rewards.isnan().unsqueeze(-1).expand(mask.shape)
+        parts = _by_action(select(full_precision(earned.detach()), scored), mask)
+        total = total - parts.sum(-1)
+    placed = select(total.unsqueeze(-1).expand(mask.shape), last_action_mask(mask))
+    if parts is not None:
+        placed = placed + parts
+    return placed if kl is None else placed - kl_coef * select(full_precision(kl.detach()), mask)
+
+
+def _by_action(earned: Tensor, mask: Tensor) -> Tensor:
+    """(B, T): at each action the sum over itself and the tokens behind it, up to the next action; 0 elsewhere."""
+    number = mask.long().cumsum(-1)  # 0 in front of the first action
+    sums = earned.new_zeros(mask.shape[0], mask.shape[1] + 1).scatter_add(-1, number, earned)
+    return select(sums.gather(-1, number), mask)
+
+
+def clip_rewards(rewards: Tensor, *, low: float = -10.0, high: float = 10.0) -> Tensor:
+    """Clip rewards to ``[low, high]``; missing ones (NaN) stay missing.
+
+    Args:
+        rewards: Any shape.
+        low: OpenRLHF's -10.
+        high: OpenRLHF's 10.
+
+    Returns:
+        Tensor of the same shape.
+
+    Raises:
+        ValueError: Unless ``low < high``.
+    """
+    if not low < high:
+        raise ValueError(f"need low < high, got low={low} and high={high}")
+    return rewards.clamp(low, high)
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """DAPO's soft punishment of answers that come close to the length limit, to be added to the reward.
+
+    ``-factor clip((l - (L_max - L_buffer)) / L_buffer, 0, 1)``
+
+    Yu et al. (2025, arXiv:2503.14476, equation 13).
+
+    Args:
+        lengths: (B,) tokens, from the first to the last action, what lies between included.
+        max_length: ``L_max``, the generation limit in tokens.
+        buffer: ``L_buffer``, tokens before the limit in which the penalty grows; 4096 of 20480 in the paper.
+        factor: Largest penalty; 1 in DAPO and OpenRLHF.
+
+    Returns:
+        (B,) in ``[-factor, 0]``.
+
+    Raises:
+        ValueError: If the buffer is not in (0, max_length] or the factor is negative.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"buffer must lie in (0, max_length={max_length}], got {buffer}")
+    if not factor >= 0.0:
+        raise ValueError(f"factor must not be negative (the penalty is subtracted here), got {factor}")
+    excess = full_precision(lengths) - (max_length - buffer)
+    return -factor * (excess / buffer).clamp(0.0, 1.0)
+
+
+def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) -> Tensor:
+    """Reward of answers cut off by the length limit, as in ProRL v2.
+
+    ``coef`` in [0, 1]: a positive reward is multiplied by it; ``coef < 0``: the reward becomes ``coef``.
+
+    Hu et al. (ProRL v2, 2025) as OpenRLHF's ``stop_properly_penalty_coef``, which multiplies negative rewards too and
+    so *improves* them; here they stay as they are.
+
+    Args:
+        rewards: (B,), NaN where missing, which stays.
+        truncated: (B,) bool, true when generation stopped at the length limit.
+        coef: At most 1; 1 changes nothing.
+
+    Returns:
+        (B,).
+
+    Raises:
+        ValueError: If shapes differ or ``coef`` is more than 1.
+    """
+    check_same_shape(rewards=rewards, truncated=truncated)
+    if not coef <= 1.0:
+        raise ValueError(f"coef must be at most 1 (it is a penalty), got {coef}")
+    if coef < 0.0:
+        punished = torch.where(rewards.isnan(), rewards, torch.full_like(rewards, coef))
+    else:
+        punished = torch.where(rewards > 0.0, rewards * coef, rewards)
+    return torch.where(truncated.bool(), punished, rewards)
+
+
+def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 1.0) -> Tensor:
+    """Subtract a penalty from the reward of answers that were cut off before they ended.
+
+    ``r - penalty 1[truncated]``
+
+    TRL's ``missing_eos_penalty`` of its PPO trainer, where 1 is advised and ``None`` the default.
+
+    Args:
+        rewards: (B,), NaN where missing, which stays.
+        truncated: (B,) bool, true when generation stopped at the length limit.
+        penalty: 0 or more; 0 changes nothing.
+
+    Returns:
+        (B,).
+
+    Raises:
+        ValueError: If shapes differ or the penalty is negative.
+    """
+    check_same_shape(rewards=rewards, truncated=truncated)
+    if not penalty >= 0.0:
+        raise ValueError(f"penalty must not be negative (it is subtracted here), got {penalty}")
+    return rewards - penalty * truncated.to(rewards.dtype)
+
+
+class RewardMoments(NamedTuple):
+    """Count, mean and sum of squared deviations of all rewards seen: three scalars that can be saved.
+
+    Start with ``RewardMoments.zero()``, then ``moments = moments.update(rewards)`` with each batch (the rewards of all
+    ranks), then ``normalize_rewards(rewards, moments.mean, moments.std)``.
+    """
+
+    seen: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    @classmethod
+    def zero(cls) -> "RewardMoments":
+        """Of no rewards."""
+        return cls(*torch.zeros(3, dtype=torch.float64))
+
+    @classmethod
+    def of(cls, saved: Sequence[float]) -> "RewardMoments":
+        """Inverse of :meth:`plain`.
+
+        Args:
+            saved: Three numbers.
+        """
+        return cls(*torch.tensor(saved, dtype=torch.float64))
+
+    def plain(self) -> list[float]:
+        """Three numbers for a checkpoint."""
+        return [float(moment) for moment in self]
+
+    def update(self, rewards: Tensor) -> "RewardMoments":
+        """With more rewards, exactly as if all had come at once (Chan et al., 1979).
+
+        Args:
+            rewards: Any shape; NaN is left out.
+        """
+        present = ~rewards.isnan()
+        values = precise(torch.where(present, rewards.detach(), torch.zeros_like(rewards)))
+        count = present.sum()
+        mean = values.sum() / count.clamp(min=1)
+        squares = torch.where(present, values - mean, torch.zeros_like(values)).square().sum()
+        total = self.seen + count
+        shift = mean - self.mean
+        return RewardMoments(
+            total,
+            self.mean + shift * count / total.clamp(min=1),
+            self.squares + squares + shift.square() * self.seen * count / total.clamp(min=1),
+        )
+
+    @property
+    def std(self) -> Tensor:
+        """Unbiased standard deviation; 1 before two rewards have been seen."""
+        deviation = (self.squares / (self.seen - 1).clamp(min=1)).sqrt()
+        return torch.where(self.seen > 1, deviation, torch.ones_like(deviation))
+
+
+def normalize_rewards(
+    rewards: Tensor, mean: Tensor | float, std: Tensor | float, *, shift_mean: bool = True, eps: float = 1e-8
+) -> Tensor:
+    """Scale rewards with a given or running mean and deviation.
+
+    ``(r - mean) / max(std, ε)``, without ``- mean`` unless ``shift_mean``.
+
+    OpenRLHF stores mean and deviation of a reward model's evaluation rewards in its config and uses them so.
+
+    Args:
+        rewards: Any shape; missing ones (NaN) stay missing.
+        mean: Number or scalar, e.g. ``RewardMoments.mean``.
+        std: Number or scalar, e.g. ``RewardMoments.std``.
+        shift_mean: Subtract the mean; a critic absorbs it, and the sign of the reward changes with it.
+        eps: Floor of the deviation; OpenRLHF's 1e-8.
+
+    Returns:
+        Tensor of the same shape, in at least float32.
+    """
+    values = full_precision(rewards)
+    mean = torch.as_tensor(mean, dtype=values.dtype, device=values.device)
+    std = torch.as_tensor(std, dtype=values.dtype, device=values.device)
+    return (values - mean if shift_mean else values) / std.clamp(min=eps)

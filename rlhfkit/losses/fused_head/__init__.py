@@ -1,0 +1,5 @@
+"""Log-probs, entropy and cross-entropy from hidden states, without an (N, V) matrix of logits.
+
+May import: torch (Triton through ``torch.compile``, where installed) and the ground of losses.
+Start at :mod:`rlhfkit.losses.fused_head.logprobs`.
+"""

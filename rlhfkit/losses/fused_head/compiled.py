@@ -1,0 +1,167 @@
+"""Tiles of logits on CUDA: the arithmetic between two matrix products as one compiled kernel.
+
+A GPU is done with the matrix products of a tile so quickly that passes over the tile in memory, harmless on a CPU,
+would cost more than they. Here statistics and gradient are plain functions without side effects, which
+``torch.compile`` turns into kernels (Triton) that read the tile once or twice and write it once, in the dtype of the
+matrix products. Without Triton the in-place functions of :mod:`rlhfkit.losses.fused_head.tiles` do the same work; the
+formulas stand there.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.fused_head.inputs import Tiles
+from rlhfkit.losses.fused_head.tiles import NEGLIGIBLE, LogitTransform, OutputGradient, RunningSoftmax
+
+_BACKEND = "inductor"  # of torch.compile
+
+
+def make_tiles(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    transform: LogitTransform,
+    *,
+    entropy: bool,
+    keep_raw: bool = False,
+) -> Tiles:
+    """:class:`CompiledTiles` where they can run, else :class:`Tiles`; arguments as there."""
+    kind = CompiledTiles if can_compile(device.type) else Tiles
+    return kind(shape, dtype, device, transform, entropy=entropy, keep_raw=keep_raw)
+
+
+def can_compile(device: str) -> bool:
+    """Whether tiles on this device are compiled: CUDA with Triton, and not inside a caller's ``torch.compile``."""
+    if device != "cuda" or torch.compiler.is_compiling() or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability() >= (7, 0)  # what Triton supports
+
+
+class CompiledTiles(Tiles):
+    """:class:`Tiles` whose arithmetic is compiled and needs no buffers."""
+
+    def _allocate(self, *, entropy: bool, keep_raw: bool) -> None:
+        """Nothing: intermediate values stay in registers."""
+
+    def accumulate(self, state: RunningSoftmax, raw: Tensor, targets: Tensor) -> None:
+        """As :meth:`Tiles.accumulate`."""
+        knobs = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
+        updated = _compiled(tile_statistics, _BACKEND)(
+            raw, targets, state.peak, state.total, state.chosen, state.weighted, *knobs
+        )
+        for old, new in zip((state.peak, state.total, state.chosen, state.weighted), updated, strict=True):
+            if old is not None:
+                old.copy_(new)
+
+    def gradient(self, raw: Tensor, targets: Tensor, outer: OutputGradient) -> Tensor:
+        """As :meth:`Tiles.gradient`."""
+        knobs = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
+        values = (outer.logprobs, outer.entropy, outer.log_normalizer, outer.entropy_value)
+        return _compiled(tile_gradient, _BACKEND)(raw, targets, *values, *knobs)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, dynamic=True)
+
+
+def tile_statistics(
+    raw: Tensor,
+    targets: Tensor,
+    peak: Tensor,
+    total: Tensor,
+    chosen: Tensor,
+    weighted: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The running statistics after a tile: what ``vocabulary_tiles.accumulate`` does, without side effects.
+
+    Args:
+        raw: (n, W) raw logits.
+        targets: (n,) target minus the tile's first vocabulary entry.
+        peak: (n,) as in ``RunningSoftmax``, like the next three.
+        total: (n,).
+        chosen: (n,).
+        weighted: (n,) or ``None``.
+        logit_scale: See ``LogitTransform``, like the next two.
+        softcap: Cap or ``None``.
+        temperature: Above 0.
+
+    Returns:
+        The new peak, total, chosen and weighted.
+    """
+    logits, _ = _logits(raw, peak.dtype, logit_scale, softcap, temperature)
+    match = _match(targets, raw.shape[1])
+    inside = (targets >= 0) & (targets < raw.shape[1])
+    chosen = torch.where(inside, torch.where(match, logits, 0.0).sum(1), chosen)
+    new_peak = torch.maximum(peak, logits.amax(1))
+    shifted = logits - new_peak[:, None]
+    decay = torch.exp(peak - new_peak)
+    if weighted is not None:
+        shifted = shifted.clamp(min=NEGLIGIBLE)
+        exponential = torch.exp(shifted)
+        weighted = (weighted - (new_peak - peak) * total) * decay + (exponential * shifted).sum(1)
+    else:
+        exponential = torch.exp(shifted)
+    return new_peak, total * decay + exponential.sum(1), chosen, weighted
+
+
+def tile_gradient(
+    raw: Tensor,
+    targets: Tensor,
+    to_logprobs: Tensor | None,
+    to_entropy: Tensor | None,
+    log_normalizer: Tensor,
+    entropy: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+) -> Tensor:
+    """Gradient with respect to the raw logits: ``vocabulary_tiles.tile_gradient`` without side effects.
+
+    Args:
+        raw: (n, W) raw logits.
+        targets: (n,) target minus the tile's first vocabulary entry.
+        to_logprobs: (n,) ``d loss / d logprob`` or ``None``.
+        to_entropy: (n,) ``d loss / d entropy`` or ``None``.
+        log_normalizer: (n,).
+        entropy: (n,), only with ``to_entropy``.
+        logit_scale: See ``LogitTransform``, like the next two.
+        softcap: Cap or ``None``.
+        temperature: Above 0.
+
+    Returns:
+        (n, W) in the dtype of ``raw``.
+    """
+    logits, slope = _logits(raw, log_normalizer.dtype, logit_scale, softcap, temperature)
+    logp = (logits - log_normalizer[:, None]).clamp(min=NEGLIGIBLE)
+    probability = torch.exp(logp)
+    result = torch.zeros_like(logits)
+    if to_logprobs is not None:
+        result = (_match(targets, raw.shape[1]).to(logits.dtype) - probability) * to_logprobs[:, None]
+    if to_entropy is not None and entropy is not None:
+        result = result - probability * (logp + entropy[:, None]) * to_entropy[:, None]
+    return (result * slope).to(raw.dtype)
+
+
+def _logits(
+    raw: Tensor, dtype: torch.dtype, logit_scale: float, softcap: float | None, temperature: float
+) -> tuple[Tensor, Tensor | float]:
+    """Logits of the softmax and their slope with respect to the raw ones."""
+    scaled = raw.to(dtype) * logit_scale
+    if softcap is None:
+        return scaled / temperature, logit_scale / temperature
+    capped = torch.tanh(scaled / softcap)
+    return capped * (softcap / temperature), (1.0 - capped * capped) * (logit_scale / temperature)
+
+
+def _match(targets: Tensor, width: int) -> Tensor:
+    """(n, W), true at the target: a comparison fuses into the kernel and is deterministic, a scatter is neither."""
+    return torch.arange(width, device=targets.device)[None, :] == targets[:, None]

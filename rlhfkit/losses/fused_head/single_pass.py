@@ -1,0 +1,357 @@
+"""Losses whose gradient with respect to the log-probs is known before the head runs: one pass, 3 matrix products.
+
+:func:`rlhfkit.losses.linear_logprobs` has to recompute the logits in backward (4 matrix products), because what a loss
+does with a log-prob is not known while its logits exist. In two cases it is: supervised fine-tuning, where
+``d loss / d logprob = -1 / tokens``, and the first on-policy update of a policy gradient with token-level aggregation
+and no KL term in the loss, where the importance ratio is 1 and ``d loss / d logprob = -advantage / tokens``. Then the
+gradients of hidden, weight and bias are computed while the logits of a block of tokens are at hand; backward only
+scales them.
+
+The price: the weight gradient exists from forward on, and one block of tokens keeps all its V logits.
+N stands for tokens, H for the width of the hidden state, V for the vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhfkit.losses.aggregation import check_same_shape
+from rlhfkit.losses.fused_head.compiled import make_tiles
+from rlhfkit.losses.fused_head.inputs import (
+    add_product,
+    check_head_arguments,
+    matmul_dtype,
+    retained_rows,
+    set_product,
+    tile_columns,
+)
+from rlhfkit.losses.fused_head.logprobs import linear_logprobs
+from rlhfkit.losses.fused_head.tiles import (
+    LogitTransform,
+    OutputGradient,
+    RunningSoftmax,
+    accumulate,
+    exponential_gradient,
+    slices,
+)
+
+
+class SinglePassOutput(NamedTuple):
+    """What the single-pass losses return.
+
+    Attributes:
+        loss: Scalar to call ``backward`` on, once.
+        logprobs: Shape of ``targets``, detached, nats; float32 (float64 for float64 inputs).
+        entropy: Likewise; ``None`` unless asked for.
+    """
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    denominator: Tensor | float | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk: int | None = None,
+) -> SinglePassOutput:
+    """Token cross-entropy of a language-model head, with all gradients computed in forward.
+
+    ``loss = -sum_masked logprob / denominator``; the logits are those of :func:`linear_logprobs`. The same value and
+    gradients as ``cross_entropy_loss(linear_logprobs(...).logprobs, mask)``, a quarter of the matrix products cheaper.
+
+    Args:
+        hidden: (..., H) final hidden states. Masked rows may hold NaN, but are computed all the same: leave out what
+            you can.
+        weight: (V, H) of the head, or of the tied embedding.
+        targets: (...) int64 token ids in [0, V); anything (-100) where masked.
+        mask: (...), true where a token is trained.
+        denominator: Trained tokens of the whole optimizer step divided by the number of micro-batches averaged; the
+            local count when ``None``.
+        bias: (V,).
+        temperature: Divides the logits; 1 by default.
+        entropy: Also return the entropy, detached.
+        logit_softcap: Cap of Gemma 2's final logits; none by default.
+        logit_scale: Factor on the head's output (Cohere); 1 by default.
+        chunk: Tokens whose logits are kept at a time; chosen by their size in bytes when ``None``.
+
+    Returns:
+        Loss, detached log-probs and, if asked for, detached entropy; the latter two mean nothing where masked.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together, or a knob is out of range, see :func:`linear_logprobs`.
+        RuntimeError: When ``backward`` runs a second time.
+    """
+    check_same_shape(targets=targets, mask=mask)
+    if hidden.shape[:-1] != targets.shape:
+        check_head_arguments(hidden, weight, targets, bias)  # raises, and says what does not fit
+    selected = mask.bool()
+    dtype = torch.promote_types(matmul_dtype(hidden, weight), torch.float32)
+    count = selected.sum().clamp(min=1) if denominator is None else denominator
+    coefficients = torch.where(selected, -1.0, 0.0).to(dtype) / count
+    return linear_policy_gradient(
+        # A masked NaN must not reach the sums over tokens, and a masked target may be no token at all.
+        torch.where(selected[..., None], hidden, torch.zeros((), dtype=hidden.dtype, device=hidden.device)),
+        weight,
+        torch.where(selected, targets, torch.zeros_like(targets)),
+        coefficients,
+        bias=bias,
+        temperature=temperature,
+        entropy=entropy,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        chunk=chunk,
+    )
+
+
+def linear_policy_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    coefficients: Tensor,
+    *,
+    entropy_coefficients: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk: int | None = None,
+) -> SinglePassOutput:
+    """A loss that is linear in the log-probs, with all gradients computed in forward.
+
+    ``loss = sum_i coefficients_i logprob_i + sum_i entropy_coefficients_i entropy_i``.
+
+    For the first update after a rollout (policy = rollout policy) every clipped importance-ratio objective has the
+    gradient of this loss with ``coefficients = -advantages * mask / denominator``; for an entropy bonus add
+    ``entropy_coefficients = -bonus * mask / denominator``. As soon as the ratio or a KL term depends on the log-probs
+    themselves, use :func:`linear_logprobs`.
+
+    Args:
+        hidden: (..., H) final hidden states.
+        weight: (V, H) of the head, or of the tied embedding.
+        targets: (...) int64 token ids in [0, V).
+        coefficients: (...) ``d loss / d logprob``, treated as constants. Where they are 0 the token adds exactly 0.
+        entropy_coefficients: (...) ``d loss / d entropy``, constants too; no entropy term when ``None``.
+        bias: (V,).
+        temperature: The sampling temperature; 1 by default.
+        entropy: Also return the entropy, detached (always returned with ``entropy_coefficients``).
+        logit_softcap: Cap of Gemma 2's final logits; none by default.
+        logit_scale: Factor on the head's output (Cohere); 1 by default.
+        chunk: Tokens whose logits are kept at a time; chosen by their size in bytes when ``None``.
+
+    Returns:
+        Loss, detached log-probs and, if asked for, detached entropy.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together, or a knob is out of range, see :func:`linear_logprobs`.
+        RuntimeError: When ``backward`` runs a second time.
+    """
+    transform = LogitTransform(temperature, logit_scale, logit_softcap)
+    check_head_arguments(hidden, weight, targets, bias)
+    check_same_shape(targets=targets, coefficients=coefficients, entropy_coefficients=entropy_coefficients)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is a number of tokens, at least 1, got {chunk}")
+    entropy = entropy or entropy_coefficients is not None
+    trained = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    if not (trained and torch.is_grad_enabled()):
+        output = linear_logprobs(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            temperature=temperature,
+            entropy=entropy,
+            logit_softcap=logit_softcap,
+            logit_scale=logit_scale,
+        )
+        loss = _linear_loss(output.logprobs, output.entropy, coefficients, entropy_coefficients)
+        return SinglePassOutput(loss, *output)
+    dtype = matmul_dtype(hidden, weight)
+    reduction = torch.promote_types(dtype, torch.float32)
+    loss, logprobs, entropies = _SinglePass.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        targets.reshape(-1),
+        coefficients.detach().reshape(-1).to(reduction),
+        None if entropy_coefficients is None else entropy_coefficients.detach().reshape(-1).to(reduction),
+        transform,
+        entropy,
+        chunk,
+        dtype,
+    )
+    return SinglePassOutput(loss, logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+
+
+def _linear_loss(
+    logprobs: Tensor, entropy: Tensor | None, coefficients: Tensor, entropy_coefficients: Tensor | None
+) -> Tensor:
+    """``sum c logprob + sum e entropy``; a coefficient of 0 selects, so that NaN does not come through it."""
+
+    def dot(constants: Tensor, values: Tensor) -> Tensor:
+        return torch.where(constants == 0, torch.zeros_like(values), constants * values).sum()
+
+    loss = dot(coefficients, logprobs)
+    if entropy_coefficients is not None and entropy is not None:
+        loss = loss + dot(entropy_coefficients, entropy)
+    return loss
+
+
+class _GradientSums:
+    """Gradients that grow from block to block, in the reduction dtype when there are several blocks to sum over."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needed: tuple[bool, bool, bool],
+        dtype: torch.dtype,
+        *,
+        one_block: bool,
+    ) -> None:
+        self.reduction = torch.promote_types(dtype, torch.float32)
+        weight_dtype = weight.dtype if one_block else self.reduction
+        self.hidden = torch.zeros_like(hidden, dtype=self.reduction) if needed[0] else None
+        self.weight = torch.empty_like(weight, dtype=weight_dtype) if needed[1] else None
+        if self.weight is not None and hidden.shape[0] == 0:
+            self.weight.zero_()
+        self.bias = torch.zeros_like(weight[:, 0], dtype=self.reduction) if needed[2] else None
+
+    def finish(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients in the dtypes of their tensors."""
+        return (
+            None if self.hidden is None else self.hidden.to(hidden.dtype),
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
+
+
+class _Block:
+    """The logits of a block of tokens, kept as tiles from the first sweep (statistics) to the second (gradients)."""
+
+    def __init__(
+        self,
+        tokens: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        transform: LogitTransform,
+        dtype: torch.dtype,
+        *,
+        entropy: bool,
+    ) -> None:
+        self._weight, self._bias, self._transform = weight, bias, transform
+        device = weight.device
+        self._columns = tile_columns(tokens, len(weight), dtype, device.type)
+        self._logits = torch.empty(tokens * len(weight), dtype=dtype, device=device)
+        # The exponentials of the first sweep can take the place of the logits, unless the second sweep needs the logits
+        # or the dtype is too narrow: 1 - p of a sure token is lost when p is rounded to bfloat16.
+        wide = dtype == torch.promote_types(dtype, torch.float32)
+        self._exponentials = not entropy and transform.softcap is None and wide
+        self._peaks: list[Tensor] = []
+        self._work = make_tiles((tokens, self._columns), dtype, device, transform, entropy=entropy, keep_raw=True)
+
+    def _tiles(self, tokens: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Slice of the vocabulary, its weight in the dtype of the matrix products, and the place of its logits."""
+        for column in slices(len(self._weight), self._columns):
+            place = self._logits[tokens * column.start : tokens * column.stop].view(tokens, -1)
+            yield column, self._weight[column].to(place.dtype), place
+
+    def statistics(self, source: Tensor, targets: Tensor, state: RunningSoftmax) -> None:
+        """First sweep: fill the block with the logits of ``source`` (n, H) and ``state`` with their statistics."""
+        self._peaks = []
+        for column, part, place in self._tiles(len(source)):
+            bias = None if self._bias is None else self._bias[column].to(place.dtype)
+            raw = self._work.product(source, part, bias, place)
+            local = targets - column.start
+            if self._exponentials:
+                accumulate(state, raw, self._transform.factor, local, raw, None)
+                self._peaks.append(state.peak.clone())
+            else:
+                self._work.accumulate(state, raw, local)
+
+    def gradients(
+        self, source: Tensor, targets: Tensor, outer: OutputGradient, sums: _GradientSums, row: slice
+    ) -> None:
+        """Second sweep: turn what the first one kept into gradients and add these to ``sums``."""
+        for number, (column, part, raw) in enumerate(self._tiles(len(source))):
+            local = targets - column.start
+            if self._exponentials:
+                tile = exponential_gradient(raw, self._peaks[number], self._transform.factor, local, outer)
+            else:
+                tile = self._work.gradient(raw, local, outer)
+            if sums.bias is not None:
+                sums.bias[column] += tile.sum(0, dtype=sums.reduction)
+            if sums.hidden is not None:
+                add_product(sums.hidden[row], tile, part)
+            if sums.weight is not None and row.start == 0:
+                set_product(sums.weight[column], tile.t(), source)
+            elif sums.weight is not None:
+                add_product(sums.weight[column], tile.t(), source)
+
+
+class _SinglePass(torch.autograd.Function):
+    """Forward computes loss and gradients, block of tokens by block of tokens; backward scales the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        coefficients: Tensor,
+        entropy_coefficients: Tensor | None,
+        transform: LogitTransform,
+        entropy: bool,
+        chunk: int | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            size = retained_rows(len(hidden), len(weight), chunk, dtype, hidden.device.type)
+            sums = _GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3], dtype, one_block=size >= len(hidden))
+            state = RunningSoftmax.empty(len(hidden), sums.reduction, hidden.device, entropy=entropy)
+            block = _Block(size, weight, bias, transform, dtype, entropy=entropy)
+            for row in slices(len(hidden), size):
+                source, rows_state = hidden[row].to(dtype), state.rows(row)
+                block.statistics(source, targets[row], rows_state)
+                outer = OutputGradient(
+                    coefficients[row],
+                    None if entropy_coefficients is None else entropy_coefficients[row],
+                    rows_state.log_normalizer(),
+                    rows_state.entropy(),
+                )
+                block.gradients(source, targets[row], outer, sums, row)
+            logprobs, entropies = state.chosen - state.log_normalizer(), state.entropy()
+            loss = _linear_loss(logprobs, entropies, coefficients, entropy_coefficients)
+            ctx.gradients = sums.finish(hidden, weight, bias)
+        ctx.mark_non_differentiable(logprobs, *(() if entropies is None else (entropies,)))
+        return loss, logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "backward ran a second time through a single-pass loss, whose gradients exist once; "
+                "use linear_logprobs where the graph is kept (retain_graph=True)"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        # In place, whatever to_loss is: asking whether it is 1 would make the host wait for the device.
+        scaled = [None if gradient is None else gradient.mul_(to_loss) for gradient in gradients]
+        return (*scaled, None, None, None, None, None, None, None)

@@ -1,0 +1,226 @@
+"""Softmax statistics and their gradient over one tile of the logits: N tokens by a slice of the vocabulary.
+
+:mod:`rlhfkit.losses.fused_head.logprobs` walks over the vocabulary in tiles, so that the (N, V) logits never exist. For
+a tile of logits ``z`` the functions here keep a running softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867)::
+
+    m' = max(m, max_v z_v),   S' = S exp(m - m') + sum_v exp(z_v - m'),   log Z = m + log S
+    A' = (A - (m' - m) S) exp(m - m') + sum_v exp(z_v - m') (z_v - m'),   entropy = log S - A / S
+
+and, once ``log Z`` and the entropy ``E`` are known, turn a recomputed tile into the gradient with respect to it::
+
+    d logprob / d z_v = 1[v = target] - p_v,          d E / d z_v = -p_v (log p_v + E),          p_v = exp(z_v - log Z)
+
+They work in place on buffers of the caller: next to the matrix products, memory traffic is what a CPU spends its time
+on, and fresh memory (page faults) is the dearest of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# exp() of this is 0 even in float64; a logit of -inf (a masked vocabulary entry) must give p log p = 0, not 0 * -inf.
+NEGLIGIBLE = -1e4
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What happens to ``x = hidden @ weight.T + bias`` before the softmax.
+
+    ``logits = softcap(logit_scale * x) / temperature`` with ``softcap(x) = cap * tanh(x / cap)`` (Gemma 2, 2024,
+    arXiv:2408.00118). It is applied as ``logits = factor * inner(x)``, so that the factor costs no pass of its own.
+
+    Attributes:
+        temperature: Sampling temperature, above 0.
+        logit_scale: Factor on the head's output (Cohere's ``logit_scale``, one over Granite's ``logits_scaling``).
+        softcap: ``cap``, above 0; none when ``None``.
+    """
+
+    temperature: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "logit_scale"):
+            value = getattr(self, name)
+            if not 0.0 < value < float("inf"):
+                raise ValueError(f"{name} must be a finite number above 0, got {value}")
+        if self.softcap is not None and not 0.0 < self.softcap < float("inf"):
+            raise ValueError(f"logit_softcap must be a finite number above 0, or None for no cap, got {self.softcap}")
+
+    @property
+    def factor(self) -> float:
+        """What ``inner`` is multiplied with to give the logits."""
+        return (self.logit_scale if self.softcap is None else self.softcap) / self.temperature
+
+    def inner(self, raw: Tensor, buffer: Tensor | None) -> Tensor:
+        """``raw`` itself without a cap, else ``tanh(logit_scale * raw / cap)`` written to ``buffer``."""
+        if self.softcap is None:
+            return raw
+        return torch.mul(raw, self.logit_scale / self.softcap, out=buffer).tanh_()
+
+    def inner_gradient(self, gradient: Tensor, inner: Tensor) -> Tensor:
+        """Carry ``d / d inner`` on to ``d / d raw``, in place; ``inner`` is used up."""
+        if self.softcap is None:
+            return gradient
+        slope = inner.square_().neg_().add_(1.0)
+        return gradient.mul_(slope).mul_(self.logit_scale / self.softcap)
+
+
+@dataclass
+class RunningSoftmax:
+    """Statistics of the vocabulary seen so far, each of shape (N,) in the reduction dtype.
+
+    Attributes:
+        peak: Largest logit.
+        total: ``sum exp(z - peak)``.
+        chosen: Logit of the target; NaN until its tile was seen, so that a target outside the vocabulary cannot pass
+            unnoticed where checking it would make the host wait for the device.
+        weighted: ``sum exp(z - peak) (z - peak)``; ``None`` when no entropy is wanted.
+    """
+
+    peak: Tensor
+    total: Tensor
+    chosen: Tensor
+    weighted: Tensor | None
+
+    @classmethod
+    def empty(cls, tokens: int, dtype: torch.dtype, device: torch.device, *, entropy: bool) -> "RunningSoftmax":
+        """Statistics of no logits at all, for ``tokens`` rows."""
+        # The lowest finite number, not -inf: a tile whose logits are all -inf would give -inf - -inf = nan.
+        peak = torch.full((tokens,), torch.finfo(dtype).min, dtype=dtype, device=device)
+        zeros = torch.zeros_like(peak)
+        return cls(peak, zeros, torch.full_like(peak, float("nan")), torch.zeros_like(peak) if entropy else None)
+
+    def rows(self, rows: slice) -> "RunningSoftmax":
+        """The same statistics for a slice of the tokens (views)."""
+        weighted = None if self.weighted is None else self.weighted[rows]
+        return RunningSoftmax(self.peak[rows], self.total[rows], self.chosen[rows], weighted)
+
+    def log_normalizer(self) -> Tensor:
+        """``log Z``, shape (N,)."""
+        return self.peak + self.total.log()
+
+    def entropy(self) -> Tensor | None:
+        """Entropy in nats, shape (N,), if it was asked for."""
+        return None if self.weighted is None else self.total.log() - self.weighted / self.total
+
+
+def accumulate(
+    state: RunningSoftmax, inner: Tensor, factor: float, targets: Tensor, work: Tensor, spare: Tensor | None
+) -> None:
+    """Take one tile into the running statistics, in place.
+
+    Args:
+        state: Statistics of n tokens.
+        inner: (n, W) tile; the logits are ``factor * inner``. May be ``work`` itself.
+        factor: See :class:`LogitTransform`.
+        targets: (n,) target minus the tile's first vocabulary entry; outside [0, W) when the target is in another tile.
+        work: (n, W) buffer in the reduction dtype.
+        spare: Another one, only for the entropy.
+    """
+    inside, index = _locate(targets, inner.shape[1])
+    chosen = inner.gather(1, index).squeeze(1).to(work.dtype) * factor
+    state.chosen.copy_(torch.where(inside, chosen, state.chosen))
+    peak = torch.maximum(state.peak, inner.amax(1).to(work.dtype) * factor)
+    shifted = torch.add(-peak[:, None], inner, alpha=factor, out=work)
+    decay = (state.peak - peak).exp_()
+    if state.weighted is None:
+        exponential = shifted.exp_()
+        state.total.mul_(decay).add_(exponential.sum(1))
+    else:
+        exponential = torch.exp(shifted.clamp_(min=NEGLIGIBLE), out=spare)
+        state.weighted.sub_((peak - state.peak) * state.total).mul_(decay)
+        state.total.mul_(decay).add_(exponential.sum(1))
+        state.weighted.add_(shifted.mul_(exponential).sum(1))
+    state.peak.copy_(peak)
+
+
+@dataclass
+class OutputGradient:
+    """Gradient that reached the outputs and the saved statistics, each (N,) in the reduction dtype.
+
+    Attributes:
+        logprobs: ``d loss / d logprob``; ``None`` when no loss used the log-probs.
+        entropy: ``d loss / d entropy``; ``None`` likewise.
+        log_normalizer: ``log Z``.
+        entropy_value: ``E``, only with ``entropy``.
+    """
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+    log_normalizer: Tensor
+    entropy_value: Tensor | None
+
+    def rows(self, rows: slice) -> "OutputGradient":
+        """The same for a slice of the tokens (views)."""
+        parts = (self.logprobs, self.entropy, self.log_normalizer, self.entropy_value)
+        # mypy does not see that exactly the optional fields can be None here.
+        return OutputGradient(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
+
+
+def tile_gradient(
+    inner: Tensor, factor: float, targets: Tensor, gradient: OutputGradient, work: Tensor, spare: Tensor | None
+) -> Tensor:
+    """Gradient of the loss with respect to ``inner``, written to ``work``.
+
+    Args:
+        inner: (n, W) recomputed tile; the logits are ``factor * inner``. May be ``work`` itself.
+        factor: See :class:`LogitTransform`.
+        targets: (n,) as in :func:`accumulate`.
+        gradient: For the same n tokens.
+        work: (n, W) buffer in the reduction dtype.
+        spare: Another one, only for the entropy.
+
+    Returns:
+        ``work``: (n, W).
+    """
+    logp = torch.add(-gradient.log_normalizer[:, None], inner, alpha=factor, out=work)
+    if gradient.entropy is None or gradient.entropy_value is None:
+        assert gradient.logprobs is not None
+        result = logp.exp_().mul_((-factor * gradient.logprobs)[:, None])
+    else:
+        probability = torch.exp(logp.clamp_(min=NEGLIGIBLE), out=spare)
+        slope = -factor * gradient.entropy
+        offset = slope * gradient.entropy_value
+        if gradient.logprobs is not None:
+            offset = offset - factor * gradient.logprobs
+        result = torch.addcmul(offset[:, None], slope[:, None], logp, out=work).mul_(probability)
+    return _add_target_term(result, factor, targets, gradient)
+
+
+def exponential_gradient(
+    exponential: Tensor, peak: Tensor, factor: float, targets: Tensor, gradient: OutputGradient
+) -> Tensor:
+    """What :func:`tile_gradient` gives, from the ``exp(z - peak)`` that :func:`accumulate` left in ``work``; in place.
+
+    Args:
+        exponential: (n, W) tile.
+        peak: (n,) ``RunningSoftmax.peak`` as it was right after that tile.
+        factor: See :class:`LogitTransform`.
+        targets: (n,) as in :func:`accumulate`.
+        gradient: For the same n tokens, without a gradient of the entropy.
+    """
+    assert gradient.logprobs is not None
+    scale = torch.exp(peak - gradient.log_normalizer).mul_(gradient.logprobs).mul_(-factor)
+    return _add_target_term(exponential.mul_(scale[:, None]), factor, targets, gradient)
+
+
+def _add_target_term(result: Tensor, factor: float, targets: Tensor, gradient: OutputGradient) -> Tensor:
+    """Add the term of ``1[v = target]``, in place, for the targets in this tile."""
+    if gradient.logprobs is not None:
+        inside, index = _locate(targets, result.shape[1])
+        result.scatter_add_(1, index, torch.where(inside, factor * gradient.logprobs, 0.0)[:, None])
+    return result
+
+
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of at most ``size`` that cover ``range(total)``."""
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which targets lie in this tile (n,), and a valid column for each of them (n, 1)."""
+    return (targets >= 0) & (targets < width), targets.clamp(0, width - 1)[:, None]

@@ -1,0 +1,157 @@
+"""Which tokens and sequences a policy loss trains on, and the entropy bonus.
+
+:func:`top_entropy_mask` and :func:`off_policy_sequence_mask` return masks. Given to a loss as its ``mask`` they shrink
+the local token count; given as ``weights`` (``.float()``) they leave all counts alone, as TRL does, and every policy
+loss leaves out the tokens whose weight is 0.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.aggregation import (
+    Aggregation,
+    LossOutput,
+    aggregate,
+    check_same_shape,
+    full_precision,
+    masked_mean,
+    select,
+)
+from rlhfkit.losses.policy.surrogate import per_token
+
+
+def top_entropy_mask(
+    entropy: Tensor, mask: Tensor, *, fraction: float = 0.2, threshold: Tensor | float | None = None
+) -> Tensor:
+    """Tokens at which the policy was least sure: the forks of a reasoning, which alone are worth training on.
+
+    ``m_t and H_t ≥ quantile(H, 1 - fraction)``, which keeps ``⌊fraction (n - 1)⌋ + 1`` of n tokens.
+
+    Wang et al. ("Beyond the 80/20 Rule", 2025, arXiv:2506.01939), whose 20 % is the default.
+
+    Args:
+        entropy: (B, T) entropy of the next-token distribution, nats; detached here.
+        mask: (B, T), true where a token counts. Masked entries may hold anything.
+        fraction: Share of the tokens to keep, in (0, 1].
+        threshold: Nats. The quantile over all ranks when the batch is spread over them; that of this batch when
+            ``None``.
+
+    Returns:
+        (B, T) bool. Ties with the threshold are kept, and so is the token of largest entropy.
+
+    Raises:
+        ValueError: If the shapes differ or ``fraction`` is out of range.
+    """
+    check_same_shape(entropy=entropy, mask=mask)
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
+    kept = select(full_precision(entropy.detach()), mask, fill=-torch.inf)
+    if threshold is None:
+        # Sorting, since torch.quantile refuses more than 16 million elements and cannot leave masked ones out. The
+        # small number keeps a product such as 0.2 * 30, rounded down to 5.9999995, from losing a token.
+        last = (mask.bool().sum() - 1).clamp(min=0)
+        position = (fraction * last + 1e-4).floor().long()
+        threshold = kept.flatten().sort(descending=True).values.gather(0, position.view(1))
+    return mask.bool() & (kept >= threshold)
+
+
+def off_policy_sequence_mask(
+    advantages: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, threshold: float
+) -> Tensor:
+    """Sequences to train on: all but those that were bad *and* that the policy has moved away from since.
+
+    ``A_i ≥ 0 or mean_t (log μ(y_t) - log π(y_t)) ≤ threshold``
+
+    DeepSeek-V3.2 (2025, arXiv:2512.02556); TRL's ``off_policy_mask_threshold``, slime's OPSM. A negative
+    example from far off-policy teaches nothing about the present policy and may break it.
+
+    Args:
+        advantages: (B,), (B, 1) or (B, T).
+        logprobs: (B, T) under the policy; detached here.
+        rollout_logprobs: (B, T) under the policy that sampled.
+        mask: (B, T), true where a token counts. Masked entries may hold anything.
+        threshold: Nats per token; no default, it is tuned.
+
+    Returns:
+        (B, T) bool, constant along a sequence where advantages are. True outside the mask too.
+
+    Raises:
+        ValueError: If shapes do not fit.
+    """
+    check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    drift = full_precision(rollout_logprobs.detach()) - full_precision(logprobs.detach())
+    near = masked_mean(drift, mask, -1).unsqueeze(-1) <= threshold
+    return near | ~(select(per_token(advantages.detach(), logprobs, "advantages"), mask) < 0.0)
+
+
+def entropy_bonus(
+    entropy: Tensor,
+    mask: Tensor,
+    *,
+    coef: float,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Reward for staying undecided, to be added to a policy loss with :func:`sum_losses`.
+
+    ``-c aggregate(H_t)``
+
+    Mnih et al. (2016, arXiv:1602.01783, section 4). Compute the entropy at the temperature that was sampled at, with
+    gradient (``linear_logprobs(..., entropy=True)``).
+
+    Args:
+        entropy: (B, T) entropy of the next-token distribution, nats, with gradient.
+        mask: (B, T), true where a token counts. Masked entries may hold anything.
+        coef: ``c``; positive raises the entropy. 0 is off and costs nothing but the metric.
+        aggregation: How tokens become one number.
+        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
+        max_length: Tokens; only for ``aggregation="constant-length"``.
+
+    Returns:
+        The loss with metric ``policy/entropy``, the mean of ``H_t``.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    bonus = aggregate(entropy, mask, aggregation, denominator, max_length=max_length)
+    mean = masked_mean(full_precision(entropy.detach()), mask)
+    return LossOutput(-coef * bonus if coef else bonus.detach() * 0.0, {"policy/entropy": mean})
+
+
+def log_linear_proximal_logprobs(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    versions: Tensor,
+    *,
+    version: int,
+    proximal_version: int | None = None,
+) -> Tensor:
+    """Log-probs of the proximal policy of decoupled PPO, guessed from two others instead of a forward pass.
+
+    ``log π_prox = log μ + α (log π - log μ)``, ``α = (v_prox - v_μ) / (v_π - v_μ)``, in [0, 1].
+
+    AReaL (Fu et al., 2025, arXiv:2505.24298) and its ``loglinear`` approximation: between two versions the log-prob
+    of a token is taken to move in a straight line. Saves one forward pass per iteration.
+
+    Args:
+        logprobs: (B, T) under the policy of ``version``; detached here.
+        rollout_logprobs: (B, T) under the policies that sampled.
+        versions: (B, T) integers, policy version that sampled each token; anything outside the action mask.
+        version: Version of the policy now.
+        proximal_version: Version whose log-probs are wanted; ``version - 1`` when ``None``.
+
+    Returns:
+        (B, T) detached, in at least float32. Tokens that the current version sampled keep ``rollout_logprobs``.
+
+    Raises:
+        ValueError: If the shapes differ or ``proximal_version`` lies ahead of ``version``.
+    """
+    check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, versions=versions)
+    proximal = version - 1 if proximal_version is None else proximal_version
+    if proximal > version:
+        raise ValueError(f"proximal_version {proximal} lies ahead of version {version}")
+    sampled, current = full_precision(rollout_logprobs.detach()), full_precision(logprobs.detach())
+    age = (version - versions).to(sampled.dtype)
+    share = ((proximal - versions).to(sampled.dtype) / age.clamp(min=1.0)).clamp(0.0, 1.0)
+    return torch.where(age > 0.0, torch.lerp(sampled, current, share), sampled)

@@ -1,0 +1,396 @@
+"""Policy losses whose ratio belongs to a whole sequence: GSPO, GSPO-token, LUSPO, GMPO, RLOO and VESPO.
+
+Rewards are given to sequences, and a token's own ratio is a noisy sample of one draw; these weigh or clip all tokens of
+a sequence together. Shapes and conventions are those of :mod:`rlhfkit.losses.policy.ppo`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, masked_mean, masked_sum, select
+from rlhfkit.losses.metrics import mean_metric
+from rlhfkit.losses.policy.ppo import ppo_loss
+from rlhfkit.losses.policy.surrogate import (
+    check_clip,
+    clip_metrics,
+    clipped_surrogate,
+    per_token,
+    policy_loss_output,
+    policy_tokens,
+)
+
+_SMALLEST_LOG_WEIGHT = math.log(1e-8)
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    log_ratio_clamp: float | None = 20.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "sequence-mean-token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Group sequence policy optimisation: PPO's clip on the length-normalised ratio of the sequence.
+
+    ``s = exp(mean_t (log π(y_t) - log π_old(y_t)))``, ``ℓ_t = -min(s A_t, clip(s, 1 - ε_low, 1 + ε_high) A_t)``.
+
+    Zheng et al. (2025, arXiv:2507.18071, equation 5), whose clip widths are the defaults: a mean over thousands of
+    tokens moves far less than a token. OpenRLHF and TRL keep PPO's 0.2, which then never clips. With one advantage per
+    sequence the mean over its tokens is the paper's one term per sequence.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: (B,) or (B, 1); with (B, T) use :func:`gspo_token_loss`.
+        mask: As in :func:`ppo_loss`.
+        clip_low: ``ε_low``; 3e-4 in section 5.1 of the paper.
+        clip_high: ``ε_high``; 4e-4.
+        log_ratio_clamp: As in :func:`ppo_loss`, of each token before the mean.
+        weights: As in :func:`ppo_loss`.
+        aggregation: How tokens become one number. verl takes this one whatever is asked for; here any can be had.
+        denominator: As in :func:`ppo_loss`: sequences with this aggregation.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        As :func:`ppo_loss`; ``policy/clip_fraction`` counts the tokens of clipped sequences.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    return ppo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        log_ratio_clamp=log_ratio_clamp,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        ratio_level="sequence",
+    )
+
+
+def luspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    log_ratio_clamp: float | None = 20.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "sequence-mean-token-sum",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Length-unbiased GSPO: :func:`gspo_loss` times the length of each sequence.
+
+    ``mean_i |y_i| min(s_i A_i, clip(s_i) A_i)``, that is GSPO summed over tokens.
+
+    Liu et al. (2026, arXiv:2602.05261). GSPO's mean over tokens gives the tokens of long answers less weight, which
+    makes answers shrink in training.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: As in :func:`gspo_loss`.
+        mask: As in :func:`ppo_loss`.
+        clip_low: As in :func:`gspo_loss`.
+        clip_high: As in :func:`gspo_loss`.
+        log_ratio_clamp: As in :func:`gspo_loss`.
+        weights: As in :func:`ppo_loss`.
+        aggregation: The paper's ``sequence-mean-token-sum``.
+        denominator: Sequences of the whole optimizer step, see :func:`aggregate`.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        As :func:`gspo_loss`.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    return gspo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        log_ratio_clamp=log_ratio_clamp,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+    )
+
+
+def gspo_token_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    log_ratio_clamp: float | None = 20.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "sequence-mean-token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """GSPO-token: the ratio of the sequence in value, the gradient of each token alone.
+
+    ``s_t = sg(s) π(y_t) / sg(π(y_t))``, ``ℓ_t = -min(s_t A_t, clip(s_t, 1 - ε_low, 1 + ε_high) A_t)``.
+
+    Zheng et al. (2025, arXiv:2507.18071, equations 13 and 14). Equal to :func:`gspo_loss` in value and gradient when
+    the tokens of a sequence share one advantage, and right when they do not.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        clip_low: As in :func:`gspo_loss`.
+        clip_high: As in :func:`gspo_loss`.
+        log_ratio_clamp: As in :func:`gspo_loss`.
+        weights: As in :func:`ppo_loss`.
+        aggregation: As in :func:`gspo_loss`.
+        denominator: As in :func:`gspo_loss`.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        As :func:`gspo_loss`.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    check_clip(clip_low, clip_high)
+    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+    ratio = tokens.ratio_of("sequence").detach() * torch.exp(tokens.logprobs - tokens.logprobs.detach())
+    return policy_loss_output(
+        clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high),
+        tokens,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        metrics=clip_metrics(ratio, tokens, clip_low, clip_high),
+    )
+
+
+def rloo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    log_ratio_clamp: float | None = 20.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "sequence-mean-token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """RLOO: PPO's clip on the ratio of the probabilities of whole sequences, one term per sequence.
+
+    ``s = exp(clamp(Σ_t (log π(y_t) - log π_old(y_t)), ±20))``, ``mean_i -min(s_i A_i, clip(s_i) A_i)``.
+
+    Ahmadian et al. (2024, arXiv:2402.14740), who treat the answer as one action, with the clip and the defaults of TRL.
+    The advantages are those of :func:`rloo_advantages`. On-policy its gradient is REINFORCE's. A KL penalty belongs
+    into the reward, before the leave-one-out. Beyond a log-ratio of ±20 nats a sequence has no gradient; the paper and
+    TRL have no such clamp and overflow.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: (B,) or (B, 1).
+        mask: As in :func:`ppo_loss`.
+        clip_low: ``ε_low`` in [0, 1].
+        clip_high: ``ε_high`` ≥ 0.
+        log_ratio_clamp: As in :func:`ppo_loss`, of each token before the sum.
+        weights: As in :func:`ppo_loss`; (B,) or (B, 1) is one factor for the term of each sequence.
+        aggregation: How the term of a sequence, which all its tokens share, is counted; once with the default.
+        denominator: Sequences of the whole optimizer step, see :func:`aggregate`.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        As :func:`ppo_loss`; ``policy/clip_fraction`` counts tokens of clipped sequences, where TRL counts sequences.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    return ppo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        log_ratio_clamp=log_ratio_clamp,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        ratio_level="sequence-sum",
+    )
+
+
+def gmpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    log_ratio_clamp: float | None = 20.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "sequence-mean-token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Geometric-mean policy optimisation: the geometric mean of the tokens' clipped ratios.
+
+    ``c_t = clip(log ρ_t, -ε_low, ε_high)``; ``m_t = min(log ρ_t, c_t)`` where ``A > 0``, ``max`` where ``A < 0``;
+    ``mean_i -A_i exp(mean_t m_t)``.
+
+    Zhao et al. (2025, arXiv:2507.20673). Clip widths are in log space, ``(e^-0.4, e^0.4)`` in the paper.
+    One outlying token moves a geometric mean less than GRPO's arithmetic one.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: (B,) or (B, 1); of (B, T) the mean over the sequence is taken, as in verl.
+        mask: As in :func:`ppo_loss`.
+        clip_low: ``ε_low`` ≥ 0, nats.
+        clip_high: ``ε_high`` ≥ 0, nats.
+        log_ratio_clamp: As in :func:`gspo_loss`.
+        weights: As in :func:`ppo_loss`.
+        aggregation: How the term of a sequence, which all its tokens share, is counted; once with the default.
+        denominator: Sequences of the whole optimizer step, see :func:`aggregate`.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        The loss with the metrics every policy loss has; ``policy/clip_fraction`` (and ``_low``, ``_high``) counts the
+        tokens whose gradient the clip took away.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    if not (clip_low >= 0.0 and clip_high >= 0.0):
+        raise ValueError(f"clip_low and clip_high are nats and must not be negative, got {clip_low} and {clip_high}")
+    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+    advantage = masked_mean(tokens.advantages, tokens.mask, -1).unsqueeze(-1)
+    clipped = tokens.log_ratio.clamp(-clip_low, clip_high)
+    pessimistic = torch.where(
+        advantage > 0.0, torch.minimum(tokens.log_ratio, clipped), torch.maximum(tokens.log_ratio, clipped)
+    )
+    ratio = masked_mean(pessimistic, tokens.mask, -1).exp().unsqueeze(-1)
+    moved = tokens.log_ratio.detach()
+    low = masked_mean(((moved < -clip_low) & (advantage < 0.0)).float(), tokens.mask)
+    high = masked_mean(((moved > clip_high) & (advantage > 0.0)).float(), tokens.mask)
+    return policy_loss_output(
+        (-advantage * ratio).expand_as(tokens.log_ratio),
+        tokens,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        metrics={
+            "policy/clip_fraction": low + high,
+            "policy/clip_fraction_low": low,
+            "policy/clip_fraction_high": high,
+        },
+    )
+
+
+def vespo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """VESPO: REINFORCE weighted by a smooth kernel of the sequence's importance weight, without length normalisation.
+
+    ``log w = clamp(Σ_t (log π(y_t) - log π_old(y_t)), log 1e-8, 20)``, ``φ = w^k exp(λ (1 - w))``,
+    ``ℓ_t = -sg(φ) A_t log π(y_t)``, ``(k, λ)`` by the sign of the advantage; then :func:`aggregate`.
+
+    Shen et al. (2026, arXiv:2602.10693). φ is 1 on-policy, rises to ``(k/λ)^k exp(λ - k)`` at ``w = k/λ`` and falls off
+    on both sides of that: with the defaults 1.21 at w = 2/3 where ``A ≥ 0``, 1.24 at w = 3/2 where ``A < 0``. Defaults
+    and clamps as in TRL.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        k_positive: ``k`` where ``A ≥ 0``.
+        lambda_positive: ``λ`` where ``A ≥ 0``.
+        k_negative: ``k`` where ``A < 0``.
+        lambda_negative: ``λ`` where ``A < 0``.
+        weights: (B, T), or one per sequence, (B, 1) or (B,): importance weights that enter ``w`` as factors (their logs
+            are added), instead of multiplying the loss as elsewhere. A weight of 0 takes its tokens out of the loss and
+            leaves ``w`` as it is, so that a mask does here what it does elsewhere.
+        aggregation: How tokens become one number.
+        denominator: As in :func:`ppo_loss`.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        The loss with the metrics every policy loss has and ``policy/vespo_weight``, the mean of φ over sequences.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is negative.
+    """
+    if not all(value >= 0.0 for value in (k_positive, lambda_positive, k_negative, lambda_negative)):
+        raise ValueError(
+            "k and lambda must not be negative, got "
+            f"{(k_positive, lambda_positive)} where A >= 0 and {(k_negative, lambda_negative)} where A < 0"
+        )
+    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
+    log_weight = masked_sum(tokens.log_ratio.detach(), tokens.mask, -1).unsqueeze(-1)
+    kept = None
+    if weights is not None:
+        spread = select(per_token(full_precision(weights.detach()), mask, "weights"), tokens.mask, 1.0)
+        kept = spread != 0.0
+        of_tokens = weights.shape == mask.shape and mask.shape[-1] != 1
+        combine = masked_sum if of_tokens else masked_mean  # one factor per token, or the same one on all of them
+        log_weight = log_weight + combine(select(spread, kept, 1.0).log(), tokens.mask, -1).unsqueeze(-1)
+    log_weight = log_weight.clamp(_SMALLEST_LOG_WEIGHT, 20.0)
+    positive = tokens.advantages >= 0.0
+    kernel = torch.where(
+        positive,
+        torch.exp(lambda_positive + k_positive * log_weight - lambda_positive * log_weight.exp()),
+        torch.exp(lambda_negative + k_negative * log_weight - lambda_negative * log_weight.exp()),
+    )
+    by_sequence = masked_mean(kernel, tokens.mask, -1)
+    return policy_loss_output(
+        -kernel * tokens.advantages * tokens.logprobs,
+        tokens,
+        weights=kept,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        metrics={"policy/vespo_weight": mean_metric(by_sequence, tokens.mask.any(-1))},
+    )

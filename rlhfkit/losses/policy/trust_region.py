@@ -1,0 +1,342 @@
+"""Policy losses with another trust region than the clip around the sampling policy: decoupled PPO, DPPO, the Cov pair.
+
+Shapes and conventions are those of :mod:`rlhfkit.losses.policy.ppo`.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.aggregation import (
+    Aggregation,
+    LossOutput,
+    check_same_shape,
+    full_precision,
+    masked_mean,
+    select,
+)
+from rlhfkit.losses.importance_sampling import CorrectionLevel, CorrectionMode, importance_weights
+from rlhfkit.losses.policy.ppo import ppo_loss
+from rlhfkit.losses.policy.surrogate import (
+    PolicyTokens,
+    check_clip,
+    clip_metrics,
+    clipped_surrogate,
+    per_token,
+    policy_loss_output,
+    policy_tokens,
+)
+
+
+def decoupled_ppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    rollout_logprobs: Tensor,
+    level: CorrectionLevel = "token",
+    mode: CorrectionMode = "mask",
+    low: float | None = None,
+    high: float | None = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    log_ratio_clamp: float | None = 20.0,
+    delta: float | None = None,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Decoupled PPO: the clip is around a recent *proximal* policy, not around the older one that sampled.
+
+    ``w_t = π_prox(y_t) / μ(y_t)`` bounded by :func:`importance_weights`, detached; ``ℓ_t = w_t ppo_t(π, π_prox)``.
+
+    Hilton et al. (2021, arXiv:2110.00641), for asynchronous runs AReaL (Fu et al., 2025, arXiv:2505.24298),
+    which leaves tokens of weight above 5 out, as the default here does. The proximal log-probs are recomputed before
+    the iteration, or guessed with :func:`log_linear_proximal_logprobs`.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: (B, T) under the proximal policy: the policy before this iteration.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        rollout_logprobs: (B, T) under the policies that sampled, as the engine gave them; NaN as in
+            :func:`importance_weights`.
+        level: As in :func:`importance_weights`.
+        mode: As in :func:`importance_weights`.
+        low: As in :func:`importance_weights`.
+        high: As in :func:`importance_weights`; AReaL's 5.
+        clip_low: As in :func:`ppo_loss`.
+        clip_high: As in :func:`ppo_loss`.
+        dual_clip: As in :func:`ppo_loss`.
+        log_ratio_clamp: As in :func:`ppo_loss`.
+        delta: As in :func:`ppo_loss`.
+        weights: As in :func:`ppo_loss`; they multiply ``w_t``.
+        aggregation: As in :func:`ppo_loss`.
+        denominator: As in :func:`ppo_loss`.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        The loss with the metrics of :func:`ppo_loss` and of :func:`importance_weights`.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    correction = importance_weights(old_logprobs, rollout_logprobs, mask, level=level, mode=mode, low=low, high=high)
+    factors = correction.weights
+    if weights is not None:
+        factors = factors * per_token(full_precision(weights.detach()), factors, "weights")
+    surrogate = ppo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        log_ratio_clamp=log_ratio_clamp,
+        delta=delta,
+        weights=factors,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+    )
+    return LossOutput(surrogate.loss, {**surrogate.metrics, **correction.metrics})
+
+
+def dppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    rollout_logprobs: Tensor,
+    mask_low: float = 0.2,
+    mask_high: float = 0.2,
+    log_ratio_coef: float = 1e-3,
+    log_ratio_clamp: float | None = 20.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """DPPO with the binary total variation, plus a squared log-ratio: prime-rl's default objective.
+
+    ``d_t = π(y_t) - μ(y_t)``; the surrogate of a token is dropped when the policy has moved too far the way the
+    advantage pushes: ``A_t > 0 and d_t > D_high``, or ``A_t < 0 and d_t < -D_low``.
+    ``ℓ_t = -keep_t ρ_t A_t + τ (log ρ_t)²``, ``ρ_t = π(y_t) / μ(y_t)``; then :func:`aggregate`.
+
+    Qi et al. ("Rethinking the Trust Region in LLM Reinforcement Learning", 2026, arXiv:2602.04879). A bound on the
+    *difference* of probabilities lets a rare token's ratio move and holds a likely token back, the opposite of PPO's
+    clip. ``μ`` is the policy that sampled, so that one bound covers staleness and the mismatch of engine and trainer.
+    The squared log-ratio is prime-rl's; the paper has none.
+
+    Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
+        old_logprobs: (B, T) the trainer's under the policy before this iteration. The metrics say how far the policy
+            has moved from it; in the loss it stands in for log-probs that the engine did not give.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them. NaN stands for one the engine
+            did not give.
+        mask_low: ``D_low`` in [0, 1]; 0.2 in prime-rl.
+        mask_high: ``D_high`` in [0, 1]; 0.2 in prime-rl.
+        log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl. It pulls dropped tokens back.
+        log_ratio_clamp: As in :func:`ppo_loss`: ``ρ_t`` is at most e^20 = 4.9e8 and ``(log ρ_t)²`` at most 400, and
+            beyond that a token has no gradient. prime-rl has no such bound.
+        weights: As in :func:`ppo_loss`.
+        aggregation: How tokens become one number.
+        denominator: As in :func:`ppo_loss`.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        The loss with the metrics every policy loss has; ``policy/clip_fraction`` (and ``_low``, ``_high``) counts
+        dropped tokens.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    if not (0.0 <= mask_low <= 1.0 and 0.0 <= mask_high <= 1.0):
+        raise ValueError(f"mask_low and mask_high bound probabilities, in [0, 1], got {mask_low} and {mask_high}")
+    if not log_ratio_coef >= 0.0:
+        raise ValueError(f"log_ratio_coef must be 0 or more, got {log_ratio_coef}")
+    logprobs = full_precision(logprobs)
+    measured = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+    check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    sampled = torch.where(rollout_logprobs.isnan(), old_logprobs, rollout_logprobs).detach()
+    tokens = policy_tokens(logprobs, sampled, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+    moved = tokens.logprobs.detach().exp() - select(full_precision(sampled), mask).exp()
+    too_high = (moved > mask_high) & (tokens.advantages > 0.0)
+    too_low = (moved < -mask_low) & (tokens.advantages < 0.0)
+    token_loss = -select(tokens.ratio * tokens.advantages, ~(too_high | too_low))
+    if log_ratio_coef > 0.0:
+        token_loss = token_loss + log_ratio_coef * tokens.log_ratio.square()
+    low, high = masked_mean(too_low.float(), tokens.mask), masked_mean(too_high.float(), tokens.mask)
+    return policy_loss_output(
+        token_loss,
+        measured,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        metrics={
+            "policy/clip_fraction": low + high,
+            "policy/clip_fraction_low": low,
+            "policy/clip_fraction_high": high,
+        },
+    )
+
+
+def clip_cov_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    fraction: float = 2e-4,
+    covariance_low: float = 1.0,
+    covariance_high: float = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    priority: Tensor | None = None,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Clip-Cov: :func:`ppo_loss` without the gradient of a few tokens that drive the entropy down most.
+
+    ``cov_t = (A_t - mean A)(log π(y_t) - mean log π)``. Of the tokens that PPO does not clip and whose ``cov_t`` lies
+    between the bounds, ``max(1, ⌊fraction n⌋)`` of all n are drawn at random; their loss is 0 and they still count in
+    the mean.
+
+    Cui et al. (2025, arXiv:2505.22617), defaults of verl. Means and counts are those of this call, so this
+    loss, by its definition, depends on how a step is split.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        fraction: Share of tokens to take the gradient from, in (0, 1].
+        covariance_low: Candidates lie above it.
+        covariance_high: Candidates lie below it.
+        clip_low: As in :func:`ppo_loss`.
+        clip_high: As in :func:`ppo_loss`.
+        priority: (B, T) random numbers; the candidates with the largest are drawn. Fresh ones from torch's generator
+            when ``None``; give your own to repeat a run whatever else draws numbers.
+        weights: As in :func:`ppo_loss`.
+        aggregation: As in :func:`ppo_loss`.
+        denominator: As in :func:`ppo_loss`.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        As :func:`ppo_loss`, and ``policy/covariance_fraction``, the share of tokens drawn.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    check_clip(clip_low, clip_high)
+    _check_fraction(fraction)
+    if not covariance_low < covariance_high:
+        raise ValueError(f"need covariance_low < covariance_high, got {covariance_low} and {covariance_high}")
+    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
+    if priority is not None and priority.shape != mask.shape:
+        raise ValueError(f"priority must be {tuple(mask.shape)} like the mask, got {tuple(priority.shape)}")
+    ratio = tokens.ratio
+    token_loss = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    clipped = token_loss.detach() > -ratio.detach() * tokens.advantages
+    covariance = _covariance(tokens)
+    candidates = (covariance > covariance_low) & (covariance < covariance_high) & tokens.mask & ~clipped
+    scores = torch.rand_like(covariance) if priority is None else priority.to(covariance.dtype)
+    drawn = _largest(scores, candidates, _share(tokens.mask, fraction))
+    metrics = clip_metrics(ratio, tokens, clip_low, clip_high)
+    return policy_loss_output(
+        select(token_loss, ~drawn),
+        tokens,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        metrics={**metrics, "policy/covariance_fraction": masked_mean(drawn.float(), tokens.mask)},
+    )
+
+
+def kl_cov_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    fraction: float = 2e-4,
+    kl_coef: float = 1.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """KL-Cov: the unclipped surrogate with a KL penalty on the few tokens that drive the entropy down most.
+
+    ``ℓ_t = -ρ_t A_t``, plus ``β |log π(y_t) - log π_old(y_t)|`` for the ``max(1, ⌊fraction n⌋)`` tokens of largest
+    ``cov_t = (A_t - mean A)(log π(y_t) - mean log π)``; then :func:`aggregate`.
+
+    Cui et al. (2025, arXiv:2505.22617), defaults of verl. Means and counts are those of this call, so this
+    loss, by its definition, depends on how a step is split.
+
+    Args:
+        logprobs: As in :func:`ppo_loss`.
+        old_logprobs: As in :func:`ppo_loss`.
+        advantages: As in :func:`ppo_loss`.
+        mask: As in :func:`ppo_loss`.
+        fraction: Share of tokens to penalise, in (0, 1].
+        kl_coef: ``β`` ≥ 0.
+        weights: As in :func:`ppo_loss`.
+        aggregation: As in :func:`ppo_loss`.
+        denominator: As in :func:`ppo_loss`.
+        max_length: As in :func:`ppo_loss`.
+
+    Returns:
+        The loss with the metrics every policy loss has, and ``policy/covariance_fraction``, the share of tokens
+        penalised.
+
+    Raises:
+        ValueError: If shapes do not fit or a knob is out of range.
+    """
+    _check_fraction(fraction)
+    if not kl_coef >= 0.0:
+        raise ValueError(f"kl_coef must be 0 or more, got {kl_coef}")
+    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
+    penalised = _largest(_covariance(tokens), tokens.mask, _share(tokens.mask, fraction))
+    token_loss = -tokens.ratio * tokens.advantages + select(kl_coef * tokens.log_ratio.abs(), penalised)
+    return policy_loss_output(
+        token_loss,
+        tokens,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        metrics={"policy/covariance_fraction": masked_mean(penalised.float(), tokens.mask)},
+    )
+
+
+def _check_fraction(fraction: float) -> None:
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
+
+
+def _covariance(tokens: PolicyTokens) -> Tensor:
+    logprobs = tokens.logprobs.detach()
+    centred = tokens.advantages - masked_mean(tokens.advantages, tokens.mask)
+    return centred * (logprobs - masked_mean(logprobs, tokens.mask))
+
+
+def _share(mask: Tensor, fraction: float) -> Tensor:
+    return (mask.sum() * fraction).floor().clamp(min=1)
+
+
+def _largest(scores: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
+    """Mask of the ``count`` candidates with the largest scores, without waiting for the device to say how many."""
+    ranked = select(scores, candidates, fill=-torch.inf).flatten().argsort(descending=True, stable=True)
+    position = torch.zeros_like(ranked).scatter(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
+    return (position.view_as(scores) < count) & candidates

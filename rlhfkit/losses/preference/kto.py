@@ -1,0 +1,232 @@
+"""Kahneman–Tversky optimisation: preference learning from single answers that are labelled desirable or not.
+
+KTO, Ethayarajh et al. (2024, arXiv:2402.01306). The reference point of the loss is an estimate of ``KL(π ‖ π_ref)``
+from answers that do not belong to their prompts; it is made here in two steps with the sum over ranks in between:
+
+    sums = kto_kl_sums(mismatched, ref_mismatched)      # (2,): total and count, detached
+    torch.distributed.all_reduce(sums)                  # where there are several ranks
+    out = kto_loss(logprobs, ref_logprobs, desirable, kto_kl_estimate(sums))
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rlhfkit.losses.aggregation import (
+    LossOutput,
+    aggregate,
+    check_same_shape,
+    full_precision,
+    masked_mean,
+    masked_sum,
+    select,
+)
+
+KTOLossType = Literal["kto", "apo_zero_unpaired"]
+"""Losses of :func:`kto_loss`."""
+
+
+def kto_kl_sums(mismatched: Tensor, ref_mismatched: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Sum and count behind :func:`kto_kl_estimate`, in one tensor that can be summed over ranks.
+
+    ``[Σ_i (log π(y'_i|x_i) - log π_ref(y'_i|x_i)), number of i]``
+
+    Args:
+        mismatched: (B,) summed log-probs under the policy of answers to *other* prompts of the batch, commonly the
+            batch's completions rotated by one. With B = 1 the answer is the prompt's own and the estimate degenerates.
+        ref_mismatched: (B,) the same under the reference model.
+        mask: (B,) sequences that count; all of them when ``None``.
+
+    Returns:
+        (2,) detached.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check_same_shape(mismatched=mismatched, ref_mismatched=ref_mismatched, mask=mask)
+    keep = torch.ones_like(mismatched, dtype=torch.bool) if mask is None else mask.bool()
+    logratio = full_precision(mismatched.detach()) - full_precision(ref_mismatched.detach())
+    return torch.stack([masked_sum(logratio, keep), keep.sum().to(logratio.dtype)])
+
+
+def kto_kl_estimate(sums: Tensor) -> Tensor:
+    """Reference point of KTO: the mean log-ratio of mismatched answers, not below 0.
+
+    ``z = max(0, Σ_i (log π(y'_i|x_i) - log π_ref(y'_i|x_i)) / n)``
+
+    KTO (arXiv:2402.01306, section 4.1). Clamped after the sum over ranks, as OpenRLHF and TRL do: clamping each rank
+    first would bias it upwards.
+
+    Args:
+        sums: (2,) from :func:`kto_kl_sums`, summed over ranks.
+
+    Returns:
+        Scalar without gradient, nats per sequence; 0 when the count is 0.
+
+    Raises:
+        ValueError: If ``sums`` is not (2,).
+    """
+    if sums.shape != (2,):
+        raise ValueError(f"sums must be (2,), sum and count from kto_kl_sums, got {tuple(sums.shape)}")
+    total, count = sums.detach().unbind()
+    return (total / count.clamp(min=1)).clamp(min=0)
+
+
+def kto_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    desirable: Tensor,
+    kl: Tensor | float | None,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    loss_type: KTOLossType = "kto",
+    mask: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+) -> LossOutput:
+    """Kahneman–Tversky optimisation on unpaired answers.
+
+    ``ℓ = λ_D (1 - σ(β(Δ - z)))`` for desirable answers and ``λ_U (1 - σ(β(z - Δ)))`` for the others, with
+    ``Δ = log π(y|x) - log π_ref(y|x)`` and the reference point ``z`` of :func:`kto_kl_estimate`.
+
+    KTO, Ethayarajh et al. (2024, arXiv:2402.01306, equation 8). ``apo_zero_unpaired`` is the same with ``z = 0``:
+    ``1 - σ(βΔ)`` and ``σ(βΔ)`` (D'Oosterlinck et al., 2024, arXiv:2408.06266). A NaN among the answers that count makes
+    the loss NaN; TRL's nanmean hides it.
+
+    Args:
+        logprobs: (B,) summed log-probs of the answers under the policy.
+        ref_logprobs: (B,) the same under the reference model, without gradient.
+        desirable: (B,) bool, true where the answer is wanted.
+        kl: Scalar ``z``, detached here; ``None`` for ``apo_zero_unpaired``.
+        beta: β > 0; 0.1 as in the paper and TRL (OpenRLHF: 0.01).
+        desirable_weight: λ_D. The paper advises ``λ_D n_D / (λ_U n_U)`` in [1, 3/2] for ``n_D`` and ``n_U`` examples.
+        undesirable_weight: λ_U.
+        loss_type: ``kto`` or ``apo_zero_unpaired``.
+        mask: (B,) answers that count; others may hold anything.
+        denominator: Answers of the whole optimizer step divided by the number of micro-batches averaged; the local
+            count when ``None``.
+
+    Returns:
+        The loss with metrics ``rewards/chosen`` (``βΔ`` of desirable answers), ``rewards/rejected``,
+        ``rewards/margins``, ``logps/chosen``, ``logps/rejected``, ``count/chosen``, ``count/rejected`` and, for
+        ``kto``, ``kl``. A class that is absent from the batch has mean 0 and count 0: weigh with the counts when
+        averaging.
+
+    Raises:
+        ValueError: If shapes differ, a knob is out of range, or ``kl`` and ``loss_type`` do not fit.
+    """
+    if loss_type not in get_args(KTOLossType):
+        raise ValueError(f"loss_type must be one of {', '.join(get_args(KTOLossType))}, got {loss_type!r}")
+    if (kl is None) != (loss_type == "apo_zero_unpaired"):
+        raise ValueError(f"kl is needed by 'kto' and has no meaning for 'apo_zero_unpaired', got {loss_type!r}, {kl=}")
+    _check_knobs(logprobs, beta, desirable_weight, undesirable_weight)
+    check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, mask=mask)
+    keep = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
+    wanted = desirable.bool()
+    policy = select(full_precision(logprobs), keep)
+    logratio = policy - select(full_precision(ref_logprobs.detach()), keep)
+    anchor = _scalar(0.0 if kl is None else kl, logratio)
+    sign = torch.where(wanted, _scalar(1.0, logratio), _scalar(-1.0, logratio))
+    weight = torch.where(wanted, _scalar(desirable_weight, logratio), _scalar(undesirable_weight, logratio))
+    losses = weight * torch.sigmoid(-sign * beta * (logratio - anchor))  # 1 - σ(x) = σ(-x)
+    metrics = _metrics(beta * logratio.detach(), policy.detach(), wanted & keep, ~wanted & keep)
+    if kl is not None:
+        metrics["kl"] = anchor
+    return LossOutput(aggregate(losses, keep, denominator=denominator), metrics)
+
+
+def kto_paired_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    chosen_kl: Tensor | float | None = None,
+    rejected_kl: Tensor | float | None = None,
+    mask: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+) -> LossOutput:
+    """Kahneman–Tversky optimisation on pairs; each side's mean log-ratio is the other's reference point.
+
+    ``ℓ = λ_D (1 - σ(β(Δ_c - z_r))) + λ_U (1 - σ(β(z_c - Δ_r)))`` with ``z_c = max(0, mean Δ_c)``, ``z_r`` likewise,
+    and ``L = Σ ℓ / (2 D)``.
+
+    KTO, Ethayarajh et al. (2024, arXiv:2402.01306); the "vanilla" variant of OpenRLHF, which needs no mismatched
+    answers and no extra forward pass. The reference points are detached as the paper asks; OpenRLHF lets gradients
+    through them, so that its gradients differ while the loss is the same.
+
+    Args:
+        chosen: (B,) summed log-probs of the chosen answers under the policy.
+        rejected: (B,) the same for the rejected answers.
+        ref_chosen: (B,) under the reference model.
+        ref_rejected: (B,) the same for the rejected answers.
+        beta: β > 0.
+        desirable_weight: λ_D.
+        undesirable_weight: λ_U.
+        chosen_kl: Scalar ``z_c`` over all ranks, from ``kto_kl_estimate(kto_kl_sums(chosen, ref_chosen))`` with a sum
+            over ranks in between; of this batch when ``None``.
+        rejected_kl: Scalar ``z_r``, likewise.
+        mask: (B,) pairs that count; others may hold anything.
+        denominator: ``D``: pairs of the whole optimizer step divided by the number of micro-batches averaged; the
+            local count when ``None``.
+
+    Returns:
+        The loss with the metrics of :func:`kto_loss`, ``rewards/accuracies``, ``kl/chosen`` and ``kl/rejected``.
+
+    Raises:
+        ValueError: If shapes differ or a knob is out of range.
+    """
+    check_same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, mask=mask)
+    _check_knobs(chosen, beta, desirable_weight, undesirable_weight)
+    keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
+    policy_chosen, policy_rejected = select(full_precision(chosen), keep), select(full_precision(rejected), keep)
+    chosen_ratio = policy_chosen - select(full_precision(ref_chosen.detach()), keep)
+    rejected_ratio = policy_rejected - select(full_precision(ref_rejected.detach()), keep)
+    if chosen_kl is None:
+        chosen_kl = kto_kl_estimate(kto_kl_sums(chosen, ref_chosen, keep))
+    if rejected_kl is None:
+        rejected_kl = kto_kl_estimate(kto_kl_sums(rejected, ref_rejected, keep))
+    chosen_kl, rejected_kl = (_scalar(kl, chosen_ratio) for kl in (chosen_kl, rejected_kl))
+    losses = desirable_weight * torch.sigmoid(-beta * (chosen_ratio - rejected_kl))
+    losses = losses + undesirable_weight * torch.sigmoid(beta * (rejected_ratio - chosen_kl))
+    rewards = beta * torch.cat([chosen_ratio, rejected_ratio]).detach()
+    is_chosen, is_rejected = torch.cat([keep, keep & ~keep]), torch.cat([keep & ~keep, keep])
+    metrics = _metrics(rewards, torch.cat([policy_chosen, policy_rejected]).detach(), is_chosen, is_rejected)
+    correct = (chosen_ratio > rejected_ratio).to(chosen_ratio.dtype)
+    metrics |= {"rewards/accuracies": masked_mean(correct, keep), "kl/chosen": chosen_kl, "kl/rejected": rejected_kl}
+    return LossOutput(0.5 * aggregate(losses, keep, denominator=denominator), metrics)
+
+
+def _check_knobs(logprobs: Tensor, beta: float, desirable_weight: float, undesirable_weight: float) -> None:
+    if logprobs.dim() != 1:
+        raise ValueError(
+            f"log-probs must be (B,), one sum per sequence, got {tuple(logprobs.shape)}; "
+            "sequence_logprobs(token_logprobs, mask) makes it"
+        )
+    if not beta > 0.0:
+        raise ValueError(f"beta must be positive, got {beta}")
+    if not (desirable_weight >= 0.0 and undesirable_weight >= 0.0):
+        raise ValueError(f"weights must not be negative, got {desirable_weight} and {undesirable_weight}")
+
+
+def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
+    """A 0-d constant beside ``like``; filled on its device, since copying it there would make the host wait."""
+    return value.detach().to(like) if isinstance(value, Tensor) else like.new_full((), value)
+
+
+def _metrics(rewards: Tensor, logprobs: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    chosen_reward, rejected_reward = masked_mean(rewards, chosen), masked_mean(rewards, rejected)
+    return {
+        "rewards/chosen": chosen_reward,
+        "rewards/rejected": rejected_reward,
+        "rewards/margins": chosen_reward - rejected_reward,
+        "logps/chosen": masked_mean(logprobs, chosen),
+        "logps/rejected": masked_mean(logprobs, rejected),
+        "count/chosen": chosen.sum(),
+        "count/rejected": rejected.sum(),
+    }

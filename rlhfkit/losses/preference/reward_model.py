@@ -1,0 +1,195 @@
+"""Losses of reward models: Bradley–Terry on pairs of answers, and process rewards on the steps of one answer."""
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhfkit.losses.aggregation import (
+    Aggregation,
+    LossOutput,
+    aggregate,
+    check_same_shape,
+    full_precision,
+    masked_mean,
+    select,
+)
+from rlhfkit.losses.metrics import max_metric, min_metric, sum_metric
+from rlhfkit.losses.preference.variants import smoothed_logsigmoid_loss
+
+BradleyTerryLossType = Literal["sigmoid", "log_exp"]
+"""Forms of :func:`bradley_terry_loss`."""
+
+
+def bradley_terry_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    margin: Tensor | float | None = None,
+    centering: float = 0.0,
+    loss_type: BradleyTerryLossType = "sigmoid",
+    label_smoothing: float = 0.0,
+    mask: Tensor | None = None,
+    denominator: Tensor | float | None = None,
+) -> LossOutput:
+    """Pairwise loss of a scalar reward model.
+
+    ``ℓ = -(1-ε) log σ(r_c - r_r - m) - ε log σ(-(r_c - r_r - m)) + c (r_c + r_r)²``
+
+    Bradley and Terry (1952) as in InstructGPT (Ouyang et al., 2022, arXiv:2203.02155, equation 1); the margin ``m`` is
+    Llama 2's (Touvron et al., 2023, arXiv:2307.09288, equation 2), centering ``c`` is from Eisenstein et al. (2023,
+    arXiv:2312.09244, section 2), which pins the free constant of the rewards near 0. ``log_exp`` is written
+    ``log(1 + e^(r_r - r_c))`` in OpenRLHF: the same function. There it overflows for large gaps and ignores the margin,
+    here it does neither.
+
+    Args:
+        chosen: (B,) rewards of the chosen answers.
+        rejected: (B,) rewards of the rejected answers.
+        margin: (B,) or scalar, subtracted from the difference; none by default.
+        centering: ``c`` ≥ 0; off by default, TRL suggests 0.01.
+        loss_type: ``sigmoid`` or ``log_exp`` (the same value, kept for the name).
+        label_smoothing: ε in [0, 0.5), the probability that a label is wrong; 0 in all peers.
+        mask: (B,) pairs that count; others may hold anything.
+        denominator: Pairs of the whole optimizer step divided by the number of micro-batches averaged; the local count
+            when ``None``.
+
+    Returns:
+        The loss with metrics ``rewards/chosen``, ``rewards/rejected``, ``rewards/accuracies`` (without the margin; ties
+        are wrong), ``rewards/margins``, ``rewards/mean``, ``rewards/min`` and ``rewards/max`` (over both answers). All
+        are 0 where no pair counts.
+
+    Raises:
+        ValueError: If shapes differ, ``loss_type`` is unknown or a knob is out of range.
+    """
+    check_same_shape(chosen=chosen, rejected=rejected, mask=mask)
+    if chosen.dim() != 1:
+        raise ValueError(f"rewards must be (B,), one per answer, got {tuple(chosen.shape)}; squeeze (B, 1)")
+    if loss_type not in get_args(BradleyTerryLossType):
+        raise ValueError(f"loss_type must be one of {', '.join(get_args(BradleyTerryLossType))}, got {loss_type!r}")
+    if not centering >= 0.0:
+        raise ValueError(f"centering must not be negative, got {centering}")
+    if not 0.0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
+    keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
+    chosen, rejected = select(full_precision(chosen), keep), select(full_precision(rejected), keep)
+    difference = chosen - rejected
+    logits = difference - _margin(margin, difference, keep)
+    losses = smoothed_logsigmoid_loss(logits, label_smoothing)
+    if centering:
+        losses = losses + centering * (chosen + rejected).square()
+    return LossOutput(aggregate(losses, keep, denominator=denominator), _pair_metrics(chosen, rejected, keep))
+
+
+def pairwise_accuracy(
+    chosen: Tensor, rejected: Tensor, *, tie_credit: float = 0.0, mask: Tensor | None = None
+) -> Tensor:
+    """Share of pairs in which the chosen answer has the higher reward.
+
+    ``mean_i (1[r_c > r_r] + t 1[r_c = r_r])``
+
+    Args:
+        chosen: (B,) rewards of the chosen answers.
+        rejected: (B,) rewards of the rejected answers.
+        tie_credit: ``t`` in [0, 1]; 0 as TRL and OpenRLHF count, 0.5 for what chance would get.
+        mask: (B,) pairs that count; all of them when ``None``.
+
+    Returns:
+        Detached scalar in [0, 1]; 0 without pairs.
+
+    Raises:
+        ValueError: If shapes differ or ``tie_credit`` is out of range.
+    """
+    check_same_shape(chosen=chosen, rejected=rejected, mask=mask)
+    if not 0.0 <= tie_credit <= 1.0:
+        raise ValueError(f"tie_credit must lie in [0, 1], got {tie_credit}")
+    keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
+    credit = (chosen > rejected).float() + tie_credit * (chosen == rejected).float()
+    return masked_mean(credit, keep)
+
+
+def process_reward_loss(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    *,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Loss of a process reward model: classify every reasoning step, with hard or soft labels.
+
+    ``ℓ = -log p(label)`` for hard labels, ``ℓ = -y log p_0 - (1-y) log p_1`` for soft ones, then :func:`aggregate` over
+    the steps.
+
+    Let's Verify Step by Step, Lightman et al. (2023, arXiv:2305.20050) with hard labels; soft labels, the estimated
+    probability that a step leads to a right answer, as in Math-Shepherd, Wang et al. (2023, arXiv:2312.08935, equation
+    4). Labels are on the axis of the logits: whoever reads the step's verdict at a placeholder token (as OpenRLHF's
+    reward models do) selects that position itself, not the one before it.
+
+    Args:
+        logits: (B, T, K) over K classes, or (B, T) for a head with one output (the logit of a good step). For a
+            language model that answers with tokens such as ``+`` and ``-``, select their columns first:
+            ``logits[..., [plus, minus]]``; the whole vocabulary works too.
+        labels: (B, T). Integers: classes in [0, K), or 0 and 1 for (B, T) logits. Floats: the probability of class 0 of
+            K = 2, or of a good step for (B, T) logits. Masked entries may hold anything (-100, NaN).
+        mask: (B, T), true at positions where a step is judged.
+        aggregation: How steps become one number; the mean over all steps by default, as in OpenRLHF.
+        denominator: Steps (or answers) of the whole optimizer step, see :func:`aggregate`.
+        max_length: Only for ``aggregation="constant-length"``.
+
+    Returns:
+        The loss with metrics ``prm/accuracy`` (share of steps whose likelier class is the label; soft labels count as
+        their likelier class) and ``prm/steps``.
+
+    Raises:
+        ValueError: If shapes do not fit, or soft labels meet more than two classes.
+    """
+    check_same_shape(labels=labels, mask=mask)
+    soft = labels.is_floating_point()
+    if logits.shape[:2] != labels.shape or logits.dim() not in (2, 3):
+        raise ValueError(
+            f"logits must be (B, T) or (B, T, K) with labels (B, T) = {tuple(labels.shape)}, got {tuple(logits.shape)}"
+        )
+    if soft and logits.dim() == 3 and logits.shape[-1] != 2:
+        raise ValueError(f"soft labels are probabilities of class 0 of 2, got logits for {logits.shape[-1]} classes")
+    keep = mask.bool()
+    labels = select(labels, keep)
+    if logits.dim() == 2:
+        logits = select(full_precision(logits), keep)
+        losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
+        correct = (logits.detach() > 0) == (labels > 0.5)
+    else:
+        logprobs = select(full_precision(logits), keep.unsqueeze(-1)).log_softmax(-1)
+        if soft:
+            good = labels.to(logprobs.dtype)
+            losses = -good * logprobs[..., 0] - (1.0 - good) * logprobs[..., 1]
+            correct = (logprobs[..., 0] > logprobs[..., 1]) == (labels > 0.5)
+        else:
+            losses = -logprobs.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
+            correct = logprobs.argmax(-1) == labels
+    metrics = {"prm/accuracy": masked_mean(correct.float(), keep), "prm/steps": sum_metric(keep.float(), keep)}
+    return LossOutput(aggregate(losses, keep, aggregation, denominator, max_length=max_length), metrics)
+
+
+def _margin(margin: Tensor | float | None, difference: Tensor, keep: Tensor) -> Tensor | float:
+    if not isinstance(margin, Tensor):
+        return 0.0 if margin is None else margin
+    if margin.dim() == 0:
+        return margin.to(difference.dtype)
+    check_same_shape(margin=margin, chosen=difference)
+    return select(margin.to(difference.dtype), keep)
+
+
+def _pair_metrics(chosen: Tensor, rejected: Tensor, keep: Tensor) -> dict[str, Tensor]:
+    chosen, rejected = chosen.detach(), rejected.detach()
+    both, counted = torch.cat([chosen, rejected]), torch.cat([keep, keep])
+    return {
+        "rewards/chosen": masked_mean(chosen, keep),
+        "rewards/rejected": masked_mean(rejected, keep),
+        "rewards/accuracies": pairwise_accuracy(chosen, rejected, mask=keep),
+        "rewards/margins": masked_mean(chosen - rejected, keep),
+        "rewards/mean": masked_mean(both, counted),
+        "rewards/min": min_metric(both, counted),
+        "rewards/max": max_metric(both, counted),
+    }

@@ -1,0 +1,204 @@
+"""Attention for packed batches: many sequences in one row, each seeing only itself, on every device.
+
+The padding of a batch is removed before the model and never computed, so every linear layer sees real tokens only. For
+attention alone the sequences are set apart again: grouped into buckets by the next power of two of their length, padded
+within a bucket (less than twofold) and given to PyTorch's fused causal attention. No (N, N) mask exists, there are at
+most log2(T) kernel calls, and a sequence cannot see another because it is never in the same matrix.
+
+Registered with Transformers under :data:`PACKED_ATTENTION`, for any model that routes through its attention interface.
+Which models may use it is found out in :mod:`rlhfkit.models.attention.families`.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+PACKED_ATTENTION = "rlhfkit_packed"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length: where their tokens lie in the packed row, and where they go back to."""
+
+    gather: Tensor
+    """(S, L) int64, index into the packed row for each of S sequences padded to L; padding points at token 0."""
+    real: Tensor
+    """Positions of ``gather.flatten()`` whose results are kept: neither padding nor a prefix that another row has."""
+    longest: int
+    """L, tokens."""
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """How a packed row of N tokens divides into sequences. Built once a forward, used in every layer.
+
+    Neighbours may share a prefix (the prompt of a preference pair, or of a group of samples): it lies in the packed row
+    once, so that all linear layers compute it once; attention reads its keys and values for every row that has it.
+    """
+
+    buckets: tuple[Bucket, ...]
+    order: Tensor
+    """(N,) int64, undoes the order in which buckets return their tokens."""
+    position_ids: Tensor
+    """(1, N) int64, from 0 in every sequence."""
+    places: Tensor
+    """(B, T) int64, where in the packed row each token of each sequence lies; 0 for padding."""
+    readers: set[int] = field(default_factory=set, compare=False)
+    """Which attention layers have kept the sequences apart, each by its ``id``; empty after a forward pass: none."""
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int], device: torch.device, shared: Sequence[int] | None = None
+    ) -> "PackedLayout":
+        """Plan the buckets.
+
+        Args:
+            lengths: Tokens of each of B sequences, in the order in which they are packed; at least 1 each.
+            device: Where the index tensors are put.
+            shared: Of each sequence, how many leading tokens it has in common with the one before it and leaves to
+                that; none when ``None``.
+        """
+        sizes = torch.tensor(lengths)
+        kept_from = torch.zeros_like(sizes) if shared is None else torch.tensor(shared)
+        steps = torch.arange(int(sizes.max()))
+        inside = steps < sizes[:, None]
+        own = inside & (steps >= kept_from[:, None])
+        places = torch.zeros(inside.shape, dtype=torch.int64)
+        places[own] = torch.arange(int(own.sum()))
+        for row in kept_from.nonzero()[:, 0].tolist():
+            places[row, : kept_from[row]] = places[row - 1, : kept_from[row]]
+        members: dict[int, list[int]] = defaultdict(list)
+        for row, (length, prefix) in enumerate(zip(lengths, kept_from.tolist(), strict=True)):
+            if prefix < length:  # else the whole sequence is there already
+                members[(length - 1).bit_length()].append(row)
+        buckets, returned = [], []
+        for key in sorted(members):
+            longest = int(sizes[members[key]].max())
+            gather, kept = places[members[key], :longest], own[members[key], :longest]
+            returned.append(gather[kept])
+            buckets.append(Bucket(gather.to(device), kept.flatten().nonzero()[:, 0].to(device), longest))
+        packed = torch.cat(returned)
+        order = torch.empty_like(packed)
+        order[packed] = torch.arange(len(packed))
+        positions = steps.expand_as(own)[own]
+        return cls(tuple(buckets), order.to(device), positions[None].to(device), places.to(device))
+
+    @classmethod
+    def from_batch(cls, input_ids: Tensor, real: Tensor) -> tuple["PackedLayout", Tensor]:
+        """Plan a batch, each common prefix of neighbours once.
+
+        Args:
+            input_ids: (B, T) int64, padded on the right.
+            real: (B, T) bool, true on tokens that are not padding.
+
+        Returns:
+            The layout, and the (1, N) tokens of the packed row.
+        """
+        same = (input_ids[1:] == input_ids[:-1]) & real[1:] & real[:-1]
+        shared = torch.nn.functional.pad(same.cumprod(-1).sum(-1), (1, 0))
+        lengths, prefixes = torch.stack([real.sum(-1), shared]).tolist()
+        own = real & (torch.arange(real.shape[1], device=real.device) >= shared[:, None])
+        return cls.from_lengths(lengths, real.device, prefixes), input_ids[own][None]
+
+
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(queries, keys) causal band whose last row sees the last key; ``None`` where no entry of it is false."""
+    if queries == 1 and (window is None or keys <= window):
+        return None
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < (window or keys))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    causal: bool = True,
+) -> Tensor:
+    """PyTorch's fused attention of (B, heads, queries, D) to (B, key heads, keys, D), causal when there is no mask."""
+    queries, keys = query.shape[2], key.shape[2]
+    plain = mask is None and causal and queries == keys and (window is None or keys <= window)
+    if mask is None and causal and not plain:
+        mask = _causal_mask(queries, keys, window, query.device)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=plain,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    packed_layout: PackedLayout | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface: causal attention, over packed rows when there is a layout.
+
+    Args:
+        module: The attention layer. One that says ``is_causal = False`` (of a vision tower) sees everything.
+        query: (1, heads, N, D) packed, or (B, heads, T, D).
+        key: Same with key heads; longer than ``query`` when there is a cache.
+        value: Same as ``key``.
+        attention_mask: Only when the caller gave one, e.g. for generation with padding; causal without it.
+        scaling: Factor of the scores; 1/sqrt(D) when ``None``.
+        dropout: Probability.
+        sliding_window: Tokens a position can look back, itself included; all when ``None``.
+        is_causal: Whether tokens see only what is before them; ``None``: what the layer says, as in Transformers' own.
+        packed_layout: Where sequences begin and end; ``None``: the rows of the batch are the sequences.
+        **unused: Whatever else Transformers hands to every attention. Models whose results depend on more than the
+            above (soft caps, sinks) are told apart when they are loaded.
+
+    Returns:
+        (1, N, heads, D) or (B, T, heads, D), and no weights.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if packed_layout is None:
+        out = _attend(query, key, value, attention_mask, scaling, dropout, sliding_window, causal)
+        return out.transpose(1, 2).contiguous(), None
+    packed_layout.readers.add(id(module))
+    pieces = []
+    for bucket in packed_layout.buckets:
+        q, k, v = (x[0][:, bucket.gather].transpose(0, 1) for x in (query, key, value))  # (S, heads, L, D)
+        together = _attend(q, k, v, None, scaling, dropout, sliding_window, True).transpose(1, 2)
+        pieces.append(together.flatten(0, 1)[bucket.real])  # (tokens, heads, D)
+    return torch.cat(pieces)[packed_layout.order][None], None
+
+
+def _mask_if_given(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Transformers' mask interface: nothing, unless the caller gave a padding mask."""
+    if attention_mask is None:
+        return None
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
+def register_packed_attention() -> None:
+    """Make :data:`PACKED_ATTENTION` known to Transformers; idempotent."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, _mask_if_given)

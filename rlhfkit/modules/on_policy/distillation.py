@@ -1,0 +1,296 @@
+"""``OnPolicyDistillationModule``: a student learns from a teacher on its own samples (Agarwal et al., 2023)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.data.types import Experience
+from rlhfkit.losses import (
+    LossOutput,
+    aggregate,
+    dapo_loss,
+    discounted_returns,
+    logits_logprobs,
+    mean_metric,
+    on_policy_distillation_advantages,
+)
+from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
+from rlhfkit.models import PolicyOutput
+from rlhfkit.models.comparison import compare_logits, teacher_logits
+from rlhfkit.modules.functions import function_name, refuse_without_effect, resolve_function
+from rlhfkit.modules.on_policy.grpo import GRPOModule
+from rlhfkit.modules.supervised.teacher import load_teacher
+from rlhfkit.validation import check_integer, check_number
+
+
+class ComparedOutput(PolicyOutput):
+    """What the policy says about a batch, and how far that is from what a teacher says.
+
+    A named tuple takes no further fields, so the divergence is an attribute: ``_replace`` does not keep it.
+    """
+
+    divergence: Tensor
+    """(B, T-1) float32 in nats, with gradient; 0 where the mask is false."""
+
+    @classmethod
+    def of(
+        cls, logprobs: Tensor, entropy: Tensor | None, divergence: Tensor, router_aux_loss: Tensor | None = None
+    ) -> Self:
+        """Put them together.
+
+        Args:
+            logprobs: (B, T-1).
+            entropy: (B, T-1).
+            divergence: (B, T-1).
+            router_aux_loss: Scalar.
+        """
+        made = cls(logprobs, entropy, router_aux_loss)
+        made.divergence = divergence
+        return made
+
+
+class OnPolicyDistillationModule(GRPOModule):
+    """A policy that becomes a teacher where it goes itself: on samples of its own, unlike :class:`DistillationModule`.
+
+    Without a ``divergence`` the teacher is a critic of tokens: the advantage of each is ``log q - log p``, minus the
+    one-sample reverse KL of student p to teacher q, and the loss is the policy loss of :class:`GRPOModule` (Lu and
+    Thinking Machines Lab, "On-Policy Distillation", 2025). With one, whole next-token distributions are compared at
+    each sampled token (GKD, Agarwal et al., 2023, arXiv:2306.13649), with less noise and one more output layer to
+    compute. Student and teacher must have the same tokens; both are compared at the temperature of sampling.
+
+    No reward is needed: ``RolloutCallback(sampling=...)``. One that is given is logged, and with a ``reward_coef`` its
+    advantage is added, by the estimator of :class:`GRPOModule`.
+
+    Example::
+
+        OnPolicyDistillationModule("Qwen/Qwen3-0.6B", teacher="Qwen/Qwen3-8B", lr=1e-5)
+        OnPolicyDistillationModule("Qwen/Qwen3-0.6B", teacher="Qwen/Qwen3-8B", divergence="jsd")  # GKD
+
+    Args:
+        model: Folder or hub name of the student.
+        teacher: Folder or hub name of the teacher.
+        divergence: ``None``: reverse KL of the sampled token, as an advantage. Else ``forward_kl``, ``reverse_kl``,
+            ``jsd``, a function of the log-probs of student and teacher, or its dotted name; see
+            :func:`~rlhfkit.losses.distillation_loss`.
+        distillation_coef: Weight of the teacher's advantage or of the divergence.
+        distillation_gamma: Discount of the teacher's later advantages, in [0, 1]; 0 (Thinking Machines' default): each
+            token answers for itself; 1: the gradient of the reverse KL of whole answers (MiniLLM, arXiv:2306.08543).
+        reward_coef: Weight of the reward's advantage; 0: the reward, if there is one, is logged only.
+        teacher_weight: w of ``jsd``; 0.5 as in GKD and TRL.
+        top_k: Compare the teacher's K likeliest tokens only; all when ``None``. Only with a ``divergence``.
+        remainder: What becomes of the others: ``bucket`` makes them one category, ``renormalize`` leaves them out.
+        chunk_size: Sampled tokens whose logits exist at a time, with a ``divergence``; changes memory and speed only.
+        **kwargs: See :class:`GRPOModule`. What would have no effect is refused: without a ``reward_coef`` all that
+            belongs to the reward's advantage, and with a ``divergence`` then also ``policy_loss``, its knobs, and
+            ``correction``.
+
+    Raises:
+        ValueError: If an argument is out of range; when the models are loaded, if their tokens differ.
+    """
+
+    teacher: nn.Module
+    frozen_children = (*GRPOModule.frozen_children, "teacher")
+
+    def __init__(
+        self,
+        model: str,
+        teacher: str,
+        *,
+        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
+        distillation_coef: float = 1.0,
+        distillation_gamma: float = 0.0,
+        reward_coef: float = 0.0,
+        teacher_weight: float = 0.5,
+        top_k: int | None = None,
+        remainder: Remainder = "bucket",
+        chunk_size: int = 1024,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        check_number("distillation_coef", distillation_coef, above=0, why="GRPOModule has no teacher")
+        check_number("reward_coef", reward_coef, minimum=0, why="0 logs the reward only")
+        check_number("distillation_gamma", distillation_gamma, minimum=0, maximum=1)
+        check_number("teacher_weight", teacher_weight, minimum=0, maximum=1)
+        check_integer("top_k", top_k, minimum=1, optional=True)
+        check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
+        if divergence is None and top_k is not None:
+            raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
+        if self.advantage_function is not None:
+            raise ValueError(
+                "advantages=... of the whole experience would take the place of the teacher's; for the reward's give a "
+                "function of rewards and groups"
+            )
+        if self.kl_in_reward is not None and not reward_coef:
+            raise ValueError("kl_in_reward needs a reward_coef, or the penalty is lost: use kl_in_reward=False")
+        self._check_effects(divergence)
+        named = divergence is None or (isinstance(divergence, str) and "." not in divergence)
+        self.divergence: Any = divergence
+        if not named:
+            assert divergence is not None  # it would have been "named"
+            self.divergence = resolve_function(divergence, "divergence")
+        self.hparams["divergence"] = function_name(divergence) if callable(divergence) else divergence
+        if divergence is not None:
+            rows = torch.zeros(1, max(top_k or 0, 2))
+            self.compare(rows, rows, 1.0)  # shows every bad knob here, not an hour into the run
+
+    def _check_effects(self, divergence: object) -> None:
+        """Refuse what a divergence, or the absence of a reward, would leave without any effect."""
+        hparams, rewarded = self.hparams, bool(self.hparams["reward_coef"])
+        if divergence is not None:
+            # Whole distributions are compared: no advantage of tokens, and without a reward no policy loss either.
+            given = {"distillation_gamma": hparams["distillation_gamma"] != 0.0}
+            if not rewarded:
+                given |= {
+                    "policy_loss": self.policy_loss.function is not dapo_loss,
+                    "policy_loss_arguments": bool(hparams["policy_loss_arguments"]),
+                    "clip_low": hparams["clip_low"] is not None,
+                    "clip_high": hparams["clip_high"] is not None,
+                    "correction": self.correction is not None,
+                }
+            refuse_without_effect(given, f"divergence={divergence!r}" + ("" if rewarded else " without a reward_coef"))
+        if not rewarded:
+            of_rewards = {
+                "advantages": self._estimator is not None,
+                "advantage_scale": hparams["advantage_scale"] != "group",
+                "gamma": hparams["gamma"] != 1.0,
+                "whiten_advantages": hparams["whiten_advantages"],
+                "token_level_rewards": hparams["token_level_rewards"],
+            }
+            refuse_without_effect(of_rewards, "reward_coef=0, they belong to the reward's advantage")
+
+    def configure_model(self) -> None:
+        """Build the student, its reference if the KL penalty needs one, and the teacher."""
+        super().configure_model()
+        if not hasattr(self, "teacher"):
+            self.teacher = self.build_teacher()
+
+    def build_teacher(self) -> nn.Module:
+        """Load the teacher, frozen; override to wrap or change it.
+
+        Raises:
+            ValueError: If its tokens are not the student's.
+        """
+        return load_teacher(self.hparams["teacher"], self)
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether ``RolloutCallback`` has to give a reward: only if rewards have a part in the loss."""
+        return bool(self.hparams["reward_coef"]) and super().needs_reward
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """The teacher's advantage is a difference to the policy that sampled."""
+        return self.divergence is None or super().needs_old_logprobs
+
+    def check_group_size(self, group_size: int) -> None:
+        """One sample per prompt is enough unless rewards have a part in the loss; see :class:`GRPOModule`."""
+        if self.hparams["reward_coef"]:
+            super().check_group_size(group_size)
+
+    # ------------------------------------------------------------------ one iteration
+
+    def fill_in(self, experience: Experience) -> Experience:
+        """Let the teacher speak about the sampled tokens, too; see :meth:`OnPolicyModule.fill_in`."""
+        if self.divergence is None:
+            teacher_logprobs = self.sharded_logprobs(self.teacher, experience)
+            experience = dataclasses.replace(experience, teacher_logprobs=teacher_logprobs)
+        filled = super().fill_in(experience)
+        unused = self.divergence is not None and not self.hparams["reward_coef"]
+        return dataclasses.replace(filled, advantages=None) if unused else filled
+
+    def advantages(self, experience: Experience) -> Tensor:
+        """The teacher's advantage of each token, plus the reward's.
+
+        Args:
+            experience: The whole iteration, B sequences, the same on every rank.
+
+        Returns:
+            (B, T-1); 0 outside the mask.
+        """
+        mask = experience.action_mask
+        total = torch.zeros(mask.shape)
+        if self.hparams["reward_coef"]:
+            scores = super().advantages(experience)
+            total += self.hparams["reward_coef"] * (scores[:, None] if scores.dim() == 1 else scores) * mask
+        if self.divergence is None:
+            assert experience.old_logprobs is not None
+            assert experience.teacher_logprobs is not None
+            now = on_policy_distillation_advantages(experience.old_logprobs, experience.teacher_logprobs, mask)
+            later = discounted_returns(now, mask, gamma=self.hparams["distillation_gamma"])
+            total += self.hparams["distillation_coef"] * later
+        return total
+
+    def policy_output(self, batch: Experience) -> PolicyOutput:
+        """Log-probs and entropy of the tokens the policy chose; with a divergence, that of each to the teacher too."""
+        if self.divergence is None:
+            return super().policy_output(batch)
+        mask, temperature = batch.action_mask, batch.temperature
+        wanted = self.needs_entropy
+        teacher = teacher_logits(self.teacher, batch, mask)
+
+        def compare(logits: Tensor, tokens: Tensor, part: slice) -> Tensor:
+            chosen = logits_logprobs(logits, tokens, temperature=temperature, entropy=wanted)
+            columns = [chosen.logprobs, self.compare(logits, teacher(part)[0], temperature), chosen.entropy]
+            return torch.stack([column for column in columns if column is not None], -1)
+
+        values, balance = compare_logits(
+            self.policy,
+            batch,
+            mask,
+            compare,
+            chunk_size=self.hparams["chunk_size"],
+            by_token=True,
+            router_aux_loss=self.balances_routers,
+        )
+        empty = torch.zeros(mask.shape, dtype=values.dtype, device=mask.device)
+        columns = [empty.masked_scatter(mask, column) for column in values.unbind(-1)]
+        return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1], balance)
+
+    def compare(self, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        """Divergence at some tokens; the one method to override for another objective on the logits of both.
+
+        Args:
+            student: (m, V) logits.
+            teacher: (m, V) logits.
+            temperature: Of sampling; divides both.
+
+        Returns:
+            (m,) nats.
+        """
+        size = min(student.shape[-1], teacher.shape[-1])  # one family pads its vocabulary to different sizes
+        return token_divergence(
+            student[None, :, :size],
+            teacher[None, :, :size],
+            torch.ones(1, len(student), dtype=torch.bool, device=student.device),
+            divergence=self.divergence,
+            temperature=temperature,
+            teacher_weight=self.hparams["teacher_weight"],
+            top_k=self.hparams["top_k"],
+            remainder=self.hparams["remainder"],
+        )[0]
+
+    def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
+        """What :class:`OnPolicyModule` makes of the advantages, and the divergence where there is one.
+
+        Args:
+            batch: B sequences of one update.
+            out: What the current policy says about them.
+        """
+        mask = batch.action_mask
+        if batch.advantages is None:
+            batch = dataclasses.replace(batch, advantages=torch.zeros_like(batch.rollout_logprobs))
+        base = super().loss(batch, out)
+        if not isinstance(out, ComparedOutput):
+            assert batch.teacher_logprobs is not None
+            gap = (self.old_logprobs(batch, out) - batch.teacher_logprobs).where(mask, 0.0)
+            return LossOutput(base.loss, {**base.metrics, "distillation/reverse_kl": mean_metric(gap, mask)})
+        sizes = self.reduction(batch)
+        divergence = aggregate(
+            out.divergence, mask, sizes["aggregation"], sizes["denominator"], max_length=sizes["max_length"]
+        )
+        mean = mean_metric(out.divergence, mask)
+        loss = base.loss + self.hparams["distillation_coef"] * divergence
+        return LossOutput(loss, {**base.metrics, "distillation/divergence": mean})

@@ -1,0 +1,130 @@
+"""Published relatives of GRPO as arguments of :class:`~rlhfkit.modules.on_policy.grpo.GRPOModule`.
+
+``from rlhfkit import presets``, then ``GRPOModule(model, **presets.DAPO)``; change a knob with
+``**presets.DAPO | {"clip_high": 0.3}``. They are plain dictionaries of the module's arguments. Each names its policy
+loss, whose own defaults are the published clip and aggregation; advantages are GRPO's where none are named.
+
+What a paper does to sampling and rewards is not the module's: DAPO's dynamic sampling is
+``RolloutCallback(dynamic_sampling=...)``, its length penalty :class:`~rlhfkit.rewards.LengthPenalty`.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from rlhfkit.losses import group_advantages
+
+Preset = Mapping[str, Any]
+
+
+def no_baseline(rewards: Tensor, group: Tensor) -> Tensor:
+    """The rewards as they are, 0 where missing: the estimator of REINFORCE++, whose baseline is the batch.
+
+    Args:
+        rewards: (B,), NaN where missing.
+        group: Not used.
+
+    Returns:
+        (B,).
+    """
+    return rewards.nan_to_num(nan=0.0)
+
+
+def centred(rewards: Tensor, group: Tensor) -> Tensor:
+    """Reward minus the mean of its group.
+
+    Args:
+        rewards: (B,), NaN where missing.
+        group: (B,) ids.
+
+    Returns:
+        (B,).
+    """
+    return group_advantages(rewards, group, scale="none")
+
+
+def _preset(**arguments: Any) -> Preset:
+    return MappingProxyType(arguments)
+
+
+GRPO = _preset(policy_loss="grpo_loss", kl_coef=0.04)
+"""As published: Shao et al. (2024, arXiv:2402.03300)."""
+DR_GRPO = _preset(policy_loss="dr_grpo_loss", advantage_scale="none")
+"""No division by deviation or length: Liu et al. (2025, arXiv:2503.20783). Needs ``max_length``, the longest answer."""
+DAPO = _preset(policy_loss="dapo_loss")
+"""Clip-higher and token mean: Yu et al. (2025, arXiv:2503.14476)."""
+RLOO = _preset(
+    policy_loss="rloo_loss", advantages="rloo_advantages", kl_coef=0.05, kl_estimator="k1", kl_in_reward="sequence"
+)
+"""Leave-one-out baseline: Ahmadian et al. (2024, arXiv:2402.14740); clip and KL of TRL. The KL penalty of an answer is
+subtracted from its reward, and so is part of the baseline of the others."""
+REINFORCE_PLUS_PLUS = _preset(
+    policy_loss="ppo_loss",
+    advantages="rlhfkit.modules.on_policy.presets.no_baseline",
+    whiten_advantages=True,
+    token_level_rewards=True,
+    kl_coef=0.01,
+    kl_estimator="k1",
+    kl_in_reward="token",
+)
+"""No group at all: Hu et al. (2025, arXiv:2501.03262); ``SamplingSpec(group_size=1)`` works. KL as in OpenRLHF."""
+REINFORCE_PLUS_PLUS_BASELINE = _preset(
+    policy_loss="ppo_loss",
+    advantages="rlhfkit.modules.on_policy.presets.centred",
+    whiten_advantages=True,
+    kl_coef=0.01,
+    kl_estimator="k2",
+)
+"""Group mean as baseline, batch deviation as scale: same paper; KL in the loss, k2, as its authors advise."""
+GPG = _preset(policy_loss="gpg_loss", advantages="gpg_advantages")
+"""REINFORCE with the group mean as baseline, no ratio and no clip: Chu et al. (2025, arXiv:2504.02546)."""
+GSPO = _preset(policy_loss="gspo_loss")
+"""Ratio and clip of the whole sequence: Zheng et al. (2025, arXiv:2507.18071)."""
+LUSPO = _preset(policy_loss="luspo_loss")
+"""GSPO whose sequences count by their length: Liu et al. (2026, arXiv:2602.05261)."""
+GMPO = _preset(policy_loss="gmpo_loss")
+"""Geometric mean of the tokens' clipped ratios: Zhao et al. (2025, arXiv:2507.20673)."""
+CISPO = _preset(policy_loss="cispo_loss")
+"""Clipped importance weights, no token without gradient: MiniMax-M1 (2025, arXiv:2506.13585), cap of ScaleRL."""
+SAPO = _preset(policy_loss="sapo_loss")
+"""A smooth gate in place of the clip: Gao et al. (2025, arXiv:2511.20347)."""
+VESPO = _preset(policy_loss="vespo_loss")
+"""A smooth kernel of the sequence's importance weight: Shen et al. (2026, arXiv:2602.10693)."""
+CLIP_COV = _preset(policy_loss="clip_cov_loss")
+"""No gradient for a few tokens that lower the entropy most: Cui et al. (2025, arXiv:2505.22617)."""
+KL_COV = _preset(policy_loss="kl_cov_loss")
+"""A KL penalty on a few tokens that lower the entropy most: same paper."""
+DPPO = _preset(policy_loss="dppo_loss", advantage_scale="none")
+"""A bound on the difference of probabilities to the engine's: Qi et al. (2026, arXiv:2602.04879), in prime-rl's form,
+whose advantages are centred and not scaled."""
+DECOUPLED_PPO = _preset(
+    policy_loss="decoupled_ppo_loss", advantages="rlhfkit.modules.on_policy.presets.no_baseline", whiten_advantages=True
+)
+"""For samples of older policies (``max_staleness``): the clip is around the policy before the iteration, and weights
+correct from the policy that sampled to that one. AReaL (Fu et al., 2025, arXiv:2505.24298): no critic, advantages
+whitened over the batch."""
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "grpo": GRPO,
+        "dr_grpo": DR_GRPO,
+        "dapo": DAPO,
+        "rloo": RLOO,
+        "reinforce++": REINFORCE_PLUS_PLUS,
+        "reinforce++-baseline": REINFORCE_PLUS_PLUS_BASELINE,
+        "gpg": GPG,
+        "gspo": GSPO,
+        "luspo": LUSPO,
+        "gmpo": GMPO,
+        "cispo": CISPO,
+        "sapo": SAPO,
+        "vespo": VESPO,
+        "clip_cov": CLIP_COV,
+        "kl_cov": KL_COV,
+        "dppo": DPPO,
+        "decoupled_ppo": DECOUPLED_PPO,
+    }
+)
+"""All of them by name."""

@@ -1,0 +1,235 @@
+"""``DPOModule``: direct preference optimisation (Rafailov et al., 2023, arXiv:2305.18290) and its family."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExamples
+from rlhfkit.losses import LossOutput, dpo_loss, length_desensitized_logprobs, wpo_weights
+from rlhfkit.losses.preference.divergences import Divergence
+from rlhfkit.losses.preference.dpo import LossTypes
+from rlhfkit.losses.preference.variants import SORTS_THE_BATCH
+from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.preference.base import PreferenceModule
+from rlhfkit.modules.preference.reference import ReferenceModule
+from rlhfkit.validation import check_number
+
+_LOSS_ARGUMENTS = (
+    *("beta", "label_smoothing", "divergence", "divergence_alpha"),
+    *("discopop_temperature", "nll_coef", "reference_free"),
+)
+
+
+class DPOModule(PreferenceModule, ReferenceModule):
+    """A policy that learns from preference pairs, tied to a reference model.
+
+    The reference is where the policy starts: a frozen copy, the policy without its adapters, or log-probs computed once
+    before training, see :class:`ReferenceModule`.
+
+    Override :meth:`loss` for another objective, or give ``loss_type`` a function of
+    :class:`~rlhfkit.losses.PreferencePairs`::
+
+        DPOModule("Qwen/Qwen3-0.6B", loss_type={"sigmoid": 1.0, "sft": 0.2}, precompute_ref_log_probs=True)
+
+    Args:
+        model: Folder or hub name of the policy.
+        beta: β, strength of the tie to the reference; 0.1 as in the paper, TRL and OpenRLHF.
+        loss_type: A name from :data:`~rlhfkit.losses.PAIR_LOSSES`, a function or its dotted name, or a mapping of those
+            to weights (TRL's ``loss_weights``). ``aot`` and ``aot_unpaired`` sort the pairs of a micro-batch, so they
+            alone depend on its size.
+        label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
+        divergence: Regulariser of f-DPO (TRL's ``f_divergence_type``), see
+            :func:`~rlhfkit.losses.divergence_score`.
+        divergence_alpha: α of ``divergence="alpha"``.
+        discopop_temperature: τ of ``discopop``.
+        nll_coef: Weight of the negative log-likelihood per token of each chosen answer (iterative RPO; OpenRLHF's
+            ``nll_loss_coef``).
+        ld_alpha: Weight of tokens behind the length that both answers share, in [0, 1] (LD-DPO, Liu et al., 2024,
+            arXiv:2409.06411); ``None``: they count fully.
+        use_weighting: Weigh pairs by how likely the policy is to write them (WPO, Zhou et al., 2024,
+            arXiv:2406.11827). Costs a second forward pass without gradient.
+        reference_free: No reference: its log-probs are taken as 0.
+        **kwargs: See :class:`ReferenceModule` and :class:`PreferenceModule`.
+
+    Raises:
+        ValueError: If an argument is out of range, or two of them contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        beta: float = 0.1,
+        loss_type: LossTypes = "sigmoid",
+        label_smoothing: float = 0.0,
+        divergence: Divergence = "reverse_kl",
+        divergence_alpha: float = 0.5,
+        discopop_temperature: float = 0.05,
+        nll_coef: float = 0.0,
+        ld_alpha: float | None = None,
+        use_weighting: bool = False,
+        reference_free: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        check_number("beta", beta, above=0)
+        check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
+        check_number("divergence_alpha", divergence_alpha)
+        check_number("discopop_temperature", discopop_temperature, above=0)
+        check_number("nll_coef", nll_coef, minimum=0)
+        check_number("ld_alpha", ld_alpha, minimum=0, maximum=1, optional=True)
+        mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
+        for name, weight in mixture.items():
+            check_number(f"the weight of loss_type {name!r}", weight)
+        self.loss_types = {_pair_loss(name): float(weight) for name, weight in mixture.items()}
+        self.hparams["loss_type"] = {
+            name if isinstance(name, str) else function_name(name): weight for name, weight in self.loss_types.items()
+        }
+        self._sorts = bool(SORTS_THE_BATCH.intersection(self.loss_types))
+        if reference_free and (self.hparams["precompute_ref_log_probs"] or self.hparams["ref_model"] is not None):
+            raise ValueError("reference_free uses no reference: leave ref_model and precompute_ref_log_probs out")
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        """Evaluate the loss of one pair: every bad knob shows here, not an hour into the run."""
+        zero, one = torch.zeros(1), torch.ones(1)
+        reference = None if self.hparams["reference_free"] else zero
+        self._dpo_loss(
+            chosen=zero,
+            rejected=zero,
+            ref_chosen=reference,
+            ref_rejected=reference,
+            chosen_lengths=one,
+            rejected_lengths=one,
+            weights=one if self.hparams["use_weighting"] else None,
+        )
+
+    def _dpo_loss(self, **arguments: Any) -> LossOutput:
+        return dpo_loss(
+            **arguments, loss_type=self.loss_types, **{name: self.hparams[name] for name in _LOSS_ARGUMENTS}
+        )
+
+    # ------------------------------------------------------------------ the reference
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model has to be at hand during training."""
+        return super().uses_reference and not self.hparams["reference_free"]
+
+    def precompute(self, examples: Any) -> None:
+        """Give pairs their reference log-probs, unless they have them.
+
+        Args:
+            examples: What is behind a loader, or one source of a mixture.
+        """
+
+        def logprobs(model: nn.Module, batch: PreferenceBatch) -> Tensor:
+            return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
+
+        if isinstance(examples, PreferenceExamples) and examples.ref_logprobs is None:
+            details = self.hparams["ld_alpha"], function_name(type(self).answer_logprobs)
+            examples.ref_logprobs = self.computed_reference(examples, logprobs, *details)
+
+    # ------------------------------------------------------------------ one micro-batch
+
+    def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
+        """One number per answer from those of its tokens; of the policy and of the reference alike.
+
+        Args:
+            batch: B pairs.
+            logprobs: (2B, T-1).
+
+        Returns:
+            (2B,) sums over the tokens of the answer, in which those behind the shared length count ``ld_alpha``.
+        """
+        alpha = self.hparams["ld_alpha"]
+        if alpha is None:
+            return super().answer_logprobs(batch, logprobs)
+        lengths = batch.loss_mask.sum(-1)
+        shared = torch.minimum(batch.chosen(lengths), batch.rejected(lengths)).repeat_interleave(2)
+        return length_desensitized_logprobs(logprobs, batch.loss_mask, shared, alpha=alpha)
+
+    def prepare(self, batch: PreferenceBatch) -> PreferenceBatch:
+        """Fill in the reference's log-probs, unless they came with the data.
+
+        Args:
+            batch: B pairs.
+
+        Raises:
+            RuntimeError: If they were to be computed before training and the pairs do not have them.
+        """
+        if self.hparams["reference_free"] or batch.ref_logprobs is not None:
+            return batch
+        if self.hparams["precompute_ref_log_probs"]:
+            raise RuntimeError(
+                "precompute_ref_log_probs found no PreferenceExamples behind this batch's loader: use "
+                "PreferenceDataModule, or a StepLoader over PreferenceExamples"
+            )
+        with torch.no_grad(), self.reference_model() as reference:
+            logprobs = policy_output(reference, batch, batch.loss_mask).logprobs
+            return dataclasses.replace(batch, ref_logprobs=self.answer_logprobs(batch, logprobs))
+
+    @torch.no_grad()
+    def sharpened_logprobs(self, batch: PreferenceBatch) -> Tensor:
+        """(2B, T-1) log-probs of the tokens at temperature 1/2."""
+        return policy_output(self.policy, batch, batch.loss_mask, temperature=0.5).logprobs
+
+    def pair_weights(self, batch: PreferenceBatch, out: PolicyOutput) -> Tensor:
+        """Weights of WPO: how likely the policy itself is to write both answers, per token.
+
+        It needs ``log Σ_v p_v²`` over the vocabulary: that is ``2 log p_t - log p'_t`` for any token t, where p' is
+        the distribution at temperature 1/2.
+
+        Args:
+            batch: B pairs.
+            out: What the current policy says about them.
+
+        Returns:
+            (B,).
+        """
+        logprobs = out.logprobs.detach()
+        weights = wpo_weights(logprobs, batch.loss_mask, 2 * logprobs - self.sharpened_logprobs(batch))
+        return batch.chosen(weights) * batch.rejected(weights)
+
+    def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
+        """The objective of one micro-batch; the one method to override for another.
+
+        Args:
+            batch: B pairs, with the reference's log-probs.
+            out: What the current policy says about them.
+        """
+        arguments = self.pair_arguments(batch, out)
+        if batch.ref_logprobs is not None and not self.hparams["reference_free"]:
+            arguments["ref_chosen"] = batch.chosen(batch.ref_logprobs)
+            arguments["ref_rejected"] = batch.rejected(batch.ref_logprobs)
+        if self.hparams["use_weighting"]:
+            arguments["weights"] = self.pair_weights(batch, out)
+        if not self._sorts:
+            return self._dpo_loss(**arguments)
+        arguments.pop("mask")  # these sort the batch: either all its pairs count, or it trains nothing
+        result = self._dpo_loss(**arguments)
+        return LossOutput(result.loss * batch.pair_mask.any(), result.metrics)
+
+    def predict_step(self, batch: PreferenceBatch, batch_idx: int) -> dict[str, Tensor]:
+        """Log-probs of both answers of each pair and their implicit rewards ``β (log π - log π_ref)``, (B,) each."""
+        with torch.no_grad():
+            batch = self.prepare(batch)
+            logps = self.answer_logprobs(batch, self.policy_output(batch).logprobs)
+            reference = torch.zeros_like(logps) if batch.ref_logprobs is None else batch.ref_logprobs
+            rewards = self.hparams["beta"] * (logps - reference)
+        named = {"logps": logps, "rewards": rewards}
+        return {
+            f"{name}/{side}": part(values).cpu()
+            for name, values in named.items()
+            for side, part in (("chosen", batch.chosen), ("rejected", batch.rejected))
+        }
+
+
+def _pair_loss(name: Any) -> Any:
+    """A named loss stays a name; a dotted name becomes what it stands for."""
+    dotted = isinstance(name, str) and ("." in name or name.startswith("<"))
+    return resolve_function(name, "loss_type") if dotted else name

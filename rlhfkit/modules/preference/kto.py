@@ -1,0 +1,311 @@
+"""``KTOModule``: Kahneman–Tversky optimisation (Ethayarajh et al., 2024, arXiv:2402.01306)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.formats.preferences import PreferenceExample
+from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch, UnpairedExamples
+from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
+from rlhfkit.losses.preference.kto import KTOLossType
+from rlhfkit.models import policy_output
+from rlhfkit.models.load import disable_dropout
+from rlhfkit.modules.functions import function_name
+from rlhfkit.modules.preference.reference import ReferenceModule, data_sets
+from rlhfkit.modules.router_loss import with_router_loss
+from rlhfkit.validation import check_number
+
+ADVISED_RATIO = (1.0, 1.5)
+"""Between which the paper puts ``λ_D n_D / (λ_U n_U)``, see :func:`~rlhfkit.losses.kto_loss`."""
+
+
+class KTOModule(ReferenceModule):
+    """A policy that learns from single answers, each labelled desirable or not.
+
+    The reference point, an estimate of ``KL(π ‖ π_ref)``, is exact over the optimizer step: its first micro-batch
+    brings the mismatched pairs of all of them, they go through the policy once without gradient, and their sum is taken
+    over all ranks before the first loss. So neither it nor the gradient depends on micro-batches, ranks, padding or
+    packing.
+
+    Override :meth:`loss` for another objective on the same log-probs.
+
+    Args:
+        model: Folder or hub name of the policy.
+        lr: Peak learning rate (1e-6: TRL's default).
+        beta: β of the loss; 0.1 as in the paper and TRL.
+        desirable_weight: λ_D, weight of the desirable answers. Unbalanced data is warned of, with a value that fits.
+        undesirable_weight: λ_U.
+        loss_type: ``kto``, or ``apo_zero_unpaired`` (D'Oosterlinck et al., 2024, arXiv:2408.06266), which needs no
+            reference point and so no mismatched pairs.
+        **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`. With ``precompute_ref_log_probs`` a step costs
+            the gradient pass and one pass without gradient for the reference point.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    kl: Tensor
+    """() float32, reference point of the optimizer step that is running."""
+    batch_types = (UnpairedBatch,)
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 1e-6,
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        loss_type: KTOLossType = "kto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, lr=lr, **kwargs)
+        check_number("beta", beta, above=0)
+        check_number("desirable_weight", desirable_weight, minimum=0)
+        check_number("undesirable_weight", undesirable_weight, minimum=0)
+        # A buffer, so that a checkpoint inside an accumulation window has it.
+        self.register_buffer("kl", torch.zeros(()))
+        self._validation_kl = torch.zeros(())
+        self._sums = torch.zeros(6)
+        # One tiny evaluation shows every bad knob of the loss here, not an hour into the run.
+        self._kto_loss(torch.zeros(1), torch.zeros(1), torch.ones(1).bool(), self.kl)
+
+    def build_policy(self) -> nn.Module:
+        """Load the policy without dropout: its log-probs are compared with the reference's."""
+        policy = super().build_policy()
+        disable_dropout(policy)
+        return policy
+
+    # ------------------------------------------------------------------ the reference
+
+    def precompute(self, examples: Any) -> None:
+        """Give answers and mismatched ones their reference log-probs; the prompt of both is computed once.
+
+        Args:
+            examples: What is behind a loader, or one source of a mixture.
+        """
+        if isinstance(examples, UnpairedExamples) and examples.ref_logprobs is None:
+            summed = function_name(type(self).answer_logprobs)
+            examples.ref_logprobs = self.computed_reference(_WithMismatched(examples), self._answers_of, summed)
+
+    # ------------------------------------------------------------------ forward
+
+    def answer_logprobs(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
+        """Log-prob of each completion; override it for another measure.
+
+        Args:
+            batch: B sequences.
+            logprobs: (B, T-1) of their tokens.
+
+        Returns:
+            (B,) sums over the completion's tokens.
+        """
+        return sequence_logprobs(logprobs, batch.loss_mask)
+
+    def _answers_of(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """(B,) log-probs of completions under a model."""
+        return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: ReferencedBatch) -> Tensor:
+        """Log-prob of each completion under the reference model, unless it came with the data.
+
+        Args:
+            batch: B sequences.
+
+        Returns:
+            (B,).
+
+        Raises:
+            RuntimeError: If it was to be computed before training and the batch does not have it.
+        """
+        if batch.ref_logprobs is not None:
+            return batch.ref_logprobs
+        if self.hparams["precompute_ref_log_probs"]:
+            raise RuntimeError(
+                "precompute_ref_log_probs found no UnpairedExamples behind this batch's loader: use "
+                "UnpairedPreferenceDataModule, or an UnpairedLoader"
+            )
+        with self.reference_model() as reference:
+            return self._answers_of(reference, batch)
+
+    @torch.no_grad()
+    def kl_estimate(self, mismatched: Sequence[ReferencedBatch]) -> Tensor:
+        """Reference point of the loss, over all ranks. A collective.
+
+        Args:
+            mismatched: This rank's mismatched pairs of an optimizer step.
+
+        Returns:
+            Scalar, nats per sequence, 0 or more.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        if not mismatched:
+            raise ValueError(
+                "the batch that starts an optimizer step has no mismatched pairs: KTO needs data with at least two "
+                "different prompts from UnpairedPreferenceDataModule; loss_type='apo_zero_unpaired' does without"
+            )
+        sums = torch.zeros(2, device=self.device)
+        for batch in mismatched:
+            counted = batch.loss_mask.any(-1)
+            policy = self._answers_of(self.policy, batch)
+            sums += kto_kl_sums(policy, self.reference_logprobs(batch), counted)
+        return kto_kl_estimate(self._summed(sums))
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def loss(self, batch: UnpairedBatch, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> LossOutput:
+        """The objective of one micro-batch; the one method to override for another.
+
+        Args:
+            batch: B labelled answers.
+            logprobs: (B,) under the policy.
+            ref_logprobs: (B,) under the reference model.
+            kl: Scalar, the reference point of the step; without meaning for ``apo_zero_unpaired``.
+        """
+        mask, denominator = batch.loss_mask.any(-1), batch.sequence_denominator
+        return self._kto_loss(logprobs, ref_logprobs, batch.desirable, kl, mask=mask, denominator=denominator)
+
+    def _kto_loss(
+        self, logprobs: Tensor, ref_logprobs: Tensor, desirable: Tensor, kl: Tensor, **arguments: Any
+    ) -> LossOutput:
+        return kto_loss(
+            logprobs,
+            ref_logprobs,
+            desirable,
+            kl if self._has_reference_point else None,
+            beta=self.hparams["beta"],
+            desirable_weight=self.hparams["desirable_weight"],
+            undesirable_weight=self.hparams["undesirable_weight"],
+            loss_type=self.hparams["loss_type"],
+            **arguments,
+        )
+
+    @property
+    def _has_reference_point(self) -> bool:
+        return self.hparams["loss_type"] == "kto"
+
+    def _evaluated(self, batch: UnpairedBatch, logprobs: Tensor, kl: Tensor) -> LossOutput:
+        result = self.loss(batch, logprobs, self.reference_logprobs(batch), kl)
+        self._sums = self._sums.to(self.device) + _class_sums(result.metrics)
+        return result
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_train_start(self) -> None:
+        """Compute what the reference says, if it is not to be held; compare the classes' weights with their counts."""
+        super().on_train_start()
+        parts = [part for part in data_sets(self.trainer.train_dataloader) if isinstance(part, UnpairedExamples)]
+        labels = [wanted for part in parts for wanted in part.desirable]
+        self.check_weights(sum(labels), len(labels) - sum(labels))
+
+    def check_weights(self, desirable: int, undesirable: int) -> None:
+        """Warn of weights that let one class drown the other.
+
+        Args:
+            desirable: Number of desirable answers in the data.
+            undesirable: Number of the others.
+        """
+        good, bad = self.hparams["desirable_weight"], self.hparams["undesirable_weight"]
+        if not (desirable and undesirable and good and bad):
+            return
+        ratio, (low, high) = good * desirable / (bad * undesirable), ADVISED_RATIO
+        if low <= ratio <= high:
+            return
+        share = undesirable / desirable
+        rank_zero_warn(
+            f"the data has {desirable} desirable and {undesirable} undesirable answers; weighted by {good} and {bad} "
+            f"they count {ratio:.2f} to 1, and the KTO paper advises {low} to {high}: use desirable_weight between "
+            f"{low * bad * share:.2f} and {high * bad * share:.2f}, or undesirable_weight between "
+            f"{good / share / high:.2f} and {good / share / low:.2f}"
+        )
+
+    def training_step(self, batch: UnpairedBatch, batch_idx: int) -> Tensor:
+        """One micro-batch; the first of an optimizer step estimates the reference point of all."""
+        if self._has_reference_point and batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.kl.copy_(self.kl_estimate(batch.mismatched))
+        coef = self.hparams["router_aux_loss_coef"]
+        out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
+        result = self._evaluated(batch, self.answer_logprobs(batch, out.logprobs), self.kl)
+        result = with_router_loss(result, out.router_aux_loss, batch.loss_mask, coef)
+        self.log_step({"loss": result.loss.detach()})
+        if coef:
+            self.log_step({"aux_loss": result.metrics["aux_loss"]}, batch.loss_mask.sum())
+        return result.loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Log the means over the answers of the step."""
+        super().on_before_optimizer_step(optimizer)
+        self.log_dict(self._class_metrics(self.kl), on_step=True, on_epoch=False, batch_size=1)
+
+    def on_validation_epoch_start(self) -> None:
+        """Count anew."""
+        self._training_sums, self._sums = self._sums, torch.zeros(6)
+
+    def validation_step(self, batch: UnpairedBatch, batch_idx: int) -> None:
+        """Mean loss over the validation answers; the first micro-batch estimates the reference point of all."""
+        if self._has_reference_point and batch_idx == 0:
+            self._validation_kl = self.kl_estimate(batch.mismatched)
+        logprobs = self._answers_of(self.policy, batch)
+        loss = self._evaluated(batch, logprobs, self._validation_kl.to(self.device)).loss
+        self.log("val/loss", loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over the validation answers."""
+        metrics = self._class_metrics(self._validation_kl)
+        self.log_dict({f"val/{name}": value for name, value in metrics.items()}, batch_size=1)
+        self._sums = self._training_sums
+
+    def _class_metrics(self, kl: Tensor) -> dict[str, Tensor]:
+        """Means of each class since the last call, over all ranks. A collective."""
+        chosen_rewards, rejected_rewards, chosen_logps, rejected_logps, chosen, rejected = self._summed(self._sums)
+        self._sums = torch.zeros_like(self._sums)
+        means = {
+            "rewards/chosen": chosen_rewards / chosen.clamp(min=1),
+            "rewards/rejected": rejected_rewards / rejected.clamp(min=1),
+            "logps/chosen": chosen_logps / chosen.clamp(min=1),
+            "logps/rejected": rejected_logps / rejected.clamp(min=1),
+            "count/chosen": chosen,
+            "count/rejected": rejected,
+        }
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means | ({"kl": kl} if self._has_reference_point else {})
+
+    def predict_step(self, batch: UnpairedBatch, batch_idx: int) -> Tensor:
+        """(B,) implicit rewards ``β (log π(y|x) - log π_ref(y|x))``."""
+        with torch.no_grad():
+            logratio = self._answers_of(self.policy, batch) - self.reference_logprobs(batch)
+        return self.hparams["beta"] * logratio.cpu()
+
+
+class _WithMismatched:
+    """Each answer and its mismatched one as a pair, for the pass that computes what the reference says."""
+
+    def __init__(self, examples: UnpairedExamples) -> None:
+        self.examples = examples
+        self.lengths = [2 * length for length in examples.lengths]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> PreferenceExample:
+        example = self.examples[index]
+        return PreferenceExample(example.answer, example.mismatched or example.answer)
+
+
+def _class_sums(metrics: Mapping[str, Tensor]) -> Tensor:
+    """(6,) sums behind the means of :func:`~rlhfkit.losses.kto_loss`: rewards, log-probs and counts of both classes."""
+    counts = torch.stack([metrics["count/chosen"], metrics["count/rejected"]]).float()
+    rewards = torch.stack([metrics["rewards/chosen"], metrics["rewards/rejected"]]).float()
+    logps = torch.stack([metrics["logps/chosen"], metrics["logps/rejected"]]).float()
+    return torch.cat([rewards * counts, logps * counts, counts])

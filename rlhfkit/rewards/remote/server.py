@@ -1,0 +1,305 @@
+"""The web application of ``rlhfkit serve-reward``: JSON samples in, JSON rewards out."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_name
+from rlhfkit.rewards.remote.batching import Batcher, Scores
+from rlhfkit.serving.json_body import JSONBodies, JSONTooLarge
+from rlhfkit.validation import check_integer, check_number
+
+log = logging.getLogger(__name__)
+
+MAX_SAMPLES = 1024
+"""Samples of a request, unless told otherwise."""
+
+MAX_TOKENS = 2**20
+"""Tokens of a request, all prompts and completions together, unless told otherwise: 32 samples of 32,768."""
+
+MEMORY_PER_BODY_BYTE = 32
+"""Bytes of memory that a byte of a request's body becomes at most, measured over the worst bodies known."""
+
+_OBJECTS_PER_SAMPLE = 128  # of a request with the most samples; one of 32 samples may have 4096 each
+
+_CHARACTERS_PER_TOKEN = 8  # of texts that come without token ids, or with fewer
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    """Only what is named is taken."""
+
+
+class PromptBody(_Body):
+    """A :class:`Prompt` in JSON; only the text or the token ids are needed, whichever the reward reads."""
+
+    index: _Count = 0
+    token_ids: list[_Token] = []
+    text: str = ""
+    answer: Any = None
+    metadata: dict[str, Any] = {}
+
+
+class SampleBody(_Body):
+    """A :class:`Sample` in JSON, as far as rewards read it: log-probs are NaN there, policy versions 0."""
+
+    prompt: PromptBody
+    sample_index: _Count = 0
+    token_ids: list[_Token] = []
+    action_mask: list[bool] | None = None
+    finish_reason: Literal["stop", "length", "abort"] = "stop"
+    text: str = ""
+
+    def sample(self) -> Sample:
+        """The record.
+
+        Raises:
+            ValueError: If the mask is not as long as the tokens.
+        """
+        count = len(self.token_ids)
+        prompt = self.prompt
+        return Sample(
+            prompt=Prompt(prompt.index, prompt.token_ids, prompt.text, prompt.answer, prompt.metadata),
+            sample_index=self.sample_index,
+            token_ids=self.token_ids,
+            logprobs=[math.nan] * count,
+            versions=[0] * count,
+            finish_reason=self.finish_reason,
+            action_mask=self.action_mask,
+            text=self.text,
+        )
+
+
+class ScoreBody(_Body):
+    """What is posted to ``/score``. Samples are read one by one, so that a surplus is seen before they are made."""
+
+    samples: list[msgspec.Raw]
+
+
+class QueryBody(msgspec.Struct):
+    """What OpenRLHF posts to ``/get_reward``: whole texts, and where they began."""
+
+    query: list[str]
+    prompts: list[str] | None = None
+    labels: list[Any] | None = None
+
+
+class BodyReader:
+    """Samples from request bodies, within limits."""
+
+    def __init__(self, *, max_samples: int, max_tokens: int) -> None:
+        """Set the limits.
+
+        Args:
+            max_samples: Samples of a request.
+            max_tokens: Tokens of a request, all prompts and completions together; eight characters of a text count as
+                one where it has fewer token ids.
+
+        Raises:
+            ValueError: If a limit is not positive.
+        """
+        check_integer("max_samples", max_samples, minimum=1)
+        check_integer("max_tokens", max_tokens, minimum=1)
+        self.max_samples = max_samples
+        self.max_tokens = max_tokens
+        self.max_numbers = 2 * max_tokens + _OBJECTS_PER_SAMPLE * max_samples
+        """Each token has an id and perhaps an entry in a mask; other values have commas as well."""
+        self.max_objects = _OBJECTS_PER_SAMPLE * max_samples
+        """Texts, lists and objects: the fields of the samples, and whatever their metadata holds."""
+
+    def scored(self, body: bytes) -> list[Sample]:
+        """The samples of a :class:`ScoreBody`.
+
+        Args:
+            body: As received.
+
+        Raises:
+            JSONTooLarge: If there are too many samples or tokens.
+            ValueError: If the body has another form, with the place.
+        """
+        listed = _decoded(body, _SCORE, "").samples
+        self._check_count(len(listed))
+        samples: list[Sample] = []
+        tokens = 0
+        for index, raw in enumerate(listed):
+            place = f"samples[{index}]"
+            try:
+                sample = _decoded(raw, _SAMPLE, place).sample()
+            except ValueError as error:
+                raise ValueError(str(error) if str(error).startswith(place) else f"{place}: {error}") from None
+            tokens += _tokens(sample.prompt.token_ids, sample.prompt.text) + _tokens(sample.token_ids, sample.text)
+            self._check_tokens(tokens)
+            samples.append(sample)
+        return samples
+
+    def queried(self, body: bytes) -> list[Sample]:
+        """The samples of a :class:`QueryBody`, without token ids.
+
+        Args:
+            body: As received.
+
+        Raises:
+            JSONTooLarge: If there are too many queries or too much text.
+            ValueError: If the body has another form, or lists of several lengths.
+        """
+        asked = _decoded(body, _QUERY, "")
+        self._check_count(len(asked.query))
+        self._check_tokens(sum(_tokens([], text) for text in [*asked.query, *(asked.prompts or [])]))
+        prompts = asked.prompts or [""] * len(asked.query)
+        labels = asked.labels or [None] * len(asked.query)
+        if not len(asked.query) == len(prompts) == len(labels):
+            counts = f"{len(asked.query)}, {len(prompts)} and {len(labels)}"
+            raise ValueError(f"query, prompts and labels must be equally many, got {counts}")
+        rows = zip(asked.query, prompts, labels, strict=True)
+        return [
+            Sample(Prompt(index, [], prompt, label), 0, [], [], [], "stop", text=query.removeprefix(prompt))
+            for index, (query, prompt, label) in enumerate(rows)
+        ]
+
+    def _check_count(self, count: int) -> None:
+        if count > self.max_samples:
+            raise JSONTooLarge(
+                f"the request has {count} samples, and {self.max_samples} are the most: send fewer at a time "
+                "(RemoteReward(batch_size=...)) or serve with a larger --max_samples"
+            )
+
+    def _check_tokens(self, tokens: int) -> None:
+        if tokens > self.max_tokens:
+            raise JSONTooLarge(
+                f"the request has more than {self.max_tokens} tokens: send fewer samples at a time "
+                "(RemoteReward(batch_size=...)) or serve with a larger --max_tokens"
+            )
+
+
+_SCORE, _SAMPLE, _QUERY = (msgspec.json.Decoder(kind) for kind in (ScoreBody, SampleBody, QueryBody))
+
+
+def _decoded(body: Any, decoder: Any, place: str) -> Any:
+    """What a decoder makes of JSON; an error says the place in the body.
+
+    Raises:
+        ValueError: If it is no JSON, or of another form.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        fault, _, path = str(error).partition(" - at `$")
+        where = (place + path.rstrip("`")).lstrip(".")
+        raise ValueError(f"{where}: {fault}" if where else fault) from None
+
+
+def _tokens(token_ids: Sequence[int], text: str) -> int:
+    return max(len(token_ids), len(text) // _CHARACTERS_PER_TOKEN)
+
+
+def reward_app(
+    reward: Reward,
+    *,
+    max_batch: int = 256,
+    max_wait: float = 0.005,
+    timeout: float = TIMEOUT,
+    max_samples: int = MAX_SAMPLES,
+    max_tokens: int = MAX_TOKENS,
+) -> FastAPI:
+    """An application that scores samples with a reward. It goes behind a :class:`~rlhfkit.serving.gate.Gate`.
+
+    - ``POST /score``: ``{"samples": [...]}`` to ``{"rewards": [...]}``, see :mod:`rlhfkit.rewards.remote.wire`.
+    - ``POST /get_reward``: the same for clients of OpenRLHF, whose samples have no token ids.
+    - ``GET /health``: 200, or 503 when a batch takes longer than ``timeout``.
+
+    What cannot be scored is answered with 422 and the reason, a request above a limit with 413, a reward that fails
+    otherwise with 500, one that takes too long with 504. What waits for its batch when its client leaves is not scored.
+
+    Bodies are read in a thread, one at a time, and counted before they are parsed, so that ``/health`` is answered
+    meanwhile. Memory is at most :data:`MEMORY_PER_BODY_BYTE` times the bytes of bodies that the gate admits
+    (``max_total_bytes``), and about 2 KiB for each sample.
+
+    Args:
+        reward: What scores. It is called in one thread, with samples of one or several requests, and so must look at
+            each sample by itself: what compares the samples of a prompt (``WeightedSum(normalize=...)``) belongs to
+            the trainer's side, which has all of them.
+        max_batch: Samples at which a batch of requests is closed.
+        max_wait: Seconds that a request waits for others.
+        timeout: Seconds that a request may take, the wait for its batch included.
+        max_samples: Samples of a request.
+        max_tokens: Tokens of a request, all prompts and completions together.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    check_number("timeout", timeout, above=0, why="it is in seconds")
+    name = reward_name(reward)
+    reader = BodyReader(max_samples=max_samples, max_tokens=max_tokens)
+    bodies = JSONBodies(max_objects=reader.max_objects, max_numbers=reader.max_numbers)
+
+    def score(samples: Sequence[Sample]) -> Scores:
+        return evaluate({name: reward}, samples, timeout=timeout)[name] if samples else []
+
+    batcher = Batcher(score, max_batch=max_batch, max_wait=max_wait)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        batcher.start()
+        yield
+        await asyncio.to_thread(batcher.close)
+
+    async def rewards(samples: list[Sample], request: Request) -> dict[str, Scores]:
+        try:
+            async with asyncio.timeout(timeout):
+                return {"rewards": await _while_wanted(asyncio.wrap_future(batcher.submit(samples)), request)}
+        except HTTPException:
+            raise
+        except TimeoutError:
+            raise HTTPException(504, f"reward {name!r} gave no answer within {timeout:g} s") from None
+        except (ValueError, TypeError) as error:
+            raise HTTPException(422, str(error)) from error
+        except Exception as error:
+            log.exception("reward %r failed", name)
+            raise HTTPException(500, f"reward {name!r} failed: {type(error).__name__}: {error}") from error
+
+    app = FastAPI(title="rlhfkit reward", openapi_url=None, lifespan=lifespan)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        stuck = batcher.scoring_for > timeout
+        return JSONResponse({"status": "stuck" if stuck else "ok"}, 503 if stuck else 200)
+
+    @app.post("/score")
+    async def score_samples(request: Request) -> dict[str, Scores]:
+        return await rewards(await bodies.read(request, reader.scored), request)
+
+    @app.post("/get_reward")
+    async def score_queries(request: Request) -> dict[str, Scores]:
+        return await rewards(await bodies.read(request, reader.queried), request)
+
+    return app
+
+
+async def _while_wanted(scores: asyncio.Future[Scores], request: Request) -> Scores:
+    """The scores, given up when the client has gone: it asks again, and two for one would soon be too many."""
+    departure = asyncio.create_task(_departure(request))
+    departure.add_done_callback(lambda _: scores.cancel())
+    try:
+        return await scores
+    except asyncio.CancelledError:
+        if departure.done():
+            raise HTTPException(499, "the client has gone") from None
+        raise
+    finally:
+        departure.cancel()
+
+
+async def _departure(request: Request) -> None:
+    """Return when the client has closed its connection; behind the body nothing else is received."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,35 @@
+"""What runs inside the processes of :class:`~rlhfkit.rewards.sandbox.reward.SandboxedReward`: a reward of somebody's.
+
+Loaded by path; imports the standard library only, and then whatever the reward does.
+"""
+
+import asyncio
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+
+def scorer(reward: str | Callable[..., Any]) -> Callable[[list[dict[str, Any]]], list[float | None]]:
+    """A function that scores samples with a reward.
+
+    Args:
+        reward: Callable, or its dotted name.
+    """
+    function = pkgutil.resolve_name(reward) if isinstance(reward, str) else reward
+
+    def score(rows: list[dict[str, Any]]) -> list[float | None]:
+        samples = [SimpleNamespace(**{**row, "prompt": SimpleNamespace(**row["prompt"])}) for row in rows]
+        values = function(samples)
+        if inspect.isawaitable(values):
+            values = asyncio.run(_waited(values))
+        if isinstance(values, str | Mapping):
+            raise TypeError(f"returned {type(values).__name__}, not one number or None for each sample")
+        return [None if value is None else float(value) for value in values]
+
+    return score
+
+
+async def _waited(values: Any) -> Any:
+    return await values

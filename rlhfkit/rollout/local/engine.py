@@ -1,0 +1,268 @@
+"""``LocalEngine``: generation in the training process. No Ray, no server; for tests, CPUs and first notebook cells.
+
+It holds its own copy of the policy, filled by :meth:`LocalEngine.load`, so it works the same under every strategy,
+sharded ones included. How it generates is :mod:`rlhfkit.rollout.local.generator`. New weights may come while another
+thread generates: they are swapped in between two tokens.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.models.attention.families import use_own_attention
+from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
+from rlhfkit.rollout.local.caching import cache_problem
+from rlhfkit.rollout.local.generator import Completed, Decoding
+from rlhfkit.rollout.local.read_write_lock import StepGate
+from rlhfkit.rollout.streams import sample_all
+from rlhfkit.validation import check_integer
+
+log = logging.getLogger(__name__)
+
+
+class LocalEngine(RolloutEngine):
+    """In-process engine with batching and a key-value cache; the default of ``RolloutCallback``.
+
+    Example::
+
+        RolloutCallback(engine=LocalEngine(max_sequences=256), reward=exact_match)
+
+    Args:
+        max_sequences: Completions generated side by side. More is faster and takes more cache.
+        device: Where it runs; ``None``: where the first weights come from (a model's own: the first GPU, if any).
+
+    Raises:
+        ValueError: If ``max_sequences`` is below 1.
+    """
+
+    shared = False
+    updates_in_flight = True
+    can_stream = True
+
+    def __init__(self, *, max_sequences: int = 128, device: str | None = None) -> None:
+        check_integer("max_sequences", max_sequences, minimum=1)
+        self.max_sequences = max_sequences
+        self.device = None if device is None else torch.device(device)
+        self.version: int | None = None
+        self._model: nn.Module | None = None
+        self._config: Any = None
+        self._tokenizer: Any = None
+        self._stops: tuple[int, ...] = ()
+        self._dtype = torch.float32
+        self._cached = True
+        self._gate = StepGate()
+
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
+        """Read the configuration, the tokenizer and, when asked, the weights; see :meth:`RolloutEngine.start`."""
+        if self._config is not None:
+            return
+        from transformers import AutoConfig
+
+        self._config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        self._tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        self._stops = stop_token_ids(model, self._tokenizer, trust_remote_code=trust_remote_code)
+        self._dtype, self._trust_remote_code = dtype, trust_remote_code
+        self._name = model
+        if load_weights:
+            loaded = load_causal_lm(model, dtype=dtype, trust_remote_code=trust_remote_code)
+            self._model = self._placed(loaded, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            self.version = 0
+
+    def load(self, weights: WeightSource, version: int) -> None:
+        """Copy the weights, between two tokens of what is being generated; see :meth:`RolloutEngine.load`."""
+        if self._config is None:
+            raise RuntimeError("LocalEngine.load was called before LocalEngine.start")
+        with self._gate.change():
+            self._load(weights, version)
+
+    def _load(self, weights: WeightSource, version: int) -> None:
+        self.version = None
+        parameters = dict(self._model.named_parameters()) if self._model is not None else {}
+        missing = set(parameters)
+        with torch.no_grad():
+            for name, tensor in weights:
+                if self._model is None:
+                    self._model = self._build(tensor.device)
+                    parameters = dict(self._model.named_parameters())
+                    missing = set(parameters)
+                if name not in parameters:
+                    raise RuntimeError(f"the trainer publishes {name!r}, which the engine's model does not have")
+                parameters[name].copy_(tensor)
+                missing.discard(name)
+        if missing:
+            raise RuntimeError(f"the trainer did not publish {sorted(missing)}")
+        self.version = version
+
+    def _build(self, device: torch.device) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        how: Any = {"dtype": self._dtype, "trust_remote_code": self._trust_remote_code}
+        model = AutoModelForCausalLM.from_config(self._config, **how)
+        saved, published = set(model.state_dict()), dict(model.named_parameters(remove_duplicate=False))
+        if saved - published.keys():  # buffers that no trainer publishes, such as a router's correction
+            model = AutoModelForCausalLM.from_pretrained(self._name, **how)
+        return self._placed(model, device)
+
+    def _placed(self, model: nn.Module, device: torch.device) -> nn.Module:
+        self.device = self.device or device
+        use_own_attention(model)
+        why = cache_problem(model)
+        self._cached = why is None
+        if why is not None:
+            log.warning(
+                f"LocalEngine computes every token of {type(model).__name__} from the whole text, which is slow: {why}"
+            )
+        return model.requires_grad_(False).eval().to(self.device)
+
+    @contextmanager
+    def _weights(self) -> Iterator[tuple[nn.Module, int]]:
+        """The model and its version, which do not change inside."""
+        with self._gate.step():
+            if self._model is None or self.version is None:
+                raise RuntimeError(
+                    "LocalEngine has no weights yet: RolloutCallback publishes them, or call load() yourself"
+                )
+            yield self._model, self.version
+
+    @property
+    def context(self) -> int:
+        """Tokens the model can see."""
+        config = self._config.get_text_config()
+        named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
+        return int(next((length for length in named if length), sys.maxsize))  # recurrent models see everything
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens the model knows."""
+        return int(self._config.get_text_config().vocab_size)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        """Sample; see :meth:`RolloutEngine.generate`."""
+        return sample_all(self.stream(sampling, iteration=iteration), prompts)
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
+        """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`."""
+        with self._weights():  # there are some
+            return LocalStream(self, sampling, iteration)
+
+    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Always possible: log-probs are taken before truncation; see :class:`UntruncatedLogprobs`."""
+        return True
+
+    def decode(self, rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Decoding:
+        """Completions side by side.
+
+        Args:
+            rows: Prompt and position in its group of each.
+            sampling: How to sample.
+            iteration: Goes into each row's seed.
+        """
+        return Decoding(
+            self._weights,
+            rows,
+            sampling,
+            iteration=iteration,
+            stops=self._stops,
+            tokenizer=self._tokenizer,
+            device=self.device,
+            cached=self._cached,
+        )
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of given tokens; see :meth:`RolloutEngine.score`."""
+        scores = []
+        for sequence in sequences:
+            check_tokens("a sequence to be scored", sequence, self.vocabulary)
+        with self._weights() as (model, _):
+            for sequence in sequences:
+                ids = torch.tensor([list(sequence)], device=self.device)
+                logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+                scores.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+        return scores
+
+    def sleep(self) -> None:
+        """Nothing to give up: the copy of the weights is what makes publishing cheap."""
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+
+    def close(self) -> None:
+        """Free everything; the engine can be started again, also with another model."""
+        self._model, self._config, self._tokenizer, self.version = None, None, None, None
+
+
+class LocalStream:
+    """Groups of a :class:`LocalEngine` as they are finished; a :class:`~rlhfkit.rollout.streams.GroupStream`.
+
+    Completions are generated side by side in batches. What is submitted during a batch waits for the next one.
+
+    Args:
+        engine: What generates.
+        sampling: How to sample.
+        iteration: Goes into each sample's seed.
+    """
+
+    def __init__(self, engine: LocalEngine, sampling: SamplingSpec, iteration: int) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._iteration = iteration
+        self._prompts: list[Prompt] = []
+        self._waiting: list[tuple[int, int]] = []  # prompt and position in its group
+        self._batch: list[tuple[int, int]] = []
+        self._running: Iterator[list[Completed]] = iter(())
+        self._samples: dict[int, list[Sample]] = {}  # by prompt
+        self._complete: list[int] = []
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`.
+
+        Raises:
+            RequestError: If a prompt cannot be sampled.
+        """
+        engine = self._engine
+        check_requests(prompts, self._sampling, context=engine.context, vocabulary=engine.vocabulary)
+        places = range(len(self._prompts), len(self._prompts) + len(prompts))
+        self._prompts += prompts
+        self._waiting += [(place, index) for place in places for index in range(self._sampling.group_size)]
+        # Prompts of like length side by side waste the least padding; groups stay together to share their prompt.
+        self._waiting.sort(key=lambda job: (-len(self._prompts[job[0]].token_ids), job))
+
+    def collect(self, most: int) -> list[list[Sample]]:
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
+        while not self._complete:
+            ended = next(self._running, None)
+            if ended is not None:
+                self._take(ended)
+            elif self._waiting:
+                size = self._engine.max_sequences
+                self._batch, self._waiting = self._waiting[:size], self._waiting[size:]
+                rows = [(self._prompts[place], index) for place, index in self._batch]
+                self._running = self._engine.decode(rows, self._sampling, self._iteration).run()
+            else:
+                return []
+        self._complete.sort()
+        given, self._complete = self._complete[:most], self._complete[most:]
+        return [self._samples.pop(place) for place in given]
+
+    def _take(self, ended: list[Completed]) -> None:
+        for row, tokens, logprobs, versions, finish in ended:
+            place, index = self._batch[row]
+            group = self._samples.setdefault(place, [])
+            group.append(Sample(self._prompts[place], index, tokens, logprobs, versions, finish))
+            if len(group) == self._sampling.group_size:
+                group.sort(key=lambda sample: sample.sample_index)
+                self._complete.append(place)
+
+    def close(self) -> None:
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
+        self._waiting, self._complete, self._samples, self._running = [], [], {}, iter(())

@@ -1,0 +1,156 @@
+"""``WeightSync``: rank 0's half of giving a fleet new weights, so that no engine ever serves half of them."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rlhfkit.distributed import agree
+from rlhfkit.rollout.engine import WeightInfo, WeightSource
+from rlhfkit.rollout.errors import EngineFailure
+from rlhfkit.rollout.supervision.handle import Member, Members
+from rlhfkit.rollout.supervision.health import State
+from rlhfkit.rollout.supervision.health_monitor import examine
+from rlhfkit.rollout.supervision.manager import Fleet
+from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
+from rlhfkit.rollout.weight_sync.sender import WeightSender
+
+
+class WeightSync:
+    """Transfers to the engines of one fleet, over one sender.
+
+    Args:
+        fleet: The engines.
+        sender: Who sends.
+        mendable: Whether engines whose transfer broke off can be sent weights again; else they are started again.
+    """
+
+    def __init__(self, fleet: Fleet, sender: WeightSender, *, mendable: bool) -> None:
+        self._fleet = fleet
+        self._sender = sender
+        self._mendable = mendable
+        self._connected: tuple[Member, ...] = ()
+        self._taking_part: tuple[Member, ...] = ()  # in the last attempt
+
+    def publish(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """One attempt: pause, begin, send, finish, resume.
+
+        Engines are out of service from the first step to the last, and stay so if any fails. Running requests are kept,
+        and continue with the new weights.
+
+        Args:
+            infos: What ``weights`` yields.
+            weights: Read once.
+            version: Of the weights.
+
+        Raises:
+            EngineError: If an engine died, failed, or took too long.
+        """
+        try:
+            self._publish(infos, weights, version)
+        finally:
+            if isinstance(self._sender, IPCSender):
+                self._sender.end()
+
+    def _publish(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        self._taking_part = ()
+        members = self._members()
+        self._taking_part = members.members
+        asleep = any(member.asleep for member in members.members)
+        arrived: int | None = None
+        try:
+            self._prepare(members, asleep)
+            self._sender.send(members, infos, weights)
+            members.submit("finish_update", version, doing="finishing the weight update").result()
+            if asleep:
+                members.submit("wake", doing="waking up").result()
+            members.submit("resume", doing="resuming after the weight update").result()
+            arrived = version
+        except BaseException:
+            self._connected = ()
+            with contextlib.suppress(Exception):
+                self._sender.close()  # workers that wait for data fail now, not when their time is up
+            raise
+        finally:
+            self._fleet.end_sync(members, arrived)
+
+    def _members(self) -> Members:
+        """The engines that take part; those that hold garbage and cannot be mended are replaced first."""
+        broken = [member for member in self._fleet.members if member.dirty and member.state is not State.DEAD]
+        if self._mendable or not broken:
+            return self._fleet.begin_sync()
+        for member in broken:
+            self._fleet.bury(member, "its last weight update broke off")
+        return self._fleet.begin_sync(of_all=True)
+
+    def _prepare(self, members: Members, asleep: bool) -> None:
+        """Everything before the first byte. The first call is a roll call: whoever cannot answer is found out here."""
+        if asleep:  # memory for cached keys and values is taken when the trainer has sent everything
+            members.submit("wake", ["weights"], doing="waking up").result()
+        members.submit("pause", doing="pausing for new weights").result()
+        if any(member.dirty for member in members.members):
+            members.submit("abandon_update", doing="closing a broken update").result()
+        if self._connected != members.members:
+            self._sender.connect(members)
+            self._connected = members.members
+        members.submit("begin_update", doing="getting ready for new weights").result()
+
+    def find_the_dead(self, error: BaseException) -> bool:
+        """After an attempt has failed: whether engines died of it, and others are left or coming that can be tried.
+
+        Args:
+            error: What :meth:`publish` raised.
+        """
+        if isinstance(error, EngineFailure) and error.engine is not None:
+            self._fleet.bury(error.engine, str(error))
+        return examine(self._fleet, self._taking_part) and not self._fleet.hopeless
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._sender.close()
+
+
+class Outcome(NamedTuple):
+    """What became of one attempt to send weights, the same on every rank."""
+
+    error: Exception | None
+    touched: bool
+    """Whether engines may have received something."""
+    worth_another: bool
+    """Whether engines died of it, so that the others can be tried again."""
+
+
+def attempt_to_send(
+    weights: WeightSource, version: int, sender: WeightSender | None, sync: WeightSync | None
+) -> Outcome:
+    """Send the weights once. A collective, whatever happens: every rank reads its source to the end.
+
+    Args:
+        weights: This rank's source.
+        version: Of the weights.
+        sender: Of a rank that takes part in sending.
+        sync: On rank 0.
+    """
+    error: Exception | None = None
+    touched = worth_another = False
+    stream = iter(weights)
+    try:
+        first = list(itertools.islice(stream, 1))  # the source's own checks run now, before any engine is touched
+        touched = True
+        infos, tensors = weights.metadata(), itertools.chain(first, stream)
+        if sync is not None:
+            sync.publish(infos, tensors, version)
+        elif isinstance(sender, IPCSender):
+            sender.contribute(infos, tensors)
+    except Exception as caught:
+        error = caught
+        worth_another = touched and sync is not None and sync.find_the_dead(caught)
+    try:
+        for _ in stream:  # also after a failure: the others wait in its collectives
+            pass
+    except Exception as caught:
+        error, worth_another = error or caught, False
+    flags, error = agree(error, (touched, worth_another))
+    return Outcome(error, *flags)

@@ -1,0 +1,188 @@
+"""The trainer's half of a weight transfer: what any has, and ``GlooSender`` for CPUs.
+
+Rank 0 of the training is rank 0 of a group of its own whose other members are the engines' workers. One remote call
+announces all names, types and shapes; the bytes follow, bucket by bucket.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.weight_sync.gloo import GlooGroup, open_store
+from rlhfkit.rollout.weight_sync.shared_memory import INVISIBLE, SharedBlocks
+from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, plan_buckets
+from rlhfkit.rollout.weight_sync.transport import Carrier, NetworkCarrier, SharedMemoryCarrier
+
+log = logging.getLogger(__name__)
+
+
+class Pending(Protocol):
+    """A remote call to several engines, under way."""
+
+    def poll(self) -> None:
+        """Raise if one of them has failed already."""
+        ...
+
+    def result(self) -> list[Any]:
+        """Wait for all; raises when one fails or the time limit has passed."""
+        ...
+
+
+class Receivers(Protocol):
+    """The engines, as a sender sees them."""
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that receive, over all engines."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where they reach this process."""
+        ...
+
+    def connect(self, rendezvous: dict[str, Any], *, ranked: bool = True) -> Pending:
+        """Have every worker get ready. If ``ranked``, ``rank_offset`` is added to the rendezvous per engine."""
+        ...
+
+    def update(self, update: dict[str, Any]) -> Pending:
+        """Have every worker receive."""
+        ...
+
+
+class WeightSender(Protocol):
+    """Sends the same weights to all engines."""
+
+    backend: str
+    """Name of vLLM's weight-transfer engine at the other end."""
+    recoverable: bool
+    """Whether engines can be sent weights again after a transfer that broke off."""
+
+    def connect(self, receivers: Receivers) -> None:
+        """Form the group."""
+        ...
+
+    def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Send everything and wait until every worker has it."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; peers that wait for data fail at once."""
+        ...
+
+
+def checked(infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights, each compared with what was announced, since receivers cut the bytes by the announcement.
+
+    Raises:
+        ValueError: Naming the first that differs.
+    """
+    count = 0
+    for count, (name, tensor) in enumerate(weights, start=1):
+        if count > len(infos):
+            raise ValueError(f"the weight source yields {name!r} after the {len(infos)} tensors that it announced")
+        expected, actual = infos[count - 1], WeightInfo(name, tuple(tensor.shape), tensor.dtype)
+        if actual != expected:
+            raise ValueError(f"the weight source announced {expected} and yields {actual}")
+        yield name, tensor
+    if count != len(infos):
+        raise ValueError(f"the weight source announced {len(infos)} tensors and yields {count}")
+
+
+class GlooSender:
+    """Sends buckets from the CPU: through shared memory if all engines are on this machine, else over TCP.
+
+    Args:
+        timeout: Seconds any one bucket, and the rendezvous, may take.
+        bucket_bytes: Size of a bucket.
+        shared_memory: Use shared memory where that can be.
+    """
+
+    backend = "gloo"
+    recoverable = True
+
+    def __init__(self, *, timeout: float, bucket_bytes: int = DEFAULT_BUCKET_BYTES, shared_memory: bool = True) -> None:
+        self.timeout = timeout
+        self.bucket_bytes = bucket_bytes
+        self.shared_memory = shared_memory
+        self._store: dist.TCPStore | None = None
+        self._generation = 0  # groups formed so far; the prefix of the keys of each
+        self._carrier: Carrier | None = None
+        self._connected = False
+
+    def connect(self, receivers: Receivers) -> None:
+        """Form the group; see :class:`WeightSender`."""
+        blocks = None
+        if self.shared_memory and receivers.address == "127.0.0.1":
+            blocks = SharedBlocks.create(self.bucket_bytes)
+        try:
+            self._connect(receivers, blocks)
+        except RuntimeError as error:
+            if INVISIBLE not in str(error):
+                raise
+            log.info("an engine of this machine does not see its shared memory: weights go over the network")
+            self.shared_memory = False
+            self._connect(receivers, None)
+        finally:
+            if blocks is not None:
+                blocks.hide()
+
+    def _connect(self, receivers: Receivers, blocks: SharedBlocks | None) -> None:
+        self.close()
+        if self._store is None:
+            self._store = open_store(receivers.address, self.timeout)
+        self._generation += 1
+        prefix, size = f"weights{self._generation}", 1 + receivers.num_workers
+        pending = receivers.connect(
+            {
+                "address": receivers.address,
+                "port": self._store.port,
+                "prefix": prefix,
+                "world_size": size,
+                "bucket_bytes": self.bucket_bytes,
+                "timeout": self.timeout,
+                "shared_memory": None if blocks is None else str(blocks.path),
+            }
+        )
+        if blocks is None:
+            group = GlooGroup(self._store, prefix, 0, size, self.timeout, receivers.address)
+            self._carrier = NetworkCarrier(group)
+        else:
+            store = dist.PrefixStore(prefix, self._store)
+            self._carrier = SharedMemoryCarrier(store, blocks, receivers.num_workers, self.timeout)
+        pending.result()
+        self._connected = True
+
+    def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Send; see :class:`WeightSender`."""
+        if self._carrier is None or not self._connected:
+            raise RuntimeError("GlooSender.send was called before connect")
+        pending = receivers.update(
+            {
+                "names": [info.name for info in infos],
+                "dtype_names": [str(info.dtype).removeprefix("torch.") for info in infos],
+                "shapes": [list(info.shape) for info in infos],
+            }
+        )
+        stream = checked(infos, weights)
+        buckets = plan_buckets(infos, self.bucket_bytes)
+        try:
+            blocks = self._carrier.outgoing([bucket.num_bytes for bucket in buckets], pending.poll)
+            for number, block in enumerate(blocks):
+                for _, view in buckets[number].views(block, infos):
+                    view.copy_(next(stream)[1])
+        except TimeoutError:
+            pending.result()  # says which engine is late
+            raise
+        next(stream, None)  # lets the source finish, and raises if there is more than was announced
+        pending.result()
+
+    def close(self) -> None:
+        """Leave the group; see :class:`WeightSender`."""
+        if self._carrier is not None:
+            self._carrier.close()
+        self._carrier, self._connected = None, False

@@ -1,0 +1,264 @@
+"""``ModuleWeights``: full weights out of any strategy, in order, a bucket at a time.
+
+The policy may be a plain module, wrapped by DDP, ``torch.compile`` or a DeepSpeed engine, cut into ZeRO-3 shards, or
+made of DTensors (FSDP2, tensor parallel); it may carry LoRA adapters and hold its weights in 4 bits. Whoever publishes
+it sees none of that: Hugging Face names, full tensors, adapters merged.
+
+Both sides of a transfer derive the same :func:`plan_buckets` from the same metadata, so a bucket travels as one block
+of bytes with no header.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhfkit.models.weights.merging import (
+    MergedWeight,
+    adapter_weights,
+    merged_weights,
+    persistent_buffers,
+    without_wrappers,
+)
+from rlhfkit.models.weights.saved_layout import TensorGroup, saved_layout
+from rlhfkit.rollout.engine import WeightInfo, WeightSource
+
+DEFAULT_BUCKET_BYTES = 64 * 2**20
+"""64 MiB: large enough to run at the speed of the link, small enough that a gathered ZeRO-3 bucket fits anywhere."""
+
+_ALIGNMENT = 64  # bytes; keeps views of mixed types legal and copies aligned to cache lines
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Consecutive tensors that travel as one block of bytes."""
+
+    first: int
+    """Index of the first tensor in the metadata."""
+    offsets: tuple[int, ...]
+    """Where each tensor starts in the block, in bytes."""
+    num_bytes: int
+    """Size of the block."""
+
+    def views(self, block: Tensor, infos: Sequence[WeightInfo]) -> list[tuple[str, Tensor]]:
+        """The tensors of the block, without copying.
+
+        Args:
+            block: (num_bytes,) uint8.
+            infos: The metadata the buckets were planned from.
+        """
+        named = []
+        for offset, info in zip(self.offsets, infos[self.first :], strict=False):
+            named.append((info.name, block[offset : offset + info.num_bytes].view(info.dtype).view(info.shape)))
+        return named
+
+
+def plan_buckets(infos: Sequence[WeightInfo], capacity: int = DEFAULT_BUCKET_BYTES) -> list[Bucket]:
+    """Cut the tensors into buckets, in order. A tensor larger than the capacity gets a bucket of its own.
+
+    Args:
+        infos: What travels.
+        capacity: Bytes per bucket.
+    """
+    buckets: list[Bucket] = []
+    offsets: list[int] = []
+    first = end = 0
+    for index, info in enumerate(infos):
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if offsets and start + info.num_bytes > capacity:
+            buckets.append(Bucket(first, tuple(offsets), end))
+            first, start, offsets = index, 0, []
+        offsets.append(start)
+        end = start + info.num_bytes
+    if offsets:
+        buckets.append(Bucket(first, tuple(offsets), end))
+    return buckets
+
+
+class ModuleWeights:
+    """The :class:`~rlhfkit.rollout.engine.WeightSource` of a module, sharded or not.
+
+    Iterating is a collective when the module is sharded: every rank iterates to the end. Before the first tensor is
+    yielded all ranks check that every weight is finite, so a diverged policy never reaches an engine, not even partly.
+
+    Example::
+
+        engine.load(ModuleWeights(module.policy), version=trainer.global_step)
+
+    Args:
+        module: The policy; wrappers are taken off.
+        dtype: Type the weights are published in; ``None``: their own.
+        bucket_bytes: How much of a ZeRO-3 model is gathered at a time.
+        check_finite: Whether to check.
+
+    Raises:
+        ValueError: If the module has no parameters.
+        NotImplementedError: If it carries adapters that cannot be merged on the fly (others than LoRA and DoRA).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        check_finite: bool = True,
+    ) -> None:
+        self.dtype = dtype
+        self.bucket_bytes = bucket_bytes
+        self.check_finite = check_finite
+        self._module = module
+        self._weights = self._weights_of(module)
+        if not self._weights:
+            raise ValueError(f"{type(module).__name__} has no parameters to publish")
+
+    def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
+        return merged_weights(module)
+
+    def as_saved(self) -> "WeightSource":
+        """See :meth:`~rlhfkit.rollout.engine.WeightSource.as_saved`.
+
+        A subclass that changes what is yielded overrides this as well.
+        """
+        from transformers import PreTrainedModel
+
+        if not isinstance(without_wrappers(self._module), PreTrainedModel):
+            return self
+        saved = SavedWeights(
+            self._module, dtype=self.dtype, bucket_bytes=self.bucket_bytes, check_finite=self.check_finite
+        )
+        return self if saved.metadata() == ModuleWeights.metadata(self) else saved
+
+    def metadata(self) -> list[WeightInfo]:
+        """Name, full shape and type of each tensor; gathers nothing."""
+        return [WeightInfo(weight.name, weight.shape, self.dtype or weight.dtype) for weight in self._weights]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor, valid until the next is drawn.
+
+        Raises:
+            ValueError: On every rank, before anything is yielded, if a weight is not finite.
+        """
+        if self.check_finite:
+            self._raise_if_not_finite()
+        for bucket in plan_buckets(self.metadata(), self.bucket_bytes):
+            members = self._weights[bucket.first : bucket.first + len(bucket.offsets)]
+            with _gathered([part for weight in members for part in weight.parts]):
+                for weight in members:
+                    yield weight.name, weight.compute().to(self.dtype or weight.dtype)
+
+    def _raise_if_not_finite(self) -> None:
+        """One pass over this rank's own shards; the verdicts of all ranks are joined, so all raise or none does."""
+        verdicts = [
+            torch.stack([_is_finite(_own_part(part)).cpu() for part in weight.parts]).all() for weight in self._weights
+        ]
+        finite = torch.stack(verdicts).to(torch.uint8)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if dist.get_backend() == "nccl":
+                finite = finite.cuda()
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        bad = [weight.name for weight, good in zip(self._weights, finite.tolist(), strict=True) if not good]
+        if bad:
+            raise ValueError(
+                f"{len(bad)} of {len(finite)} weights are not finite (first: {bad[0]!r}), so nothing was published: the"
+                " policy has diverged; lower the learning rate, clip gradients, and resume from the last checkpoint"
+            )
+
+
+class SavedWeights(ModuleWeights):
+    """The same with names and shapes of the files that ``save_pretrained`` writes, and the buffers that these hold.
+
+    Experts of a mixture are one tensor each there and one for all in Transformers 5's models; engines know the files'.
+    """
+
+    def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
+        bare = without_wrappers(module)
+        weights = [*merged_weights(bare), *persistent_buffers(bare)]
+        self._groups = saved_layout(bare, [weight.name for weight in weights])
+        self._by_name = {weight.name: weight for weight in weights}
+        return weights
+
+    def as_saved(self) -> "WeightSource":
+        """Itself."""
+        return self
+
+    def _type(self, weight: MergedWeight) -> torch.dtype:
+        """Buffers keep their type: a router's correction is float32 in models of 16 bits."""
+        return self.dtype if self.dtype is not None and isinstance(weight.parameter, nn.Parameter) else weight.dtype
+
+    def _members(self, group: TensorGroup) -> list[MergedWeight]:
+        return [self._by_name[name] for name in group.members]
+
+    def metadata(self) -> list[WeightInfo]:
+        """Name, full shape and type of each tensor; gathers nothing."""
+        infos = []
+        for group in self._groups:
+            empty = [torch.empty(one.shape, dtype=self._type(one), device="meta") for one in self._members(group)]
+            converted = group.convert(empty)
+            infos += [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in converted.items()]
+        return infos
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor, valid until the next is drawn; see :class:`ModuleWeights`."""
+        if self.check_finite:
+            self._raise_if_not_finite()
+        for groups in self._buckets():
+            with _gathered([part for group in groups for one in self._members(group) for part in one.parts]):
+                for group in groups:
+                    whole = [one.compute().to(self._type(one)) for one in self._members(group)]
+                    yield from group.convert(whole).items()
+
+    def _buckets(self) -> Iterator[list[TensorGroup]]:
+        """Groups that are gathered together: as many as fit into a bucket."""
+        gathered: list[TensorGroup] = []
+        size = 0
+        for group in self._groups:
+            own = sum(WeightInfo(one.name, one.shape, one.dtype).num_bytes for one in self._members(group))
+            if gathered and size + own > self.bucket_bytes:
+                yield gathered
+                gathered, size = [], 0
+            gathered.append(group)
+            size += own
+        if gathered:
+            yield gathered
+
+
+class AdapterWeights(ModuleWeights):
+    """The trained LoRA adapter alone, under the model's own names.
+
+    Raises:
+        ValueError: If the module has none, or something else is trained beside it.
+    """
+
+    def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
+        return adapter_weights(module)
+
+
+def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Full ZeRO-3 parameters inside the context (a collective); nothing to do for others."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    from deepspeed import zero
+
+    return zero.GatheredParameters(parameters)
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """Scalar bool. A sum is ten times as fast as a test of each element, and no NaN or infinity hides in it."""
+    total = tensor.sum(dtype=None if tensor.dtype == torch.float64 else torch.float32).isfinite()
+    return total if total else torch.isfinite(tensor).all()  # finite numbers may overflow a sum
+
+
+def _own_part(parameter: Any) -> Tensor:
+    """What this rank holds of a parameter, without the padding of a ZeRO-3 shard (which is uninitialised memory)."""
+    if hasattr(parameter, "to_local"):
+        return parameter.to_local().detach()
+    if not hasattr(parameter, "ds_id") or parameter.numel() == parameter.ds_numel:
+        return parameter.detach()
+    shard = parameter.ds_tensor.detach()
+    start = dist.get_rank(parameter.ds_process_group) * shard.numel()
+    return shard[: max(0, parameter.ds_numel - start)]

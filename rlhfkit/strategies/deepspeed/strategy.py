@@ -1,0 +1,397 @@
+"""RLHFDeepSpeedStrategy: one torch optimizer in, one DeepSpeed engine per child out, under an ordinary Trainer."""
+
+import importlib.util
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlhfkit.checkpoints.resume import attach
+from rlhfkit.strategies.checkpoint.io import EngineCheckpoints
+from rlhfkit.strategies.deepspeed import rendezvous
+from rlhfkit.strategies.deepspeed.building import place_others, require_known_children, training_engines
+from rlhfkit.strategies.deepspeed.engines import (
+    EngineOptimizer,
+    backward_through,
+    engine_config,
+    require_unmanaged_accumulation,
+)
+from rlhfkit.strategies.deepspeed.gradients import clip_next_step, discard_gradients, measured_norm
+from rlhfkit.strategies.deepspeed.precision import EnginePrecision
+from rlhfkit.strategies.deepspeed.synchronized_steps import JointSteps, Outcome
+from rlhfkit.strategies.deepspeed.zero3 import full_parameters, hugging_face_sharding, state_of, unshard
+from rlhfkit.strategies.ray.launcher import LaunchedOnRay, RayOptions
+from rlhfkit.validation import check_integer, check_number
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy):
+    """Trains several child modules of one LightningModule with a DeepSpeed engine each.
+
+    The LightningModule stays unwrapped. ``configure_optimizers`` returns one ordinary torch optimizer; its parameter
+    groups are sorted by the direct child that owns them, and each such child is replaced by its own engine while the
+    Trainer runs, so ``self.policy(...)`` and ``self.critic(...)`` keep working; the inner model is
+    ``getattr(self.policy, "module", self.policy)``. Children without an optimizer are frozen: sharded inference engines
+    at ZeRO stage 3, plain modules on the device otherwise; they are never saved.
+
+    Lightning alone owns the accumulation window: losses are divided by ``accumulate_grad_batches`` once, and the last
+    partial window of an epoch is stepped. ``gradient_clip_val`` clips each engine by its own norm. Batches keep their
+    dtypes. The norm of each engine's gradient is in :attr:`gradient_norms` and logged as ``grad_norm/<child>``.
+
+    Works on CPUs (gloo) and GPUs (NCCL), on one or many ranks, in fp32, bf16 and fp16.
+
+    Args:
+        stage: ZeRO stage, 0 to 3 (Rajbhandari et al. 2020, arXiv 1910.02054): what is sharded over ranks: nothing,
+            optimizer state, also gradients, also parameters.
+        engine_configs: DeepSpeed configuration entries per child, on top of the common ones, for example
+            ``{"critic": {"zero_optimization": {"stage": 2}}, "reference": {"zero_optimization": {"offload_param":
+            {"device": "cpu"}}}}``. ``{"zero_optimization": {"stage": 0}}`` keeps a frozen child plain.
+        init_timeout: Seconds that a rank waits for all others to join; the error names the missing ones.
+        launcher: Who starts the ranks: ``"ray"`` (:class:`~rlhfkit.strategies.ray.launcher.RayLauncher`) or
+            ``"subprocess"``, Lightning by running the script again. None: Ray in a notebook with several devices,
+            elsewhere ``"subprocess"``, or whoever has started them (torchrun, SLURM, ...).
+        num_nodes: With Ray: machines, each with ``Trainer(devices=...)`` ranks; None is ``Trainer(num_nodes=...)``.
+        resources_per_rank: With Ray: what a rank claims; default ``{"CPU": 1}``, on GPUs with ``"GPU": 1``. GPUs asked
+            for here need not be on the driver's machine; leave ``Trainer(accelerator=...)`` out then.
+        return_weights: With Ray: whether the driver's module gets the trained weights. They must fit into its memory.
+        log_gradient_norm: Whether to log ``grad_norm/<child>`` after each step.
+        **kwargs: As for Lightning's ``DeepSpeedStrategy`` (``config``, ``offload_optimizer``, ``offload_parameters``,
+            ``timeout``, ...). A ``config`` replaces all defaults, ``stage`` included.
+
+    Raises:
+        ModuleNotFoundError: When DeepSpeed is not installed.
+        ImportError: When DeepSpeed is too old to leave the accumulation window to the caller.
+
+    Example::
+
+        trainer = L.Trainer(strategy=RLHFDeepSpeedStrategy(stage=2), devices=4, precision="bf16-true")
+        trainer = L.Trainer(strategy="rlhf_zero2", devices=4, precision="bf16-true")  # the same by name
+    """
+
+    strategy_name = "rlhf_deepspeed"
+
+    def __init__(
+        self,
+        stage: int = 2,
+        *,
+        engine_configs: Mapping[str, Mapping[str, Any]] | None = None,
+        init_timeout: float = 600.0,
+        launcher: Literal["ray", "subprocess"] | None = None,
+        num_nodes: int | None = None,
+        resources_per_rank: Mapping[str, float] | None = None,
+        return_weights: bool = True,
+        log_gradient_norm: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ModuleNotFoundError(
+                "RLHFDeepSpeedStrategy needs DeepSpeed, which is not installed: pip install 'rlhfkit[deepspeed]'."
+            )
+        check_integer("stage", stage, minimum=0, maximum=3)
+        check_number("init_timeout", init_timeout, above=0, why="it is in seconds")
+        check_integer("num_nodes", num_nodes, minimum=1, optional=True)
+        self._ray_options = RayOptions(launcher, num_nodes, resources_per_rank, return_weights)
+        kwargs.setdefault("accelerator", self._ray_options.accelerator)
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read once, when DeepSpeed is first imported
+        require_unmanaged_accumulation()
+        kwargs.setdefault("exclude_frozen_parameters", True)
+        kwargs.setdefault("logging_batch_size_per_gpu", 1)  # "auto" would ask the dataloader for a batch size
+        super().__init__(stage=stage, **kwargs)
+        self.engine_configs = {name: dict(config) for name, config in (engine_configs or {}).items()}
+        self.init_timeout = init_timeout
+        self.log_gradient_norm = log_gradient_norm
+        self.engines: dict[str, DeepSpeedEngine] = {}
+        """Training engines by child name, while the Trainer runs."""
+        self.frozen_engines: dict[str, DeepSpeedEngine] = {}
+        """Sharded inference engines of frozen children by name, while the Trainer runs."""
+        self.gradient_norms: dict[str, float] = {}
+        """Norm of each engine's last gradient before clipping, over all ranks; infinite when the update was skipped."""
+        self.skipped_updates = 0
+        """Optimizer steps of this run that no engine took, because a loss or gradient was not finite on some rank."""
+        self.rescaled_updates = 0
+        """Optimizer steps of this run that were skipped to lower the dynamic loss scale of fp16; not errors."""
+        self._frozen: set[str] = set()
+        self._accumulating: set[str] = set()
+
+    # ----------------------------------------------------------------------------------------------------- start-up
+
+    def setup_environment(self) -> None:
+        """Join the other ranks. Lightning's version refuses CPUs."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        """Create the process group, with a time limit that names missing ranks."""
+        import deepspeed
+
+        if self.root_device.type == "cpu":
+            rendezvous.prepare_cpu()
+        for lock in rendezvous.extension_locks():
+            rank_zero_warn(
+                f"An interrupted build of a torch extension left {lock} behind; loading that extension would wait for"
+                " ever. Delete the file if no build is running."
+            )
+        # torch 2.13 deprecates collectives that deepspeed 0.19.8 calls in every step.
+        warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*|.*reduce_scatter_tensor.*")
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        self._set_node_environment_variables()
+        self._process_group_backend = self._get_process_group_backend()
+        if not torch.distributed.is_initialized():
+            rendezvous.join_process_group(
+                self._process_group_backend,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                address=self.cluster_environment.main_address,
+                port=self.cluster_environment.main_port,
+                init_timeout=self.init_timeout,
+                timeout=self._timeout,
+            )
+        deepspeed.init_distributed(self._process_group_backend, verbose=False, timeout=self._timeout)
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Always an :class:`EnginePrecision`: the engines cast, batches stay as they are."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and not isinstance(plugin, EnginePrecision):
+            if not isinstance(plugin, DeepSpeedPrecision):
+                raise MisconfigurationException(
+                    f"{type(self).__name__} sets precision through DeepSpeed; use Trainer(precision='bf16-true') or"
+                    f" another precision string instead of the plugin {type(plugin).__name__}."
+                )
+            plugin = EnginePrecision(plugin.precision, self._set_clipping)
+        self._precision_plugin = plugin
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Build optimizers and engines, and put the engines in the children's places."""
+        self._init_config_if_needed()
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self._refuse_unsupported(module)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data = tensor.data.to(self.root_device)
+
+        for name, child in module.named_children():
+            if self._stage_of(name) != 3:
+                unshard(child)  # built in shards, or left so by an earlier run; nothing to do otherwise
+
+        self.optimizers, self.lr_scheduler_configs = [], []
+        if trainer.state.fn == TrainerFn.FITTING:
+            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+            require_known_children(module, self.engine_configs)
+            self.engines, made = training_engines(module, optimizers, self.config_of, self.root_device)
+            self.optimizers = [EngineOptimizer(base, engines, self.discard_gradients) for base, engines in made]
+            self._steps = JointSteps(self.engines, self.root_device)
+        rest = {name for name, _ in module.named_children() if name not in self.engines}
+        self._frozen, self.frozen_engines = place_others(
+            module, rest, self.config_of, self.root_device, self._training_dtype
+        )
+        for name, engine in {**self.engines, **self.frozen_engines}.items():
+            module._modules[name] = engine
+        self._set_deepspeed_activation_checkpointing()
+        attach(trainer, module)
+        self.barrier()
+
+    @property
+    def _training_dtype(self) -> torch.dtype | None:
+        dtype = getattr(self.precision_plugin, "_desired_dtype", torch.float32)
+        return None if dtype == torch.float32 else dtype
+
+    def config_of(self, child: str, *, trainable: bool) -> dict[str, Any]:
+        """The complete DeepSpeed configuration of one child, after the Trainer has set the precision."""
+        assert isinstance(self.config, dict)
+        return engine_config(self.config, self.engine_configs.get(child, {}), trainable=trainable)
+
+    def _stage_of(self, child: str) -> int:
+        return int(self.config_of(child, trainable=True)["zero_optimization"].get("stage", 0))
+
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        """Lightning's version puts the Trainer's window into DeepSpeed's configuration; here the Trainer keeps it."""
+        assert isinstance(self.config, dict)
+        for key in ("gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler"):
+            if key in self.config:
+                raise MisconfigurationException(
+                    f"Remove '{key}' from the DeepSpeed config: use Trainer(accumulate_grad_batches=...,"
+                    " gradient_clip_val=...) and configure_optimizers instead."
+                )
+
+    def _refuse_unsupported(self, module: pl.LightningModule) -> None:
+        if module.trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise MisconfigurationException("DeepSpeed clips by norm only; use gradient_clip_algorithm='norm'.")
+        if is_overridden("backward", module, pl.LightningModule):
+            rank_zero_warn(f"{type(module).__name__}.backward is not called: DeepSpeed engines run the backward pass.")
+
+    # ----------------------------------------------------------------------------------------------- building models
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage of children that :attr:`engine_configs` does not override."""
+        assert isinstance(self.config, dict)
+        return int((self.config.get("zero_optimization") or {}).get("stage", 0))
+
+    @property
+    def zero_stage_3(self) -> bool:
+        """Whether every parameter is sharded. Lightning asks this to choose a summary that fails on any other."""
+        if self.stage != 3 or self.lightning_module is None:
+            return self.stage == 3
+        return all(hasattr(parameter, "ds_numel") for parameter in self.lightning_module.parameters())
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: at stage 3, Hugging Face models are sharded while they are built or loaded."""
+        self._init_config_if_needed()
+        with hugging_face_sharding(self.config_of("", trainable=True) if self.stage == 3 else None):
+            yield
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Around ``configure_model``: nothing; models are built on the CPU or sharded, and moved by their engines."""
+        yield
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Full values of sharded parameters inside the context, on all ranks; nothing to do below stage 3.
+
+        All ranks must enter it with the same parameters. Changes made inside are lost.
+        """
+        with full_parameters(parameters):
+            yield
+
+    def consolidated_state_dict(self, child: str) -> dict[str, Tensor]:
+        """The full weights of one child on the CPU, gathered module by module; to be called by all ranks.
+
+        Args:
+            child: Name of a direct child of the LightningModule.
+
+        Returns:
+            The state dictionary on rank 0, an empty one on the others. Tied weights share one tensor.
+        """
+        assert self.lightning_module is not None
+        module = self.lightning_module.get_submodule(child)
+        return state_of(getattr(module, "module", module), keep=self.is_global_zero)
+
+    # ---------------------------------------------------------------------------------------------------- optimizing
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """False: Lightning decides when to step, on the last partial window too."""
+        return False
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Back-propagate through all engines that the loss depends on."""
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        names = backward_through(self.engines, closure_loss, **kwargs)
+        self._steps.after_backward(names, closure_loss)
+        self._accumulating.update(names)
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure (forward and backward), then step all engines of ``optimizer``, or none of them.
+
+        None when a loss or gradient of one of them was not finite on some rank: weights and optimizer states stay
+        bitwise as they were. Learning-rate schedules and ``global_step`` go on.
+        """
+        module = self.lightning_module
+        assert module is not None
+        assert isinstance(optimizer, EngineOptimizer)
+        result = closure()
+        # Runs the module's hooks and clips by the Trainer's value. It never calls step(), whose type ours narrows.
+        self.precision_plugin._after_closure(module, optimizer)  # type: ignore[arg-type]
+        if result is None and module.automatic_optimization:
+            raise MisconfigurationException(
+                "training_step returned None: ranks that skip a step would leave the others waiting. Return a loss of"
+                " zero that depends on the output instead."
+            )
+        outcome = self._steps.step(optimizer.engines)
+        self.skipped_updates += outcome is Outcome.SKIPPED
+        self.rescaled_updates += outcome is Outcome.RESCALED
+        for name, engine in optimizer.engines.items():
+            self._accumulating.discard(name)
+            self.gradient_norms[name] = measured_norm(engine) if outcome is Outcome.STEPPED else math.inf
+            if self._steps.was_left_out(name):
+                self.gradient_norms[name] = 0.0
+            clip_next_step(engine, 0.0)
+            if self.log_gradient_norm and not module.trainer.barebones:
+                module.log(f"grad_norm/{name}", self.gradient_norms[name])
+        if not module.trainer.barebones:
+            module.log("skipped_updates", float(self.skipped_updates))
+        optimizer.mark_stepped()
+        return result
+
+    def discard_gradients(self, child: str) -> None:
+        """Drop what has been accumulated for one child since its last step, in every buffer of its engine."""
+        if child in self._accumulating:
+            discard_gradients(self.engines[child])
+            self._steps.forget(child)
+            self._accumulating.discard(child)
+
+    def leave_out(self, child: str) -> None:
+        """Let the optimizer step that is about to be made pass by a child.
+
+        For ``on_before_optimizer_step``, on all ranks alike. The child's gradients are dropped, its weights and its
+        optimizer state stay bitwise as they are, and its norm is reported as 0.
+
+        Args:
+            child: Name of a child with an engine.
+        """
+        self.discard_gradients(child)
+        self._steps.leave_out(child)
+
+    def _set_clipping(self, optimizer: Optimizer, norm: float) -> None:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        assert isinstance(optimizer, EngineOptimizer)
+        for engine in optimizer.engines.values():
+            clip_next_step(engine, norm)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    @property
+    def deepspeed_engine(self) -> "DeepSpeedEngine":
+        """The only training engine; with several, use :attr:`engines`."""
+        if len(self.engines) != 1:
+            raise AttributeError(f"There are {len(self.engines)} training engines ({sorted(self.engines)}).")
+        return next(iter(self.engines.values()))
+
+    def teardown(self) -> None:
+        """Put the raw children back. At stage 3 on several ranks their parameters stay sharded: they may not fit."""
+        module = self.lightning_module
+        if self.engines:
+            self._steps.remove()
+        for name, engine in {**self.engines, **self.frozen_engines}.items():
+            if module is not None and module._modules.get(name) is engine:
+                module._modules[name] = engine.__dict__["module"]  # the raw child
+            engine.destroy()
+            if self.world_size == 1:
+                unshard(engine.module)
+        self.engines, self.frozen_engines = {}, {}
+        self._accumulating = set()
+        self.optimizers = []  # their state belongs to the engines; Lightning would move it
+        super().teardown()

@@ -1,0 +1,223 @@
+"""``RayLauncher``: ``trainer.fit`` in the driver, with ranks that are Ray actors in one placement group."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from rlhfkit.strategies.ray import rank as ray_rank
+from rlhfkit.strategies.ray.environment import RayEnvironment, RemoteCUDAAccelerator
+from rlhfkit.strategies.ray.placement import join_or_start_ray, require_ray, reserve
+from rlhfkit.strategies.ray.progress import Display
+from rlhfkit.strategies.ray.ranks import Ranks
+from rlhfkit.strategies.ray.work import RunResult, pack
+
+
+class LaunchedOnRay(DeepSpeedStrategy):
+    """The launching half of :class:`~rlhfkit.strategies.deepspeed.strategy.RLHFDeepSpeedStrategy`."""
+
+    init_timeout: float
+    _ray_options: "RayOptions"
+    _own_variables: frozenset[str] = frozenset()
+
+    def _configure_launcher(self) -> None:
+        """Choose who starts the ranks, when the Trainer is made.
+
+        In a notebook Lightning's launcher cannot work, as there is no script to run again: several ranks come from Ray,
+        a single one is the notebook's own process.
+
+        Raises:
+            MisconfigurationException: When Ray is asked for and somebody else has started ranks already.
+        """
+        assert self.cluster_environment is not None
+        assert self.parallel_devices is not None
+        options, started = self._ray_options, self.cluster_environment.creates_processes_externally
+        if options.launcher == "ray" and started:
+            raise MisconfigurationException(
+                f"launcher='ray' starts the ranks itself, but {type(self.cluster_environment).__name__} says that this"
+                " process is one of several already: start the script once, with plain python, or leave launcher out."
+            )
+        if started or options.launcher == "subprocess" or not (options.launcher == "ray" or _IS_INTERACTIVE):
+            super()._configure_launcher()
+            return
+        self.num_nodes = options.num_nodes or self.num_nodes
+        num_ranks, device = self.num_nodes * self.num_processes, self.parallel_devices[0].type
+        if num_ranks == 1 and options.launcher is None:
+            return
+        default = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
+        self._launcher = RayLauncher(
+            num_ranks=num_ranks,
+            num_nodes=self.num_nodes,
+            resources_per_rank=default | dict(options.resources_per_rank or {}),
+            device=device,
+            timeout=self.init_timeout,
+            return_weights=options.return_weights,
+        )
+        self.cluster_environment = RayEnvironment(num_ranks)
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        if isinstance(self.cluster_environment, RayEnvironment):
+            assert self.parallel_devices is not None
+            return self.cluster_environment.device(self.parallel_devices[0].type)
+        return super().root_device
+
+    def _set_node_environment_variables(self) -> None:
+        """Tell DeepSpeed the ranks' numbers."""
+        before = set(os.environ)
+        super()._set_node_environment_variables()
+        self._own_variables |= set(os.environ) - before
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a run, on ranks. The driver of ranks on Ray has no engines, and must not write over what ranks saved.
+
+        Raises:
+            MisconfigurationException: In such a driver.
+        """
+        if not isinstance(self._launcher, RayLauncher):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.lightning_module is None or not self.lightning_module.trainer.interrupted:
+            raise MisconfigurationException(
+                "The ranks on Ray have ended, and the optimizers with them. Save checkpoints from callbacks, such as"
+                " ModelCheckpoint(save_last=True); trained weights are in the module: use its state_dict()."
+            )
+        # After an error OnExceptionCheckpoint comes here too; on the ranks it has saved already.
+
+    def teardown(self) -> None:
+        """Take back what a single rank in a notebook has set: the next Trainer would take it for a launcher's sign."""
+        super().teardown()
+        for name in self._own_variables:
+            os.environ.pop(name, None)
+        self._own_variables = frozenset()
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """The strategy's arguments about launching, checked."""
+
+    launcher: Literal["ray", "subprocess"] | None
+    num_nodes: int | None
+    resources_per_rank: Mapping[str, float] | None
+    return_weights: bool
+
+    def __post_init__(self) -> None:
+        needs = self.resources_per_rank
+        if self.launcher not in (None, "ray", "subprocess"):
+            raise ValueError(f"launcher must be 'ray', 'subprocess' or None, got {self.launcher!r}.")
+        if self.launcher == "subprocess" and (self.num_nodes, needs) != (None, None):
+            raise ValueError("num_nodes and resources_per_rank are for launcher='ray'; use Trainer(num_nodes=...).")
+        if self.num_nodes is not None and self.num_nodes < 1:
+            raise ValueError(f"num_nodes must be at least 1, got {self.num_nodes}.")
+        if needs is not None and not (needs and all(amount > 0 for amount in needs.values())):
+            raise ValueError(f"resources_per_rank must name positive amounts, as in {{'CPU': 1}}, got {dict(needs)}.")
+        if needs is not None and needs.get("GPU", 1) % 1:
+            raise ValueError(f"A rank needs whole GPUs, as NCCL does not share them; got {dict(needs)}.")
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """What Lightning must be told where ranks want GPUs and the driver has none."""
+        wants_gpus = self.launcher == "ray" and "GPU" in (self.resources_per_rank or {})
+        return RemoteCUDAAccelerator() if wants_gpus and not torch.cuda.is_available() else None
+
+
+class RayLauncher(_Launcher):
+    """Runs ``trainer.fit`` and its like on ranks that are Ray actors, and brings the results back.
+
+    The driver's script or notebook runs once. Every run starts fresh processes, so nothing is left over from the one
+    before. The Trainer with everything in it is pickled to them (classes of ``__main__`` by value, so notebooks work).
+
+    Back in the driver: weights of the trained children, metrics, counters, state of callbacks (best_model_path) and of
+    the DataModule, ``trainer.state``, return values of rank 0. Other attributes that hooks set on the module or on
+    callbacks stay on the ranks.
+
+    Args:
+        num_ranks: World size.
+        num_nodes: Machines to use; see :func:`~rlhfkit.strategies.ray.placement.placement_strategy`.
+        resources_per_rank: Ray resources of one rank, such as ``{"CPU": 2, "GPU": 1}``.
+        device: ``"cpu"`` or ``"cuda"``.
+        timeout: Seconds that Ray may take to place the ranks, and that their processes may take to start.
+        return_weights: Whether the driver's module gets the trained weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        num_nodes: int,
+        resources_per_rank: dict[str, float],
+        device: str,
+        timeout: float,
+        return_weights: bool,
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.num_nodes = num_nodes
+        self.resources_per_rank = resources_per_rank
+        self.device = device
+        self.timeout = timeout
+        self.return_weights = return_weights
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Ray works in notebooks."""
+        return True
+
+    def kill(self, signum: Any) -> None:
+        """Nothing to do: whatever ends :meth:`launch`, Ctrl-C too, ends the ranks."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Run a function on all ranks.
+
+        Args:
+            function: In a Trainer's case its bound method; its result on rank 0 is returned.
+            *args: Its arguments.
+            trainer: Whose state follows the run; None for a plain function.
+            **kwargs: Its arguments.
+
+        Raises:
+            PlacementError: When Ray has no room for the ranks.
+            RankError: When a rank died.
+            BaseException: What a rank raised, with its traceback as the cause.
+        """
+        ray = require_ray()
+        ray.cloudpickle.register_pickle_by_value(ray_rank)  # the module says why
+        work = pack(function, args, kwargs, trainer, self.return_weights)
+        join_or_start_ray(self.num_ranks * self.resources_per_rank.get("CPU", 0))
+        if trainer is not None:
+            trainer.lightning_module.trainer = trainer  # as a run in this process would; hooks for errors ask for it
+        display = Display(trainer)
+        try:
+            with self._ranks() as ranks:
+                work_in_store = ray.put(work)
+                del work
+                result = ranks.follow([actor.run.remote(work_in_store) for actor in ranks.actors], display)
+        finally:
+            display.close()
+        if trainer is None:
+            return result
+        assert isinstance(result, RunResult)
+        data = next((one for one in (*args, *kwargs.values()) if isinstance(one, pl.LightningDataModule)), None)
+        result.restore(trainer, data)
+        return result.value
+
+    @contextmanager
+    def _ranks(self) -> Iterator[Ranks]:
+        """Placed and prepared ranks; none is left afterwards."""
+        ray = require_ray()
+        group = reserve(self.resources_per_rank, self.num_ranks, self.num_nodes, self.timeout)
+        ranks = Ranks(group, self.resources_per_rank)
+        try:
+            ranks.start(self.num_ranks, self.device, self.timeout)
+            yield ranks
+        finally:
+            ranks.end()
+            ray.util.remove_placement_group(group)

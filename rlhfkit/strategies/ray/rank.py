@@ -1,0 +1,185 @@
+"""What runs in Ray's processes: one ``RankActor`` per rank, and the ``Mailbox`` through which ranks talk to the driver.
+
+Ray gets these classes by value (:mod:`rlhfkit.strategies.ray.launcher` says so), because finding them by name would
+import torch and Lightning before a rank has its environment. For the same reason the top of this file imports only the
+standard library.
+"""
+
+import asyncio
+import io
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+Event = tuple[Any, ...]
+"""``("line", rank, stream, text)``, ``("hook", ...)`` of the bar, or ``("failed", failure)``."""
+
+
+class Mailbox:
+    """Events of all ranks for the driver; those of one rank are delivered in the order in which it sent them.
+
+    Ray runs the calls of an actor with coroutines in any order (``allow_out_of_order_execution`` in Ray 2.60), so each
+    rank numbers its events.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._changed = asyncio.Condition()
+        self._closed = False
+        self._delivered: dict[int, int] = {}  # how many of each rank
+        self._early: dict[tuple[int, int], Event] = {}  # those that overtook another, by rank and number
+
+    async def post(self, rank: int, number: int, *event: Any) -> None:
+        """Leave an event.
+
+        Args:
+            rank: Who sends it.
+            number: How many the rank has sent before.
+            *event: The event.
+        """
+        self._early[rank, number] = event
+        async with self._changed:
+            while (rank, following := self._delivered.get(rank, 0)) in self._early:
+                self._events.append(self._early.pop((rank, following)))
+                self._delivered[rank] = following + 1
+            self._changed.notify_all()
+
+    async def delivered(self, rank: int, count: int) -> None:
+        """Wait until the first ``count`` events of a rank have been delivered."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._delivered.get(rank, 0) >= count)
+
+    async def collect(self) -> list[Event]:
+        """Everything since the last call; waits for at least one event until ``close``."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: bool(self._events) or self._closed)
+            events, self._events = self._events, []
+        return events
+
+    async def close(self) -> None:
+        """Let ``collect`` wait no longer."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class LineStream(io.TextIOBase):
+    """A ``sys.stdout`` whose complete lines are handed on; of lines that a bar redraws, the last state."""
+
+    encoding = "utf-8"
+
+    def __init__(self, send: Callable[[str], None]) -> None:
+        self._send, self._rest, self._lock = send, "", threading.Lock()
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Send what is complete, keep the rest."""
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                self._send(line.rstrip("\r").rsplit("\r", 1)[-1])
+        return len(text)
+
+    def finish(self) -> None:
+        """Send a last line without an end."""
+        if self._rest:
+            self.write("\n")
+
+
+class RankActor:
+    """One rank: a process of its own that Ray has placed."""
+
+    rank: int
+    _mailbox: Any
+    _reported: dict[str, Any] | None
+    _sent: int
+    _sending: threading.Lock
+
+    def whereabouts(self) -> dict[str, Any]:
+        """Where Ray has put this process: machine, a free port there, GPUs, process id."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        context = ray.get_runtime_context()
+        return {
+            "node": context.get_node_id(),
+            "host": socket.gethostname(),
+            "address": ray.util.get_node_ip_address(),
+            "port": port,
+            "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
+            "pid": os.getpid(),
+        }
+
+    def prepare(self, rank: int, environment: dict[str, str], path: list[str], folder: str, mailbox: Any) -> None:
+        """Become a rank; must come before anything imports torch.
+
+        Args:
+            rank: Number among all ranks.
+            environment: Variables to set.
+            path: The driver's ``sys.path``.
+            folder: The driver's working directory, so that relative paths mean the same.
+            mailbox: Actor handle of a :class:`Mailbox`.
+        """
+        os.environ.update(environment)
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        self.rank, self._mailbox, self._reported = rank, mailbox, None
+        self._sent, self._sending = 0, threading.Lock()
+        sys.stdout = LineStream(partial(self.post, "line", rank, "stdout"))
+        sys.stderr = LineStream(partial(self.post, "line", rank, "stderr"))
+
+    def post(self, *event: Any) -> None:
+        """Send an event to the driver, without waiting."""
+        with self._sending:
+            self._mailbox.post.remote(self.rank, self._sent, *event)
+            self._sent += 1
+
+    def run(self, work: bytes) -> tuple[str, Any]:
+        """Do the work.
+
+        Args:
+            work: Of :func:`rlhfkit.strategies.ray.work.pack`.
+
+        Returns:
+            ``("done", result)``, or ``("failed", failure)`` as in the event of that name.
+        """
+        import ray.cloudpickle
+
+        try:
+            return "done", ray.cloudpickle.loads(work)(self)
+        except BaseException as error:  # SystemExit too: the driver must learn why this rank has ended
+            return "failed", self._reported or self.report(error)
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, LineStream):
+                    stream.finish()
+            ray.get(self._mailbox.delivered.remote(self.rank, self._sent))
+
+    def report(self, error: BaseException) -> dict[str, Any]:
+        """Tell the driver about an error."""
+        import ray.cloudpickle
+
+        text = "".join(traceback.format_exception(error))
+        try:
+            pickled = ray.cloudpickle.dumps(error)
+        except Exception:
+            pickled = None
+        self._reported = {"rank": self.rank, "error": pickled, "type": type(error).__name__, "traceback": text}
+        self.post("failed", self._reported)
+        return self._reported
+
+
+def just_call(function: Callable[..., Any], args: Any, kwargs: Any, actor: RankActor) -> Any:
+    """Work that needs nothing of the actor."""
+    return function(*args, **kwargs)

@@ -1,0 +1,156 @@
+"""A reward model among the module's children scores samples wherever rewards are needed, not in the loss alone."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from modules.on_policy.test_rewards import reward_model
+from rl_runs import digits, setup_run
+
+from rlhfkit import RolloutCallback, Sample, SamplingSpec
+from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess
+from rlhfkit.rewards import ModelReward, WeightedSum
+from rlhfkit.rollout import DynamicSampling
+
+SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
+
+
+def above_zero(sample: Sample) -> float:
+    """Whether the reward model likes it."""
+    return float(sample.reward_parts["model"] > 0)
+
+
+def fitted(tmp_path: Path, reward: Any, **arguments: Any) -> tuple[Any, RolloutCallback]:
+    """A run with dynamic sampling by the sign of the reward model's score."""
+    rollouts = RolloutCallback(reward, sampling=SAMPLING, dynamic_sampling=DynamicSampling(by=above_zero))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2, **arguments)
+    trainer.fit(module, data)
+    return trainer, rollouts
+
+
+def identity(samples: Sequence[Sample]) -> list[tuple[int, int, list[int]]]:
+    return [(sample.prompt.index, sample.sample_index, sample.token_ids) for sample in samples]
+
+
+def test_dynamic_sampling_selects_by_the_scores_of_a_reward_model_among_the_children(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path)
+    trainer, child = fitted(tmp_path, None, module_arguments={"reward_model": folder})
+    _, beside = fitted(tmp_path, WeightedSum(model=ModelReward(folder)))
+    assert 0.0 < trainer.callback_metrics["rollout/accepted_fraction"] < 1.0
+    assert trainer.callback_metrics["rollout/zero_advantage_fraction"] == 0.0
+    for first in range(0, 32, 4):
+        assert len({above_zero(sample) for sample in child.samples[first : first + 4]}) == 2
+    assert identity(child.samples) == identity(beside.samples)
+    scores = ModelReward(folder)(child.samples)
+    assert [sample.reward for sample in child.samples] == pytest.approx(scores, abs=1e-5)
+    assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(fmean(scores), abs=1e-5)
+
+
+def test_validation_logs_the_scores_and_sources_have_them_too(tmp_path: Path) -> None:
+    held = [{"prompt": f"{i}+1=", "answer": "", "source": "easy" if i % 3 else "hard"} for i in range(7)]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+    folder = reward_model(tmp_path)
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": folder},
+        data_arguments={"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"},
+        rollouts=RolloutCallback(digits, sampling=SAMPLING),
+    )
+    metrics = trainer.validate(module, data, verbose=False)[0]
+    samples = rollouts.validation_samples
+    scores = ModelReward(folder)(samples)
+    assert metrics["val/model"] == pytest.approx(fmean(scores), abs=1e-5)
+    totals = [score + share for score, share in zip(scores, digits(samples), strict=True)]
+    assert metrics["val/reward"] == pytest.approx(fmean(totals), abs=1e-5)
+    hard = [total for total, sample in zip(totals, samples, strict=True) if sample.prompt.metadata["source"] == "hard"]
+    assert metrics["val/reward/hard"] == pytest.approx(fmean(hard), abs=1e-5)
+
+
+def test_a_curriculum_remembers_the_scores(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path)
+    seen: dict[int, float] = {}
+
+    def remembered(one: Any) -> Any:
+        seen.update({row: worth.reward for row, worth in one.history.items()})
+        return one.rows
+
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": folder},
+        data_arguments={"order": remembered},
+        rollouts=RolloutCallback(sampling=SAMPLING),
+        max_epochs=6,  # of 40 prompts, 8 in each
+    )
+    trainer.fit(module, data)
+    assert len(seen) == 40
+    assert all(seen.values())
+
+
+def too_long(samples: Sequence[Sample]) -> list[float]:
+    """A penalty on length that no two answers share."""
+    return [-sample.sample_index / 100 for sample in samples]
+
+
+def mostly_solved(samples: Sequence[Sample]) -> list[float]:
+    """Everybody answers two of three prompts right, and all but the first sample the third."""
+    return [float(sample.prompt.index % 3 != 0 or sample.sample_index > 0) for sample in samples]
+
+
+@pytest.mark.parametrize("by", [None, "right", lambda sample: sample.reward_parts["right"]], ids=["total", "part", "f"])
+def test_a_length_penalty_makes_no_signal_where_a_part_decides(tmp_path: Path, by: Any) -> None:
+    reward = WeightedSum(right=mostly_solved, length=too_long)
+    rollouts = RolloutCallback(reward, sampling=SAMPLING, dynamic_sampling=DynamicSampling(by=by))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
+    trainer.fit(module, data)
+    unsolved = fmean(sample.prompt.index % 3 == 0 for sample in rollouts.samples)
+    accepted = float(trainer.callback_metrics["rollout/accepted_fraction"])
+    assert (unsolved == 1.0 and accepted < 0.7) if by else (unsolved < 0.7 and accepted == 1.0)
+
+
+def plain(samples: Sequence[Sample]) -> list[float]:
+    return [0.0] * len(samples)
+
+
+plain.name = "model"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "data", "message"),
+    [
+        ({"dynamic_sampling": DynamicSampling(by="math_match")}, {}, "the parts are digits, model$"),
+        ({"dynamic_sampling": DynamicSampling(), "max_staleness": 1}, {}, "thread beside training"),
+        ({"max_staleness": 1}, {"order": BySuccess()}, "thread beside training"),
+        ({"reward": plain}, {}, "is called 'model'"),
+    ],
+    ids=["unknown part", "ahead", "ahead with a curriculum", "another part of that name"],
+)
+def test_what_cannot_be_scored_is_refused(
+    tmp_path: Path, rollouts: dict[str, Any], data: dict[str, Any], message: str
+) -> None:
+    trainer, module, datamodule, _ = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": reward_model(tmp_path)},
+        data_arguments=data,
+        rollouts=RolloutCallback(**({"reward": digits, "sampling": SAMPLING} | rollouts)),
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, datamodule)
+    assert trainer.global_step == 0
+
+
+def test_scores_that_nothing_is_chosen_by_may_come_after_sampling_ahead(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path)
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": folder},
+        data_arguments={"order": ByColumn("answer")},
+        rollouts=RolloutCallback(sampling=SAMPLING, max_staleness=1),
+        max_epochs=2,
+    )
+    trainer.fit(module, data)
+    assert [sample.reward for sample in rollouts.samples] == pytest.approx(
+        ModelReward(folder)(rollouts.samples), abs=1e-5
+    )

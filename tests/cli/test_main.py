@@ -1,0 +1,146 @@
+"""The command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from rl_runs import prompts_file
+from tiny_models import tiny_model
+
+from rlhfkit import __version__
+from rlhfkit.cli.main import COMMANDS, main, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_is_made_without_lightning_or_torch() -> None:
+    code = (
+        "from rlhfkit.cli.main import main; main(['--help']); import sys; "
+        "assert not {'torch', 'lightning'} & {*sys.modules}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_an_unknown_command_is_told_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["frobnicate"])
+    complaint = capsys.readouterr().err
+    assert "'frobnicate'" in complaint
+    assert all(command in complaint for command in COMMANDS)
+
+
+def test_what_a_command_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "no.ckpt"), str(tmp_path / "out")])
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("rlhfkit export: error: there is no checkpoint")
+    assert complaint.count("\n") == 1
+
+
+def test_an_error_of_somebody_else_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_reward.py").write_text("def grade(samples):\n    raise ValueError('a bug of the user')\n")
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [str(tmp_path / "lines.jsonl"), str(tmp_path / "scored.jsonl"), "--reward", "broken_reward.grade"]
+    with pytest.raises(ValueError, match="a bug of the user"):
+        main(["score", *words])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A run of one iteration."""
+    tiny_model(tmp_path / "model")
+    settings = {
+        "model": {"class_path": "rlhfkit.GRPOModule", "init_args": {"model": str(tmp_path / "model"), "lr": 1e-3}},
+        "data": {
+            "class_path": "rlhfkit.PromptDataModule",
+            "init_args": {
+                "data": prompts_file(tmp_path),
+                "answer": "answer",
+                "rollout_batch_size": 4,
+                "micro_batch_size": 8,
+            },
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "default_root_dir": str(tmp_path),
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": str(tmp_path)},
+            },
+            "callbacks": [
+                {
+                    "class_path": "rlhfkit.RolloutCallback",
+                    "init_args": {
+                        "reward": {
+                            "class_path": "rlhfkit.rewards.FormatReward",
+                            "init_args": {"pattern": "[0-9]+"},
+                        },
+                        "engine": {"class_path": "rlhfkit.LocalEngine", "init_args": {"max_sequences": 5}},
+                        "sampling": {"group_size": 4, "max_new_tokens": 4},
+                    },
+                }
+            ],
+        },
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecorder) -> None:
+    options = {"clip_high": "0.3", "policy_loss": "gspo_loss", "advantages": "rloo_advantages"}
+    options |= {"kl_coef": "0.01", "kl_in_reward": "sequence"}
+    chosen = [word for name, value in options.items() for word in (f"--model.init_args.{name}", value)]
+    cli = run(["fit", "--config", str(config), *chosen])
+    assert cli.trainer.global_step == 2
+    assert cli.model.hparams["clip_high"] == 0.3
+    assert cli.model.hparams["policy_loss"] == "rlhfkit.losses.policy.sequence.gspo_loss"
+    assert cli.model.hparams["advantages"] == "rlhfkit.losses.advantages.group.rloo_advantages"
+    assert cli.model.kl_in_reward == "sequence"
+    assert cli.trainer.callbacks[0].engine.max_sequences == 5
+    assert "rollout/reward_format" in cli.trainer.callback_metrics
+    metrics = next(config.parent.glob("lightning_logs/*/metrics.csv"))
+    assert "rollout/reward" in metrics.read_text().splitlines()[0]
+    assert [str(warning.message) for warning in recwarn if "Unable to serialize" in str(warning.message)] == []
+
+
+def test_an_unknown_option_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["fit", "--config", str(config), "--model.init_args.learning_rate", "1"])
+    assert "learning_rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["grpo_arithmetic.yaml"])
+def test_every_constructor_argument_of_a_tutorial_is_reachable(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import inspect
+
+    from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
+    from rlhfkit.modules import PolicyModule
+
+    with pytest.raises(SystemExit):
+        run(["fit", "--config", str(ROOT / "tutorials" / name), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    module, data = printed["model"]["init_args"], printed["data"]["init_args"]
+    callback = printed["trainer"]["callbacks"][0]["init_args"]
+    for made, given in [
+        (GRPOModule, module),
+        (PolicyModule, module),
+        (PromptDataModule, data),
+        (RolloutCallback, callback),
+        (SamplingSpec, callback["sampling"]),
+    ]:
+        wanted = {name for name in inspect.signature(made).parameters if name != "kwargs"}
+        assert wanted <= set(given), made

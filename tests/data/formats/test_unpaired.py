@@ -1,0 +1,107 @@
+"""Mismatched pairs: never a prompt with its own answers, the same for every split into micro-batches and ranks."""
+
+from collections import Counter
+
+import pytest
+
+from rlhfkit.data.collate import TokenExample
+from rlhfkit.data.formats.unpaired import UnpairedExamples, UnpairedLoader, collate_unpaired, rows_of_other_prompts
+
+
+class Answers:
+    """Prompt ``[p]``, completion ``[100 + row] * n``."""
+
+    def __init__(self, prompts: list[int]) -> None:
+        self.rows = [
+            TokenExample([prompt] + [100 + row] * (row % 3 + 1), [False] + [True] * (row % 3 + 1))
+            for row, prompt in enumerate(prompts)
+        ]
+        self.lengths = [len(row.input_ids) for row in self.rows]
+        self.targets = [row.targets for row in self.rows]
+
+    def __getitem__(self, index: int) -> TokenExample:
+        return self.rows[index]
+
+
+PROMPTS = [1, 2, 1, 3, 4, 1, 5, 2, 6, 7, 1]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [0] * 30 + [1], [0, 1], list(range(50))])
+def test_no_prompt_meets_an_answer_to_itself(prompts: list[int]) -> None:
+    for seed in range(20):
+        partners = rows_of_other_prompts(prompts, seed=seed)
+        assert all(prompts[partner] != prompts[row] for row, partner in enumerate(partners))
+
+
+def test_partners_are_uniform_over_the_rows_of_other_prompts() -> None:
+    counts = Counter(
+        (row, p) for seed in range(3000) for row, p in enumerate(rows_of_other_prompts(PROMPTS, seed=seed))
+    )
+    for row, prompt in enumerate(PROMPTS):
+        others = [other for other in range(len(PROMPTS)) if PROMPTS[other] != prompt]
+        expected = 3000 / len(others)
+        # Five standard deviations of a binomial count.
+        assert all(abs(counts[row, other] - expected) < 5 * expected**0.5 for other in others)
+        assert sum(counts[row, other] for other in others) == 3000
+
+
+def test_one_prompt_has_no_mismatched_pairs() -> None:
+    assert rows_of_other_prompts([7, 7, 7], seed=0) is None
+    assert UnpairedExamples(Answers([7, 7]), [True, False])[0].mismatched is None
+
+
+def test_a_mismatched_pair_is_the_prompt_with_the_other_completion_cut_to_the_limit() -> None:
+    examples = UnpairedExamples(Answers(PROMPTS), [True] * len(PROMPTS), max_length=3)
+    for row, partner in enumerate(examples.partners):
+        completion = [100 + partner] * (partner % 3 + 1)
+        wanted = ([PROMPTS[row], *completion])[:3]
+        assert examples[row].mismatched == TokenExample(wanted, [False] + [True] * (len(wanted) - 1))
+
+
+@pytest.mark.parametrize(("size", "accumulate", "ranks"), [(6, 1, 1), (2, 3, 1), (1, 3, 2), (2, 1, 3), (1, 6, 1)])
+def test_a_step_brings_the_mismatched_pairs_of_its_answers_first_and_once(
+    size: int, accumulate: int, ranks: int
+) -> None:
+    desirable = [prompt % 2 == 0 for prompt in PROMPTS]
+    examples = UnpairedExamples(Answers(PROMPTS), desirable)
+    steps: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {0: [], 1: []}
+    for rank in range(ranks):
+        loader = UnpairedLoader(
+            examples,
+            collate_unpaired,
+            lengths=examples.lengths,
+            targets=examples.targets,
+            micro_batch_size=size,
+            accumulate=accumulate,
+            rank=rank,
+            world_size=ranks,
+        )
+        for number, batch in enumerate(loader):
+            step = number // accumulate
+            assert bool(batch.mismatched) == (number % accumulate == 0)
+            for part in batch.mismatched:
+                kept = part.loss_mask.any(-1)
+                steps[step] += [tuple(row[row > 0].tolist()) for row in part.input_ids[kept]]
+            if batch.mismatched:  # equally many forward passes on every rank
+                assert len(batch.mismatched) == min(accumulate, len(loader) - number)
+            labels = [PROMPTS[row] % 2 == 0 for row in (batch.input_ids[:, 1] - 100).tolist()]
+            assert batch.desirable.tolist() == labels
+    order = UnpairedLoader(
+        examples, collate_unpaired, lengths=examples.lengths, targets=examples.targets, micro_batch_size=6
+    ).order(0)
+    for step, rows in {0: order[:6], 1: order[6:]}.items():
+        assert Counter(steps[step]) == Counter(tuple(examples[row].mismatched.input_ids) for row in rows)
+
+
+def test_moving_a_batch_moves_its_mismatched_pairs() -> None:
+    examples = UnpairedExamples(Answers(PROMPTS), [True] * len(PROMPTS))
+    loader = UnpairedLoader(
+        examples, collate_unpaired, lengths=examples.lengths, targets=examples.targets, micro_batch_size=4
+    )
+    moved = next(iter(loader)).to("meta")
+    assert {tensor.device.type for tensor in (moved.desirable, moved.mismatched[0].loss_mask)} == {"meta"}
+
+
+def test_every_answer_needs_a_label() -> None:
+    with pytest.raises(ValueError, match="11 answers, 2 labels"):
+        UnpairedExamples(Answers(PROMPTS), [True, False])

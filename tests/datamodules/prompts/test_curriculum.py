@@ -1,0 +1,185 @@
+"""Curricula: what they order and leave out, full iterations, and that stopping and staleness change nothing."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_runs import setup_run, weights
+
+from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess, Order, PromptPass, Worth
+from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
+
+TOTAL = 9
+
+
+def one_pass(number: int = 0, rewards: dict[int, float] | None = None) -> PromptPass:
+    values = {"level": [2, 0, 1, 0, 2, 1, 0, 1, 2]}
+    history = {row: Worth(4, reward) for row, reward in (rewards or {}).items()}
+    return PromptPass(number, [8, 3, 5, 0, 6, 1, 7, 2, 4], history, values.__getitem__)
+
+
+def test_a_column_orders_a_pass_and_ties_stay_shuffled() -> None:
+    assert ByColumn("level")(one_pass()) == [3, 6, 1, 5, 7, 2, 8, 0, 4]
+    assert ByColumn("level", descending=True)(one_pass()) == [8, 0, 4, 5, 7, 2, 3, 6, 1]
+    assert ByColumn("level", passes=1)(one_pass(1)) == one_pass().rows
+
+
+def test_success_leaves_out_what_teaches_nothing() -> None:
+    rewards = {0: 0.0, 1: 1.0, 2: 0.5, 3: 0.25, 4: 1.0}
+    assert BySuccess(keep=0.0)(one_pass(3, rewards)) == [8, 3, 5, 6, 7, 2]
+    assert BySuccess(keep=0.0, low=0.3, high=0.6)(one_pass(3, rewards)) == [8, 5, 6, 7, 2]
+    assert BySuccess(keep=1.0)(one_pass(3, rewards)) == one_pass().rows
+    kept = [len(BySuccess(keep=0.2)(one_pass(number, rewards))) - 6 for number in range(1000)]
+    assert sum(kept) / 3000 == pytest.approx(0.2, abs=0.03)  # three of them; four standard errors
+
+
+@pytest.mark.parametrize("knobs", [{"low": 1.0}, {"keep": 1.5}])
+def test_bad_bounds_are_refused(knobs: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"(high|keep) must be a finite number"):
+        BySuccess(**knobs)
+
+
+def prompt(row: int) -> Prompt:
+    return Prompt(100 + row, [5])
+
+
+def play(order: PromptOrder, cursor: PromptCursor, sizes: Sequence[int]) -> tuple[list[list[int]], PromptCursor]:
+    """Rows of each iteration; the reward of a prompt is a function of itself and of how often it was sampled."""
+    played = []
+    for size in sizes:
+        draws = PromptDraws(order, prompt, cursor)
+        taken = draws.take(size)
+        known = cursor.history or {}
+        draws.record(
+            [
+                [Sample(each, 0, [7], [0.0], [0], "stop", reward=float((each.index + len(known)) % 3 == 0))]
+                for each in taken
+            ]
+        )
+        played.append([each.index - 100 for each in taken])
+        cursor = PromptCursor.from_state_dict(json.loads(json.dumps(draws.after)))  # plain values, through any file
+    return played, cursor
+
+
+def some(share: int) -> Order:
+    """A curriculum that leaves out about one of ``share`` rows, others in each pass, and what is solved."""
+
+    def order(one: PromptPass) -> list[int]:
+        unsolved = [row for row in one.rows if row not in one.history or one.history[row].reward < 1]
+        return [row for row in unsolved if (row * 7 + one.number * 3) % (share + 1)]
+
+    return order
+
+
+@given(st.lists(st.integers(1, TOTAL), max_size=15), st.integers(0, 3), st.integers(0, 15))
+def test_iterations_are_always_full_and_resume_anywhere(sizes: list[int], share: int, stop: int) -> None:
+    def order() -> PromptOrder:
+        return PromptOrder(TOTAL, seed=2, curriculum=some(share))
+
+    straight, end = play(order(), PromptCursor(), sizes)
+    assert [len(set(rows)) for rows in straight] == sizes
+    first, middle = play(order(), PromptCursor(), sizes[:stop])
+    second, resumed_end = play(order(), middle, sizes[stop:])
+    assert first + second == straight
+    assert resumed_end == end
+
+
+def test_a_pass_is_what_the_curriculum_says() -> None:
+    order = PromptOrder(TOTAL, seed=0, curriculum=lambda one: sorted(one.rows)[: 6 - one.number])
+    rows, _ = play(order, PromptCursor(), [3] * 5)
+    assert list(itertools.chain(*rows))[:15] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0, 1, 2, 3]
+
+
+def test_too_few_prompts_for_an_iteration_are_filled_up_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    rows, _ = play(PromptOrder(TOTAL, curriculum=lambda one: [4, 2]), PromptCursor(), [5])
+    assert rows[0][:2] == [4, 2]
+    assert len(set(rows[0])) == 5
+    assert "has 2 rows, too few for an iteration" in caplog.text
+
+
+def test_rows_may_be_numpys_and_are_plain_in_a_checkpoint() -> None:
+    order = PromptOrder(TOTAL, curriculum=lambda one: np.argsort([-row for row in range(TOTAL)]))
+    rows, cursor = order.take(3, PromptCursor())
+    assert rows == [8, 7, 6]
+    assert PromptCursor.from_state_dict(json.loads(json.dumps(cursor.state_dict()))) == cursor
+
+
+def test_rows_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"has returned 9 for pass 0: it must return rows .* 0 to 8"):
+        PromptOrder(TOTAL, curriculum=lambda one: [0, 9]).take(1, PromptCursor())
+
+
+# -- in real runs ------------------------------------------------------------------------------------------------------
+
+
+def by_prompt(samples: Sequence[Sample]) -> list[float]:
+    """Every third prompt is solved always, every third never, the others half of the time."""
+    return [(1.0, 0.0, sample.sample_index % 2)[sample.prompt.index % 3] for sample in samples]
+
+
+class Watch(L.Callback):
+    """Prompts of each iteration; saves one checkpoint after a micro-batch."""
+
+    def __init__(self, path: Path | None = None, after: int = 0) -> None:
+        self.path, self.after, self.count = path, after, 0
+        self.prompts: list[list[int]] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        samples = next(each for each in trainer.callbacks if isinstance(each, RolloutCallback)).samples
+        self.prompts.append(list(dict.fromkeys(sample.prompt.index for sample in samples)))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        if self.count == self.after:
+            trainer.save_checkpoint(self.path)
+
+
+Run = Callable[..., tuple[Any, Watch]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Nine iterations of 8 of 40 prompts: two passes at least."""
+
+    def fit(staleness: int = 0, watch: Watch | None = None, **arguments: Any) -> tuple[Any, Watch]:
+        watch = watch or Watch()
+        trainer, module, data, _ = setup_run(
+            tmp_path,
+            data_arguments={"order": BySuccess(keep=0.1)},
+            rollouts=RolloutCallback(
+                by_prompt, sampling=SamplingSpec(group_size=4, max_new_tokens=2), max_staleness=staleness
+            ),
+            callbacks=[watch],
+            max_epochs=9,
+        )
+        trainer.fit(module, data, **arguments)
+        return weights(module), watch
+
+    return fit
+
+
+def test_rewards_decide_what_comes_next_however_far_sampling_is_ahead(run: Run) -> None:
+    _, turns = run()
+    _, ahead = run(staleness=2)
+    # In on_train_epoch_start the samples are those of the iteration before.
+    assert turns.prompts[1:] == ahead.prompts[1:]
+    second_pass = Counter(index % 3 for rows in turns.prompts[6:] for index in rows)
+    assert second_pass[2] > 5 * max(second_pass[0], second_pass[1], 1)
+
+
+@pytest.mark.parametrize("after", [22, 24], ids=["inside an iteration", "at its end"])
+def test_a_resumed_run_goes_on_bitwise(run: Run, tmp_path: Path, after: int) -> None:
+    straight, watch = run(watch=Watch(tmp_path / "saved.ckpt", after))
+    resumed, rest = run(ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert rest.prompts[-1] == watch.prompts[-1]
+    assert all(torch.equal(tensor, straight[name]) for name, tensor in resumed.items())

@@ -1,0 +1,86 @@
+"""Drawing and putting back: no row lost, doubled, or out of order, whatever iterations do and wherever they stop."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfkit.data import Prompt
+from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
+
+TOTAL = 7
+# Per iteration: how many prompts each round draws, and which of the drawn ones (by position) come back.
+ITERATIONS = st.lists(
+    st.tuples(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sets(st.integers(0, TOTAL - 1))), max_size=12
+)
+
+
+def prompt(row: int) -> Prompt:
+    return Prompt(100 + row, [5])  # the index in the file is not the row: some were dropped as too long
+
+
+def play(
+    order: PromptOrder, cursor: PromptCursor, iterations: list[tuple[list[int], set[int]]]
+) -> tuple[list[tuple[list[int], list[int]]], PromptCursor]:
+    """Used and returned rows of each iteration, and the cursor behind the last."""
+    played = []
+    for rounds, returned in iterations:
+        draws = PromptDraws(order, prompt, cursor)
+        drawn: list[Prompt] = []
+        for count in rounds:
+            if draws.left:
+                drawn += draws.take(min(count, draws.left))
+        assert draws.left == TOTAL - len(drawn)
+        back = [each for position, each in enumerate(drawn) if position in returned]
+        draws.put_back(reversed(back))
+        used = [each.index - 100 for each in drawn if each not in back]
+        played.append((used, [each.index - 100 for each in back]))
+        cursor = PromptCursor.from_state_dict(draws.after)
+    return played, cursor
+
+
+@given(ITERATIONS, st.booleans())
+def test_every_row_is_used_or_comes_first_in_the_next_iteration(
+    iterations: list[tuple[list[int], set[int]]], shuffle: bool
+) -> None:
+    order = PromptOrder(TOTAL, seed=3, shuffle=shuffle)
+    played, cursor = play(order, PromptCursor(), iterations)
+    for (used, back), (next_used, next_back) in itertools.pairwise(played):
+        assert len({*used, *back}) == len(used) + len(back)  # nothing twice in an iteration
+        drawn = {*next_used, *next_back}
+        assert set(back[: len(drawn)]) <= drawn  # in order: the first of them first, if not all of them were drawn
+    # Accounting over all passes: what was used, and what is still put off, is every row that the passes went over.
+    uses = Counter(itertools.chain.from_iterable(used for used, _ in played))
+    whole = Counter(dict.fromkeys(range(TOTAL), cursor.number))
+    whole.update(PromptOrder(TOTAL, seed=3, shuffle=shuffle)._permutation(cursor.number)[: cursor.offset])
+    assert uses + Counter(cursor.postponed) == whole
+
+
+@given(ITERATIONS, st.integers(0, 12))
+def test_it_resumes_at_any_iteration(iterations: list[tuple[list[int], set[int]]], stop: int) -> None:
+    straight, end = play(PromptOrder(TOTAL, seed=1), PromptCursor(), iterations)
+    _, middle = play(PromptOrder(TOTAL, seed=1), PromptCursor(), iterations[:stop])
+    resumed, resumed_end = play(PromptOrder(TOTAL, seed=1), middle, iterations[stop:])
+    assert resumed == straight[stop:]
+    assert resumed_end == end
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 40))
+def test_drawing_in_rounds_is_drawing_at_once(rounds: list[int], skip: int) -> None:
+    order = PromptOrder(12, seed=5)
+    cursor = PromptCursor()
+    for _ in range(skip):  # anywhere in the sequence, with rows put off or without
+        _, cursor = order.take(5, cursor)
+    at_once = PromptDraws(order, prompt, cursor)
+    in_rounds = PromptDraws(order, prompt, cursor)
+    assert [each for count in rounds for each in in_rounds.take(count)] == at_once.take(sum(rounds))
+    assert in_rounds.after == at_once.after
+
+
+def test_more_than_there_are_is_refused() -> None:
+    draws = PromptDraws(PromptOrder(3), prompt, PromptCursor())
+    draws.take(2)
+    with pytest.raises(ValueError, match="cannot take 2 different prompts: there are 3 besides the 2 drawn already"):
+        draws.take(2)

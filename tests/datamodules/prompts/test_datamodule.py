@@ -1,0 +1,394 @@
+"""Properties of the prompts of reinforcement learning and of their cursor."""
+
+import itertools
+import json
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from tiny_models import tiny_tokenizer
+
+from rlhfkit.data import Experience, Prompt, Sample
+from rlhfkit.datamodules import PromptDataModule, final_answer
+
+Write = Callable[..., str]
+ROWS = [{"question": f"{i}+1=", "answer": f"One more. #### {i + 1}", "level": i % 3} for i in range(10)]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def module(data: Any, **options: Any) -> PromptDataModule:
+    defaults = {"prompt": "question", "answer": "answer", "rollout_batch_size": 4, "tokenizer": tiny_tokenizer()}
+    made = PromptDataModule(data, **(defaults | options))
+    made.setup("fit")
+    return made
+
+
+def taken(data: PromptDataModule, counts: list[int]) -> list[list[int]]:
+    batches = []
+    for count in counts:
+        batches.append([prompt.index for prompt in data.next_prompts(count)])
+        data.advance(count)
+    return batches
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_gsm8k_row_works_as_it_is(write_rows: Write) -> None:
+    """The first row of GSM8K's test set in its own format (Cobbe et al., 2021, arXiv:2110.14168), shortened."""
+    row = {
+        "question": "Janet's ducks lay 16 eggs per day. How much does she make?",
+        "answer": "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18",
+    }
+    prompt = module(write_rows([row]), rollout_batch_size=1).next_prompts(1)[0]
+    assert prompt.answer == "18"
+    assert prompt.text == row["question"]
+    assert tiny_tokenizer().decode(prompt.token_ids) == row["question"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("x\n#### 1,234,567", "1234567"),
+        ("#### -3.5 ", "-3.5"),
+        ("plain, as it is", "plain, as it is"),
+        (12, 12),
+        ("#### 1 #### (1,2)", "(1,2)"),
+    ],
+)
+def test_final_answer(answer: Any, expected: Any) -> None:
+    assert final_answer(answer) == expected
+
+
+def test_prompt_knows_its_row_and_the_other_columns(write_rows: Write) -> None:
+    for prompt in module(write_rows(ROWS)).next_prompts(4):
+        row = ROWS[prompt.index]
+        assert prompt.text == row["question"]
+        assert prompt.metadata == {"level": row["level"]}
+        assert prompt.answer == str(prompt.index + 1)
+
+
+def test_own_extractor_and_no_answer_column(write_rows: Write) -> None:
+    path = write_rows(ROWS)
+    assert module(path, answer_extractor=str.upper).next_prompts(1)[0].answer.startswith("ONE MORE.")
+    prompt = module(path, answer=None).next_prompts(1)[0]
+    assert prompt.answer is None
+    assert prompt.metadata["answer"].startswith("One more.")
+
+
+def test_chat_template_is_used_when_the_tokenizer_has_one(write_rows: Write) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    path = write_rows(ROWS)
+
+    def text(**options: Any) -> str:
+        prompt = module(path, tokenizer=tokenizer, shuffle=False, **options).next_prompts(1)[0]
+        assert prompt.text == "0+1="
+        return tokenizer.decode(prompt.token_ids)
+
+    assert text() == "<user>0+1=<assistant>"
+    assert text(system="Think.") == "<system>Think.<user>0+1=<assistant>"
+    assert text(apply_chat_template=False) == "0+1="
+
+
+def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    path = write_rows([{"chat": messages}])
+    prompt = module(path, prompt="chat", answer=None, tokenizer=tokenizer, rollout_batch_size=1).next_prompts(1)[0]
+    assert prompt.text == tokenizer.decode(prompt.token_ids) == "<user>a<assistant>b<user>c<assistant>"
+    with pytest.raises(ValueError, match="row 0, holds chat messages, but the tokenizer has no chat template"):
+        module(path, prompt="chat", answer=None, rollout_batch_size=1)
+
+
+def test_end_of_sequence_that_the_tokenizer_appends_is_taken_off(write_rows: Write) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+    )
+    prompt = module(write_rows(ROWS), tokenizer=tokenizer, shuffle=False).next_prompts(1)[0]
+    assert tokenizer.convert_ids_to_tokens(prompt.token_ids) == ["<pad>", "0", "+", "1", "="]
+
+
+# -- cursor ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 7, 10])
+def test_each_pass_has_every_row_once_and_no_batch_has_a_row_twice(write_rows: Write, count: int) -> None:
+    passes = 6
+    data = module(write_rows(ROWS))
+    batches = taken(data, [count] * (10 * passes // count))
+    assert all(len(set(batch)) == count for batch in batches)
+    uses = Counter(itertools.chain(*batches))
+    assert set(uses) == set(range(10))
+    # What a batch that spans two passes put off comes one batch later, so rows are never more than one use apart ...
+    assert max(uses.values()) - min(uses.values()) <= 1
+    # ... and what is missing from whole passes is exactly what was put off.
+    state = data.state_dict()
+    finished = state["pass"] * 10 + state["offset"]
+    assert sum(uses.values()) == finished - len(state["postponed"])
+
+
+def test_passes_are_shuffled_anew_by_seed_and_pass(write_rows: Write) -> None:
+    path = write_rows(ROWS)
+    first, second, third = taken(module(path), [10, 10, 10])
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second != third
+    assert [first, second] == taken(module(path), [10, 10])
+    assert first != taken(module(path, seed=1), [10])[0]
+    assert taken(module(path, shuffle=False), [4, 4, 4]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+def test_next_prompts_peeks(write_rows: Write) -> None:
+    data = module(write_rows(ROWS))
+    once = [prompt.index for prompt in data.next_prompts(4)]
+    assert once == [prompt.index for prompt in data.next_prompts(4)]
+    drawn, after = [], None
+    for _ in range(5):  # ahead of the cursor, as rollouts do that are sampled ahead
+        draws = data.draws(after)
+        drawn.append([prompt.index for prompt in draws.take(4)])
+        after = draws.after
+    assert drawn == taken(data, [4] * 5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_resumed_run_gets_the_prompts_of_the_straight_run(write_rows: Write, tmp_path: Path, seed: int) -> None:
+    path = write_rows(ROWS)
+    generator = random.Random(seed)
+    counts = [generator.randint(1, 10) for _ in range(20)]
+    straight = taken(module(path), counts)
+    for stop in range(0, 20, 3):
+        stopped = module(path)
+        taken(stopped, counts[:stop])
+        torch.save(stopped.state_dict(), tmp_path / "state.pt")
+        resumed = PromptDataModule(
+            path, prompt="question", answer="answer", rollout_batch_size=4, tokenizer=tiny_tokenizer()
+        )
+        resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))  # before or after setup
+        resumed.setup()
+        assert taken(resumed, counts[stop:]) == straight[stop:]
+
+
+def test_changed_data_is_noticed_and_a_new_pass_begins(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    data = module(write_rows(ROWS))
+    taken(data, [7])
+    state = data.state_dict()
+    same = module(write_rows(ROWS, "copy.parquet"))
+    same.load_state_dict(state)
+    assert not caplog.records
+    other = module(write_rows(ROWS[:6], "other.jsonl"))
+    other.load_state_dict(state)
+    assert "are not those that the checkpoint was saved with (6 rows now)" in caplog.text
+    other.move_to(state)  # the end of an iteration that was drawn from the old rows, and trained on after a resume
+    assert sorted(taken(other, [6])[0]) == list(range(6))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": "query"}, r"prompt='query' is not a column of .*; it has question, answer, level"),
+        ({"answer": "solution"}, r"answer='solution' is not a column"),
+        (
+            {"prompt": "level"},
+            r"column 'level' of .*, row 0, must hold text or a list of chat messages .* holds int: '0'",
+        ),
+        ({"rollout_batch_size": 11}, "has 10 prompts, fewer than rollout_batch_size 11"),
+        (
+            {"max_prompt_length": 3},
+            r"10 of 10 prompts of .* more than 3 tokens \(max_prompt_length 3\), the longest 4 \(row 0\): raise",
+        ),
+        ({"max_prompt_length": 3, "overlong_prompts": "drop"}, "none would be left"),
+        ({"system": "S"}, "system= is a chat message, but the chat template is not used"),
+        ({"apply_chat_template": True}, "apply_chat_template is true, but the tokenizer has no chat template"),
+        ({"tokenizer": None}, "no tokenizer"),
+        ({"rollout_batch_size": 0}, r"rollout_batch_size must be an integer of at least 1, got 0"),
+        ({"max_prompt_length": 0}, "max_prompt_length must be an integer of at least 1 or None, got 0"),
+        ({"overlong_prompts": "cut"}, "overlong_prompts must be 'error' or 'drop', got 'cut'"),
+    ],
+)
+def test_bad_arguments_name_the_value_and_the_cure(write_rows: Write, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module(write_rows(ROWS), **options)
+
+
+def test_overlong_prompts_are_dropped_with_a_count(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        *ROWS,
+        {"question": "1000+1=", "answer": "1001", "level": 0},
+        {"question": "5+1=", "answer": "6", "level": 0},
+    ]
+    data = module(write_rows(rows), max_prompt_length=4, overlong_prompts="drop", rollout_batch_size=11)
+    assert "1 of 12 prompts" in caplog.text
+    assert sorted(taken(data, [11])[0]) == [*range(10), 11]
+    with pytest.raises(ValueError, match="cannot take 12 different prompts: there are 11"):
+        data.next_prompts(12)
+
+
+def test_using_it_too_early_says_what_to_do(write_rows: Write) -> None:
+    data = PromptDataModule(write_rows(ROWS), prompt="question")
+    with pytest.raises(RuntimeError, match=r"call PromptDataModule\.setup\(\) first"):
+        data.next_prompts(1)
+    with pytest.raises(RuntimeError, match=r"pass it to trainer\.fit\(module, datamodule\)"):
+        data.train_dataloader()
+
+
+# -- with the real Trainer ---------------------------------------------------------------------------------------------
+
+
+class Learner(L.LightningModule):
+    """One weight; remembers what it was trained and validated on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.tokenizer = tiny_tokenizer()
+        self.seen: list[int] = []
+        self.validated: list[list[Prompt]] = []
+
+    def training_step(self, batch: Experience, batch_idx: int) -> torch.Tensor:
+        self.seen += batch.group.tolist()
+        return self.weight * batch.rewards.sum()
+
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
+        self.validated.append(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Source(Callback):
+    """Experience without a model: two samples per prompt."""
+
+    group_size = 2
+
+    def __init__(self) -> None:
+        self.collected: list[tuple[int, list[int]]] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.trainer = trainer
+
+    def batches_per_iteration(self) -> int:
+        return 4
+
+    def collect(self) -> list[Experience]:
+        prompts = self.trainer.datamodule.next_prompts(4)
+        self.collected.append((self.trainer.global_step, [prompt.index for prompt in prompts]))
+        return [
+            Experience.from_samples([Sample(prompt, i, [5], [-1.0], [0], "stop", reward=1.0) for i in range(2)])
+            for prompt in prompts
+        ]
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        # Not in on_train_epoch_end: Lightning leaves that out when a run is resumed from a checkpoint that was saved
+        # after the last batch of an epoch.
+        if trainer.is_last_batch:
+            trainer.datamodule.advance(4)
+
+
+def trainer(tmp_path: Path, *callbacks: Callback, **options: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return L.Trainer(
+        accelerator="cpu", callbacks=list(callbacks), default_root_dir=tmp_path, accumulate_grad_batches=2,
+        **(quiet | {"enable_checkpointing": False} | options),
+    )  # fmt: skip
+
+
+def test_trainer_collects_once_per_epoch_from_current_weights(write_rows: Write, tmp_path: Path) -> None:
+    data = PromptDataModule(write_rows(ROWS), prompt="question", rollout_batch_size=4)
+    source, learner = Source(), Learner()
+    trainer(tmp_path, source, max_epochs=5).fit(learner, data)
+    assert [step for step, _ in source.collected] == [0, 2, 4, 6, 8]  # two updates per iteration, none of them stale
+    assert learner.seen == [index for _, batch in source.collected for index in batch for _ in range(2)]
+    assert max(Counter(learner.seen).values()) == 4
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_stopped_and_resumed_run_trains_on_the_same_rows(write_rows: Write, tmp_path: Path, every: int) -> None:
+    """Saved after 1, 2 or 3 updates of iterations of two: inside the first, at its end, and inside the second."""
+    path = write_rows(ROWS)
+
+    def run(*callbacks: Callback, **options: Any) -> Learner:
+        learner = Learner()
+        data = PromptDataModule(path, prompt="question", rollout_batch_size=4)
+        ckpt_path = options.pop("ckpt_path", None)
+        run_trainer = trainer(tmp_path, Source(), *callbacks, **options)
+        run_trainer.fit(learner, data, ckpt_path=ckpt_path, weights_only=True)
+        return learner
+
+    straight = run(max_epochs=4)
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=every, save_top_k=-1)
+    run(saver, max_epochs=4, enable_checkpointing=True)
+    resumed = run(max_epochs=4, ckpt_path=tmp_path / f"step={every}.ckpt")
+    assert resumed.seen == straight.seen[every * 4 :]
+    assert torch.equal(resumed.weight, straight.weight)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_trainer_needs_exactly_one_source(write_rows: Write, tmp_path: Path, count: int) -> None:
+    data = PromptDataModule(write_rows(ROWS), prompt="question", rollout_batch_size=4)
+    sources = [type(f"Source{number}", (Source,), {})() for number in range(count)]
+    found = "none" if count == 0 else "Source0, Source1"
+    with pytest.raises(ValueError, match=rf"exactly one callback that collects experience.*found {found}"):
+        trainer(tmp_path, *sources, max_epochs=1).fit(Learner(), data)
+
+
+def test_validation_prompts_come_in_file_order(write_rows: Write, tmp_path: Path) -> None:
+    held_out = write_rows(ROWS[:5], "held_out.jsonl")
+    data = PromptDataModule(
+        write_rows(ROWS), prompt="question", validation_data=held_out, rollout_batch_size=4, validation_batch_size=2
+    )
+    learner = Learner()
+    trainer(tmp_path, Source(), max_epochs=1, num_sanity_val_steps=0).fit(learner, data)
+    assert [[prompt.text for prompt in batch] for batch in learner.validated] == [
+        ["0+1=", "1+1="],
+        ["2+1=", "3+1="],
+        ["4+1="],
+    ]
+    assert [prompt.index for prompt in data.validation_prompts()] == [0, 1, 2, 3, 4]
+
+
+def test_validation_batches_are_dealt_to_ranks_and_all_ranks_have_equally_many(write_rows: Write) -> None:
+    from rlhfkit.datamodules.prompts.rows import PromptBatches
+
+    data = module(write_rows(ROWS), validation_data=write_rows(ROWS[:7], "held_out.jsonl"))
+    shares = [PromptBatches(data._validation_rows, 3, rank, 2) for rank in range(2)]
+    assert [len(share) for share in shares] == [3, 3]
+    indices = [[[prompt.index for prompt in batch] for batch in share] for share in shares]
+    assert indices == [[[0, 2], [3, 5], [6]], [[1], [4], []]]
+
+
+def test_without_validation_data_there_is_no_validation(write_rows: Write, tmp_path: Path) -> None:
+    data = PromptDataModule(write_rows(ROWS), prompt="question", rollout_batch_size=4)
+    learner = Learner()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path, Source(), max_epochs=1).fit(learner, data)
+    assert not [warning for warning in caught if "across ranks is zero" in str(warning.message)]
+    assert learner.validated == []
+    assert data.validation_prompts() == []
+
+
+def test_state_holds_plain_values_only(write_rows: Write) -> None:
+    data = module(write_rows(ROWS))
+    taken(data, [7, 7])
+    assert json.loads(json.dumps(data.state_dict())) == data.state_dict()

@@ -1,0 +1,117 @@
+"""Prompts of several sources: shares, fairness, names, and what is logged of each."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl_runs import digits, setup_run
+from tiny_models import tiny_tokenizer
+
+from rlhfkit import Mixture, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit.datamodules.prompts.mixed import source_names
+
+
+def rows(count: int, digit: int) -> list[dict[str, str]]:
+    return [{"prompt": f"{digit}{index}=", "answer": str(index)} for index in range(count)]
+
+
+def opened(weights: Any, **options: Any) -> PromptDataModule:
+    data = PromptDataModule(
+        weights, **({"answer": "answer", "rollout_batch_size": 6, "tokenizer": tiny_tokenizer()} | options)
+    )
+    data.setup()
+    return data
+
+
+def write(path: Path, count: int, digit: int) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(count, digit)))
+    return str(path)
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.tuples(st.integers(8, 20), st.integers(8, 20), st.integers(8, 20)),
+    weights=st.tuples(st.floats(0.5, 4), st.floats(0.5, 4), st.floats(0.5, 4)),
+    until=st.sampled_from(["all", "first"]),
+)
+def test_iterations_have_the_shares_and_a_source_uses_its_prompts_equally(
+    sizes: tuple[int, ...], weights: tuple[float, ...], until: Any
+) -> None:
+    pairs = [(rows(size, digit), weight) for digit, (size, weight) in enumerate(zip(sizes, weights, strict=True))]
+    data = opened(Mixture(pairs, until=until))
+    counts = data._rows.counts  # type: ignore[union-attr]
+    uses: Counter[int] = Counter()
+    per_source = [0, 0, 0]
+    for iteration in range(1, 12):
+        prompts = data.next_prompts(6)
+        data.advance(6)
+        assert len({prompt.index for prompt in prompts}) == 6
+        uses.update(prompt.index for prompt in prompts)
+        for prompt in prompts:
+            per_source[int(prompt.text[0])] += 1
+        for taken, count in zip(per_source, counts, strict=True):
+            # Passes have whole numbers of each, spread evenly; a row may be put off by one iteration.
+            assert abs(taken - 6 * iteration * count / sum(counts)) < 3
+    first = 0
+    for size in sizes:
+        of_source = [uses[index] for index in range(first, first + size)]
+        assert max(of_source) - min(of_source) <= 2  # one for passes over it, one for a row put off
+        first += size
+
+
+def test_a_prompt_knows_its_source_and_its_index_is_its_own(tmp_path: Path) -> None:
+    easy, hard = write(tmp_path / "easy.jsonl", 4, 1), write(tmp_path / "hard.jsonl", 5, 2)
+    data = opened({easy: 1.0, hard: 1.0}, rollout_batch_size=4)
+    prompts = {prompt.index: prompt for _ in range(5) for prompt in (data.next_prompts(4), data.advance(4))[0]}
+    assert sorted(prompts) == list(range(9))
+    assert [prompts[index].text for index in (0, 3, 4, 8)] == ["10=", "13=", "20=", "24="]
+    assert [prompts[index].metadata["source"] for index in (3, 4)] == ["easy", "hard"]
+    assert data.num_prompts == 9
+
+
+def test_a_resumed_mixture_goes_on_and_other_weights_begin_a_new_pass(caplog: pytest.LogCaptureFixture) -> None:
+    def source(weight: float) -> PromptDataModule:
+        return opened(Mixture([(rows(9, 1), weight), (rows(7, 2), 1.0)]))
+
+    straight = source(2.0)
+    straight.advance(6)
+    resumed = source(2.0)
+    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    assert [prompt.index for prompt in resumed.next_prompts(6)] == [p.index for p in straight.next_prompts(6)]
+    assert not caplog.records or "are not those" not in caplog.text
+    source(1.0).load_state_dict(straight.state_dict())
+    assert "are not those that the checkpoint was saved with" in caplog.text
+
+
+def test_a_share_that_a_source_cannot_give_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rows1 has 2 prompts, and its weight asks for 3\.0 of the 6 of an iteration"):
+        opened(Mixture([(rows(9, 1), 1.0), (rows(2, 2), 1.0)]))
+
+
+def test_names_are_short_where_they_differ() -> None:
+    assert source_names(["data/gsm8k.jsonl", "openai/math", [{}]]) == ["gsm8k", "math", "rows2"]
+    assert source_names(["a/train.jsonl", "b/train.jsonl"]) == ["a/train.jsonl", "b/train.jsonl"]
+
+
+def test_validation_is_told_apart_by_source(tmp_path: Path) -> None:
+    sources = {write(tmp_path / f"{name}.jsonl", 3 + digit, digit): 1.0 for digit, name in enumerate(("easy", "hard"))}
+    rollouts = RolloutCallback(
+        digits,
+        sampling=SamplingSpec(group_size=4, max_new_tokens=6),
+        validation_sampling=SamplingSpec(group_size=2, max_new_tokens=6),
+        success=0.2,
+    )
+    held = {"validation_data": sources, "validation_split": "train", "validation_batch_size": 100}
+    trainer, module, data, _ = setup_run(tmp_path / "run", rollouts=rollouts, data_arguments=held)
+    metrics = trainer.validate(module, data, verbose=False)[0]
+    for name, count in (("easy", 3), ("hard", 4)):
+        samples = [each for each in rollouts.validation_samples if each.prompt.metadata["source"] == name]
+        assert len(samples) == 2 * count
+        assert metrics[f"val/reward/{name}"] == pytest.approx(sum(digits(samples)) / len(samples))
+        right = [reward >= 0.2 for reward in digits(samples)]
+        assert metrics[f"val/pass@1/{name}"] == pytest.approx(sum(right) / len(right))
+        assert metrics[f"val/pass@2/{name}"] >= metrics[f"val/pass@1/{name}"]

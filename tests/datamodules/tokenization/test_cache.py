@@ -1,0 +1,191 @@
+"""Rows are tokenised once, by any number of processes, and what is kept is never stale."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tiny_models import tiny_tokenizer
+
+from rlhfkit.datamodules import PreferenceDataModule, SFTDataModule
+from rlhfkit.datamodules.tokenization.cache import TokenCache, fingerprint
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
+from rlhfkit.datamodules.tokenization.sources import read_rows
+from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
+
+Write = Callable[..., str]
+ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 5) + str(i + 1)} for i in range(40)]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one whenever rows are tokenised."""
+    calls: list[int] = []
+    original = ExampleBuilder.tokenised
+
+    def counted(self: ExampleBuilder, rows: Any, *arguments: Any) -> Any:
+        calls.append(len(rows))
+        return original(self, rows, *arguments)
+
+    monkeypatch.setattr(ExampleBuilder, "tokenised", counted)
+    return calls
+
+
+def module(data: Any, **options: Any) -> SFTDataModule:
+    made = SFTDataModule(data, **({"tokenizer": tiny_tokenizer(), "max_length": 8} | options))
+    made.prepare_data()
+    made.setup("fit")
+    return made
+
+
+def content(data: SFTDataModule) -> list[Any]:
+    return [data.examples[index] for index in range(len(data.examples))]
+
+
+def test_a_second_start_does_not_tokenise_and_says_the_same(
+    write_rows: Write, tokenised: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(ROWS)
+    first = module(path)
+    assert tokenised == [40]  # prepare_data and setup together
+    said = [record.message for record in caplog.records if "truncated" in record.message]
+    caplog.clear()
+    second = module(path)
+    assert tokenised == [40]
+    assert content(second) == content(first)
+    assert second.examples.rows == first.examples.rows
+    assert second.examples.targets == first.examples.targets
+    assert said
+    assert set(said) == {record.message for record in caplog.records if "truncated" in record.message}
+
+
+def test_what_examples_depend_on_makes_new_ones(write_rows: Write, tokenised: list[int]) -> None:
+    path = write_rows(ROWS)
+    templated, other = tiny_tokenizer(), tiny_tokenizer()
+    templated.chat_template = TEMPLATE
+    other.add_special_tokens({"additional_special_tokens": ["+1="]})
+    variants: list[dict[str, Any]] = [
+        {},
+        {"max_length": 7},
+        {"overlong": "drop"},
+        {"prompt": "completion", "completion": "prompt"},
+        {"max_length": 40, "tokenizer": templated},
+        {"max_length": 40, "tokenizer": templated, "apply_chat_template": False},
+        {"max_length": 40, "tokenizer": templated, "system": "S"},
+        {"max_length": 40, "tokenizer": templated, "chat_template_arguments": {"x": 1}},
+        {"tokenizer": other},
+    ]
+    for number, options in enumerate(variants, 1):
+        module(path, **options)
+        assert len(tokenised) == number, options
+    for options in variants:
+        module(path, **options)
+    assert len(tokenised) == len(variants)
+    changed = tiny_tokenizer()
+    changed.chat_template = TEMPLATE.replace("<a>", "<b>")
+    module(path, tokenizer=changed, max_length=40)
+    assert len(tokenised) == len(variants) + 1
+
+
+def test_a_changed_file_is_read_anew(write_rows: Write, tokenised: list[int]) -> None:
+    path = write_rows(ROWS)
+    first = module(path)
+    write_rows([*ROWS[:-1], {"prompt": "7", "completion": "8"}])
+    os.utime(path, ns=(1, 1))  # as old as you like: another time than before
+    second = module(path)
+    assert len(tokenised) == 2
+    assert content(second)[:-1] == content(first)[:-1]
+    assert content(second)[-1] != content(first)[-1]
+
+
+def test_use_of_the_tokenizer_does_not_change_its_fingerprint() -> None:
+    rows, tokenizer = read_rows(ROWS), tiny_tokenizer()
+    before = fingerprint(rows, tokenizer, {})
+    tokenizer(["a", "bcd"], padding=True, truncation=True, max_length=2)
+    assert fingerprint(rows, tokenizer, {}) == before
+
+
+def test_rows_in_memory_are_kept_only_where_a_folder_is_named(tmp_path: Path, tokenised: list[int]) -> None:
+    for _ in range(2):
+        module(ROWS)
+    assert tokenised == [40] * 2
+    assert not list(tmp_path.rglob("tokens-*"))
+    for _ in range(2):
+        module(ROWS, cache_dir=tmp_path / "kept")
+    assert tokenised == [40] * 3
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tokenised: list[int]
+) -> None:
+    (tmp_path / "file").touch()
+    data = module(ROWS, cache_dir=tmp_path / "file")
+    assert len(data.examples) == 40
+    assert "cannot be kept for the next start" in caplog.text
+
+
+def test_several_processes_make_the_same_examples(tmp_path: Path, write_rows: Write) -> None:
+    rows = [{"prompt": f"{i}+1=", "completion": "x" * (i % 5) + str(i + 1)} for i in range(1100)]
+    one = module(write_rows(rows), max_length=9)
+    two = module(write_rows(rows), max_length=9, num_proc=2, cache_dir=tmp_path / "other")
+    assert content(two) == content(one)
+    assert two.examples.counts == one.examples.counts
+    with pytest.raises(ValueError, match=r"row 1030, must hold text.* NoneType|missing values"):
+        module([*rows[:1030], {"prompt": None, "completion": "a"}], num_proc=2)
+
+
+def test_errors_of_other_processes_name_the_row(tmp_path: Path) -> None:
+    messages = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 600
+    broken = [{"messages": [{"role": "stranger", "content": "1"}]}]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].role != 'user' %}{{ raise_exception('who?') }}{% endif %}" + TEMPLATE
+    with pytest.raises(ValueError, match="row 600, is not accepted by the chat template: who"):
+        module([*messages, *broken], tokenizer=tokenizer, num_proc=2)
+
+
+def test_preference_pairs_are_kept_too(write_rows: Write, tokenised: list[int]) -> None:
+    path = write_rows([{"prompt": f"{i}=", "chosen": "ab", "rejected": "c", "margin": i / 10} for i in range(5)])
+    found = []
+    for _ in range(2):
+        data = PreferenceDataModule(path, tokenizer=tiny_tokenizer())
+        data.prepare_data()
+        data.setup()
+        found.append([data.examples[index] for index in range(5)])
+    assert tokenised == [5]
+    assert found[0] == found[1]
+
+
+def test_files_are_whole_or_absent_and_read_lazily(tmp_path: Path) -> None:
+    examples = module(ROWS).examples
+    path = tmp_path / "tokens.pt"
+    examples.save(path)
+    assert [file.name for file in tmp_path.glob("tokens*")] == ["tokens.pt"]
+    loaded = TokenExamples.load(path)
+    assert [loaded[index] for index in range(40)] == [examples[index] for index in range(40)]
+    assert isinstance(loaded._tokens, torch.Tensor)
+    with pytest.raises(ValueError, match="num_proc must be an integer of at least 1, got 0"):
+        TokenCache(num_proc=0)
+
+
+def test_a_saved_folder_of_arrow_files_is_kept_outside_of_it(write_rows: Write, tokenised: list[int]) -> None:
+    folder = write_rows(ROWS, "arrow")
+    before = sorted(Path(folder).iterdir())
+    for _ in range(2):
+        module(folder)
+    assert tokenised == [40]
+    assert sorted(Path(folder).iterdir()) == before
+    assert list((Path(datasets.config.HF_DATASETS_CACHE) / "rlhfkit").glob("tokens-*.pt"))
+
+
+def test_cached_examples_are_logged(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        module(write_rows(ROWS))
+    assert "examples that were tokenised before" in caplog.text

@@ -1,0 +1,159 @@
+"""Columns tell what kind of data a file holds; what fits nothing, or cannot be trained on, is explained."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tiny_models import tiny_tokenizer
+
+from rlhfkit.datamodules import PromptDataModule, SFTDataModule
+from rlhfkit.datamodules.tokenization.chat import PromptFormat, as_messages, is_chat
+
+Write = Callable[..., str]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}<a>{{ start }}{% endif %}"
+)
+CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+SHAREGPT = [{"from": "system", "value": "S"}, {"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
+CHAT_READ = ("<u>1;<a>2;$", "________2;$")
+
+
+def module(data: Any, **options: Any) -> SFTDataModule:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    made = SFTDataModule(data, tokenizer=tokenizer, apply_chat_template=False, **options)
+    made.setup("fit")
+    return made
+
+
+def read(data: SFTDataModule, index: int = 0) -> tuple[str, str]:
+    """The whole text, and what is learned of it, ``_`` for all else."""
+    example = data.examples[index]
+    tokens = ["$" if token == "<eos>" else token for token in tiny_tokenizer().convert_ids_to_tokens(example.input_ids)]
+    learned = "".join(token if mark else "_" for token, mark in zip(tokens, example.loss_mask, strict=True))
+    return "".join(tokens), learned
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "abc"}, ("abc$", "abc$")),
+        ({"prompt": "1+1=", "completion": "2"}, ("1+1=2$", "____2$")),
+        ({"messages": CHAT}, CHAT_READ),
+        ({"messages": CHAT, "prompt": "1", "prompt_id": "a7"}, CHAT_READ),
+        ({"conversations": SHAREGPT, "id": 7}, ("<s>S;<u>1;<a>2;$", "_____________2;$")),
+        ({"conversations": CHAT}, CHAT_READ),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT_READ),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_the_columns_tell_the_format(write_rows: Write, row: Any, expected: tuple[str, str], name: str) -> None:
+    assert read(module(write_rows([row], name))) == expected
+
+
+def test_named_columns_win() -> None:
+    row = {"question": "a", "answer": "b", "text": "c", "prompt": "d", "completion": "e"}
+    assert read(module([row], prompt="question", completion="answer")) == ("ab$", "_b$")
+    assert read(module([row], completion="answer")) == ("db$", "_b$")
+    assert read(module([row], text="question")) == ("a$", "a$")
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (
+            {"question": "a", "answer": "b"},
+            {},
+            r"the given rows has the columns question, answer, which is none of the kinds it could be \(conversation: "
+            r"messages or conversations or conversation; prompt and completion: prompt and completion; language "
+            r"modelling: text\)\. Name columns that are called otherwise, e\.g\. prompt='question'$",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "or use PreferenceDataModule or PromptDataModule, which"),
+        ({"prompt": "a", "completions": ["b"], "labels": [True]}, {}, "StepwiseDataModule"),
+        (
+            {"text": "a", "prompt": "b", "completion": "c"},
+            {},
+            "fit several kinds of data: name the one that is meant, prompt='prompt', completion='completion' or text=",
+        ),
+        ({"text": "a", "tools": ["search"]}, {}, r"has a column 'tools', which cannot be trained on yet \(text only\)"),
+        ({"text": "a", "image": "cat.png"}, {}, "has a column 'image'.*remove it from the data"),
+        ({"text": "a", "images": ["cat.png"]}, {}, "has a column 'images'"),
+        ({"conversations": [{"from": "dog", "value": "woof"}]}, {}, "row 0, cannot be read: a turn is from 'dog'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]},
+            {},
+            "column 'messages' of the given rows, row 0, cannot be read: the content of a chat message must be text",
+        ),
+    ],
+)
+def test_what_fits_nothing_is_explained(row: Any, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module([row], **options)
+
+
+def test_an_empty_column_of_tools_is_no_reason_to_refuse() -> None:
+    assert read(module([{"text": "a", "tools": None}])) == ("a$", "a$")
+
+
+def test_columns_that_are_not_used_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        module([{"text": "a", "url": "b", "id": 1}])
+    assert "columns that are not used: id, url" in caplog.text
+
+
+def test_sharegpt_turns_and_content_in_parts_become_messages() -> None:
+    assert is_chat(SHAREGPT)
+    assert as_messages(SHAREGPT) == [{"role": "system", "content": "S"}, *CHAT]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None}]
+    assert as_messages(parts) == [{"role": "user", "content": "ab"}]
+    assert not is_chat([{"from": "human"}])
+
+
+def test_a_row_can_have_arguments_of_its_own_for_the_template() -> None:
+    rows = [
+        {"prompt": CHAT[:1], "completion": CHAT[1:], "chat_template_kwargs": {"start": "x", "other": None}},
+        {"prompt": CHAT[:1], "completion": CHAT[1:], "chat_template_kwargs": None},
+    ]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace(
+        ";{% endfor", ";{% if m.role == 'assistant' %}{{ start }}{% endif %}{% endfor"
+    )
+    data = SFTDataModule(rows, tokenizer=tokenizer, chat_template_arguments={"start": "y"})
+    data.setup()
+    assert [read(data, index)[0] for index in (0, 1)] == ["<u>1;<a>2;x$", "<u>1;<a>2;y$"]
+
+
+def test_template_arguments_can_be_json_text() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    style = PromptFormat(tokenizer)
+    assert style.for_row({"chat_template_kwargs": '{"start": "z"}'}).prompt("1") == "<u>1;<a>z"
+    assert style.for_row({}) is style
+    with pytest.raises(ValueError, match="chat_template_kwargs"):
+        style.for_row({"chat_template_kwargs": [1]})
+
+
+def test_arguments_of_a_row_reach_prompts_and_their_lengths() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    rows = [{"prompt": f"{i}", "chat_template_kwargs": {"start": "x"} if i < 2 else None} for i in range(4)]
+
+    def prompts(size: int, **options: Any) -> list[str]:
+        data = PromptDataModule(
+            rows,
+            rollout_batch_size=size,
+            shuffle=False,
+            tokenizer=tokenizer,
+            chat_template_arguments={"start": "abc"},
+            **options,
+        )
+        data.setup()
+        return [tokenizer.decode(prompt.token_ids) for prompt in data.next_prompts(size)]
+
+    assert prompts(4) == ["<u>0;<a>x", "<u>1;<a>x", "<u>2;<a>abc", "<u>3;<a>abc"]
+    assert prompts(2, max_prompt_length=9, overlong_prompts="drop") == ["<u>0;<a>x", "<u>1;<a>x"]
+    with pytest.raises(ValueError, match="2 of 4 prompts of the given rows have more than 9 tokens"):
+        prompts(2, max_prompt_length=9)

@@ -1,0 +1,126 @@
+"""Every kind of source gives the same rows, and every mistake one clear error."""
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+from tiny_models import tiny_tokenizer
+
+from rlhfkit.datamodules import StreamingSFTDataModule
+from rlhfkit.datamodules.tokenization.sources import check_columns, load_tokenizer, read_rows
+
+ROWS = [{"prompt": "1+1=", "answer": "two"}, {"prompt": "2+2=", "answer": "four"}]
+
+Write = Callable[..., str]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "folder"])
+def test_formats_give_the_same_rows(write_rows: Write, name: str) -> None:
+    assert read_rows(write_rows(ROWS, name)).to_list() == ROWS
+
+
+def test_rows_and_datasets_in_memory(write_rows: Write) -> None:
+    assert read_rows(ROWS).to_list() == ROWS
+    assert read_rows(datasets.Dataset.from_list(ROWS)).to_list() == ROWS
+    assert read_rows(Path(write_rows(ROWS))).to_list() == ROWS
+
+
+def test_compressed_file(tmp_path: Path, write_rows: Write) -> None:
+    path = tmp_path / "b.jsonl.gz"
+    path.write_bytes(gzip.compress(Path(write_rows(ROWS)).read_bytes()))
+    assert read_rows(path).to_list() == ROWS
+
+
+def test_splits_of_a_saved_folder(tmp_path: Path) -> None:
+    parts = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[:1]), test=datasets.Dataset.from_list(ROWS[1:]))
+    parts.save_to_disk(tmp_path / "both")
+    assert read_rows(tmp_path / "both", split="test").to_list() == ROWS[1:]
+    with pytest.raises(ValueError, match="no split 'validation'; it has test, train"):
+        read_rows(tmp_path / "both", split="validation")
+
+
+def test_a_file_is_one_split_whatever_it_is_called(write_rows: Write) -> None:
+    path = write_rows(ROWS)
+    assert read_rows(path, split="test").to_list() == ROWS
+    assert read_rows(path, split="validation[:1]").to_list() == ROWS[:1]
+
+
+def test_folder_of_files(tmp_path: Path, write_rows: Write) -> None:
+    (tmp_path / "files").mkdir()
+    write_rows(ROWS, "files/train.jsonl")
+    write_rows(ROWS[:1], "files/test.jsonl")
+    assert read_rows(tmp_path / "files", split="test").to_list() == ROWS[:1]
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c"])
+def test_missing_path(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"no such file or folder: {name}"):
+        read_rows(name)
+
+
+def test_unknown_hub_name_is_neither_file_nor_hub() -> None:
+    with pytest.raises((FileNotFoundError, ConnectionError), match="nobody/nothing"):
+        read_rows("nobody/nothing")
+
+
+def test_empty_sources(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(ValueError, match=r"empty\.jsonl is empty"):
+        read_rows(empty)
+    header = tmp_path / "header.csv"
+    header.write_text("prompt,answer\n")
+    with pytest.raises(ValueError, match=r"header\.csv has no rows"):
+        read_rows(header)
+    with pytest.raises(ValueError, match="the given list of rows has no rows"):
+        read_rows([])
+
+
+def test_broken_and_unknown_formats(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(ValueError, match=r"broken\.jsonl could not be read"):
+        read_rows(broken)
+    unknown = tmp_path / "data.xyz"
+    unknown.write_text("a")
+    with pytest.raises(ValueError, match=r"data\.xyz from its name: it must end in \.jsonl"):
+        read_rows(unknown)
+    with pytest.raises(ValueError, match=r"data must be a path.*, got int"):
+        read_rows(3)
+
+
+def test_unknown_column_names_the_argument_and_the_columns_there_are(write_rows: Write) -> None:
+    path = write_rows(ROWS)
+    with pytest.raises(ValueError, match=r"answer='solution' is not a column of .*data\.jsonl; it has prompt, answer"):
+        check_columns(read_rows(path), path, prompt="prompt", answer="solution", other=None)
+
+
+def test_missing_values_are_counted_and_the_first_is_named(write_rows: Write) -> None:
+    path = write_rows([*ROWS, {"prompt": "3", "answer": None}, {"prompt": "4", "answer": None}])
+    with pytest.raises(ValueError, match=r"column 'answer' of .* has 2 missing values, the first in row 2"):
+        check_columns(read_rows(path), path, answer="answer")
+
+
+def test_no_tokenizer_says_where_to_give_one() -> None:
+    with pytest.raises(ValueError, match="give the DataModule one, tokenizer='folder or hub name'"):
+        load_tokenizer(None, object())
+
+
+@pytest.mark.parametrize("name", ["latin.jsonl", "latin.csv"])
+def test_a_file_that_is_not_utf8_is_named_with_line_byte_and_cure(tmp_path: Path, name: str) -> None:
+    head = b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n' if name.endswith("jsonl") else b"prompt\ncaf\xe9\n"
+    (tmp_path / name).write_bytes(head)
+    message = rf"{name} is not UTF-8: line 2 has the byte 0xe9 .*iconv"
+    with pytest.raises(ValueError, match=message):
+        read_rows(str(tmp_path / name))
+    data = StreamingSFTDataModule(str(tmp_path / name), text="prompt", steps_per_epoch=1, tokenizer=tiny_tokenizer())
+    with pytest.raises(ValueError, match=message):
+        data.setup("fit") or next(data.open_stream())
+
+
+def test_a_column_of_two_types_is_named_with_both_rows() -> None:
+    rows = [{"prompt": "a", "level": 1}, {"prompt": "b", "level": 2}, {"prompt": 3, "level": 3}]
+    with pytest.raises(ValueError, match=r"column 'prompt' of the given rows .* str in row 0 and int in row 2 \(3\)"):
+        read_rows(rows)

@@ -1,0 +1,216 @@
+"""Agents written against OpenAI's API make samples: exact, independent of each other, also when some of them fail."""
+
+import asyncio
+import importlib.util
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from episodes.episode_cases import CHAT_TEMPLATE, Recorded, prompts_of
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.episodes import AgentEngine
+from rlhfkit.episodes.base import EpisodeError
+from rlhfkit.episodes.openai.agents import AgentConnection
+from rlhfkit.rewards import EpisodeReward, score_samples
+from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
+
+SAMPLING = SamplingSpec(group_size=2, max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_model(tmp_path_factory.mktemp("agents"), context=256)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+async def talker(connection: AgentConnection, prompt: Prompt) -> float:
+    """Two turns; the reward is how many characters were said."""
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    said = 0
+    async with connection.client(max_retries=0) as client:
+        for _ in range(2):
+            answer = await client.chat.completions.create(model=connection.model, messages=messages)
+            said += len(answer.choices[0].message.content)
+            messages += [answer.choices[0].message, {"role": "user", "content": "?"}]
+    return float(said)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[AgentEngine]:
+    one = AgentEngine(Recorded(LocalEngine()), talker, episode_timeout=20)
+    one.start(str(model), dtype=torch.float32, load_weights=True)
+    yield one
+    one.close()
+
+
+def run(engine: AgentEngine, agent: Any, prompts: list[Prompt], **settings: Any) -> list[Sample]:
+    """With another agent and other settings for this once."""
+    engine.agent = agent
+    before = {name: getattr(engine, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(engine, name, value)
+        return engine.generate(prompts, SAMPLING, iteration=1)
+    finally:
+        for name, value in before.items():
+            setattr(engine, name, value)
+
+
+def test_it_is_an_engine_whose_samples_are_what_the_engine_inside_saw(engine: AgentEngine) -> None:
+    assert isinstance(engine, RolloutEngine)
+    seen = engine.engine.seen  # type: ignore[attr-defined]
+    seen.clear()
+    samples = run(engine, talker, prompts_of(["1+1=", "abc"]))
+    score_samples(EpisodeReward(), samples)
+    assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for sample in samples:
+        assert sample.prompt.text in ("1+1=", "abc")  # for rewards, as it was
+        last = sample.token_ids[-sample.action_mask[::-1].index(False) :]  # type: ignore[index, union-attr]
+        everything = sample.prompt.token_ids + sample.token_ids
+        assert (everything[: -len(last)], last) in seen
+        assert sample.info["turns"] == 2
+        text = tiny_tokenizer().decode(sample.token_ids, skip_special_tokens=True)
+        assert sample.reward == len(text) - len("\n[u]?\n[a]")
+
+
+def test_samples_do_not_depend_on_how_many_agents_run_at_once(engine: AgentEngine) -> None:
+    prompts = prompts_of(["1", "22", "333"])
+    whole = [sample.token_ids for sample in run(engine, talker, prompts)]
+    assert [sample.token_ids for sample in run(engine, talker, prompts, concurrency=1)] == whole
+    assert [sample.token_ids for sample in run(engine, talker, prompts[2:])] == whole[4:]
+
+
+def test_agents_that_ask_several_things_at_once_are_as_reproducible(engine: AgentEngine) -> None:
+    async def crowd(connection: AgentConnection, prompt: Prompt) -> float:
+        async def one(number: int) -> None:
+            await asyncio.sleep(0.01 * (number + delays) % 0.03)
+            message = {"role": "user", "content": str(number)}
+            await client.chat.completions.create(model="policy", messages=[message], max_tokens=3 + number)
+
+        async with connection.client() as client:
+            await asyncio.gather(*map(one, range(3)))
+        return 1.0
+
+    delays = 0
+    first = run(engine, crowd, prompts_of(["1"]))
+    delays = 1
+    assert [sample.token_ids for sample in run(engine, crowd, prompts_of(["1"]))] == [s.token_ids for s in first]
+    assert {sample.info["trajectories"] for sample in first} == {3}
+
+
+def test_agents_that_fail_lose_their_own_episode_only(engine: AgentEngine) -> None:
+    def agent(connection: AgentConnection, prompt: Prompt) -> float | None:
+        """A plain function, with the client of plain functions."""
+        if prompt.text == "silent":
+            return 1.0
+        with openai.OpenAI(base_url=connection.base_url, api_key=connection.api_key, max_retries=0) as client:
+            for turn in range(5 if prompt.text == "talks on" else 1):
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"{turn}"}])
+        if prompt.text == "raises":
+            raise LookupError("lost")
+        if prompt.text == "hangs":
+            time.sleep(30)
+        return None if prompt.text == "no judgement" else 1.0
+
+    kinds = ["good", "silent", "raises", "hangs", "no judgement", "talks on"]
+    samples = run(engine, agent, prompts_of(kinds), episode_timeout=5.0, max_turns=3)
+    score_samples(EpisodeReward(), samples)
+    found = {s.prompt.text: (s.info["ended"], s.finish_reason, s.reward, s.info["turns"]) for s in samples}
+    assert found == {
+        "good": ("done", "stop", 1.0, 1),
+        "silent": ("error", "abort", None, 0),
+        "raises": ("error", "abort", None, 1),
+        "hangs": ("time", "abort", None, 1),
+        "no judgement": ("done", "stop", None, 1),
+        "talks on": ("turns", "length", None, 1),  # and was answered with an error, which it did not catch
+    }
+    assert samples[2].token_ids == []
+    assert "never asked" in samples[2].info["error"]
+    with pytest.raises(EpisodeError, match=r"all 4 episodes failed.*LookupError: lost"):
+        run(engine, agent, prompts_of(["raises", "raises"]))
+
+
+def test_an_agent_cannot_go_on_once_its_episode_is_over(engine: AgentEngine) -> None:
+    connections: list[AgentConnection] = []
+
+    async def agent(connection: AgentConnection, prompt: Prompt) -> float:
+        connections.append(connection)
+        return await talker(connection, prompt)
+
+    run(engine, agent, prompts_of(["1"]))
+    connection = connections[0]
+    assert connection.api_key not in repr(connection)
+    with (
+        openai.OpenAI(base_url=connection.base_url, api_key=connection.api_key, max_retries=0) as client,
+        pytest.raises(openai.NotFoundError, match="has ended"),
+    ):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+
+
+def test_what_the_engine_raises_is_raised(engine: AgentEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(prompts: Any, sampling: Any, *, iteration: int) -> Any:
+        raise ZeroDivisionError("the engine died")
+
+    monkeypatch.setattr(engine.engine, "generate", broken)
+    with pytest.raises(ZeroDivisionError, match="the engine died"):
+        run(engine, talker, prompts_of(["1"]))
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="agent must be a function"):
+        AgentEngine(LocalEngine(), "agent")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="without a token"):
+        AgentEngine(LocalEngine(), talker, host="0.0.0.0")
+    with pytest.raises(RuntimeError, match=r"before AgentEngine\.start"):
+        AgentEngine(LocalEngine(), talker).generate(prompts_of(["1"]), SAMPLING, iteration=0)
+    assert pickle.loads(pickle.dumps(AgentEngine(LocalEngine(), talker))).agent is talker
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"need fastapi and uvicorn.*rlhfkit\[agents\]"):
+        AgentEngine(LocalEngine(), talker)
+    with pytest.raises(ImportError, match="need openai"):
+        AgentConnection("http://127.0.0.1:1/v1", "key").client()
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_an_agent_and_episodes_on_real_vllm_engines(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
+    from episodes.episode_cases import Counting
+    from rlhfkit.episodes import EpisodeEngine
+    from rlhfkit.models.load import load_causal_lm
+    from rlhfkit.rollout import ModuleWeights
+
+    model = load_causal_lm(str(vllm_model), dtype=torch.float32)
+    recorded = Recorded(vllm_pool)
+    episodes = EpisodeEngine(recorded, Counting)
+    episodes.start(str(vllm_model), dtype=torch.float32)
+    episodes.load(ModuleWeights(model), 0)
+    samples = episodes.generate(prompts_of(["1+1=", "ab"]), SAMPLING, iteration=0)
+    agents = AgentEngine(recorded, talker)
+    agents.start(str(vllm_model), dtype=torch.float32)
+    agents._endpoint.observations.tokenizer.chat_template = CHAT_TEMPLATE  # type: ignore[union-attr]
+    samples += agents.generate(prompts_of(["1+1=", "ab"]), SAMPLING, iteration=0)
+    assert not any(sample.info["failed"] for sample in samples)
+    said = [(read, last) for read, last in recorded.seen]
+    for sample in samples:
+        everything = sample.prompt.token_ids + sample.token_ids
+        last = sample.token_ids[-sample.action_mask[::-1].index(False) :]  # type: ignore[index, union-attr]
+        assert (everything[: -len(last)], last) in said
+        expected = vllm_pool.score([everything])[0][len(sample.prompt.token_ids) - 1 :]
+        for chosen, logprob, other in zip(sample.action_mask, sample.logprobs, expected, strict=True):  # type: ignore[arg-type]
+            assert logprob == (pytest.approx(other, abs=1e-4) if chosen else 0.0)
+    episodes.loop.close()
+    agents.loop.close()
+    agents._endpoint.close()  # type: ignore[union-attr]

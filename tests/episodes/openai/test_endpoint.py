@@ -1,0 +1,277 @@
+"""The real ``openai`` client against the endpoint on a real engine: what is recorded is what the engine saw."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from episodes.episode_cases import CHAT_TEMPLATE, Recorded
+from rlhfkit.data.types import Prompt
+from rlhfkit.episodes import OpenAIEndpoint
+from rlhfkit.episodes.openai.session import ChatSession
+from rlhfkit.episodes.tools import ToolCall
+from rlhfkit.rollout import LocalEngine, SamplingSpec
+from rlhfkit.serving.access import AccessToken
+
+USER = {"role": "user", "content": "1+1="}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    folder = tiny_model(tmp_path_factory.mktemp("endpoint"), context=256)
+    recorded = Recorded(LocalEngine())
+    recorded.start(str(folder), dtype=torch.float32, load_weights=True)
+    return recorded
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def two_calls(action: Any) -> list[ToolCall]:
+    return [ToolCall("f", {"a": 1}), ToolCall("g", {})]
+
+
+@pytest.fixture(scope="module")
+def endpoint(engine: Recorded) -> Iterator[OpenAIEndpoint]:
+    with OpenAIEndpoint(
+        engine, chat_tokenizer(), most_tokens=128, sampling=SamplingSpec(max_new_tokens=6), parse=two_calls,
+        max_body_bytes=10_000,
+    ) as served:  # fmt: skip
+        yield served
+
+
+@pytest.fixture
+def session(endpoint: OpenAIEndpoint, engine: Recorded) -> Iterator[tuple[openai.OpenAI, ChatSession]]:
+    """A client in a session of its own."""
+    name, session = endpoint.open(
+        Prompt(7, [5], "1+1="), 2, SamplingSpec(max_new_tokens=6), iteration=3, max_turns=4
+    )  # fmt: skip
+    engine.seen.clear()
+    with openai.OpenAI(base_url=endpoint.base_url(name), api_key=endpoint.api_key, max_retries=0) as client:
+        yield client, session
+    endpoint.end(name)
+
+
+def ask(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
+    return client.chat.completions.create(model="policy", messages=messages, **options)
+
+
+def test_a_conversation_is_recorded_as_the_engine_saw_it(session: Any, engine: Recorded) -> None:
+    client, recorded = session
+    messages: list[Any] = [{"role": "system", "content": "!"}, USER]
+    for turn in range(3):
+        answer = ask(client, messages)
+        # What agents send back: the whole message, or its text.
+        reply = answer.choices[0].message
+        messages.append(
+            reply.model_dump() if turn % 2 else {"role": "assistant", "content": f" {reply.content.strip()}\n"}
+        )
+        messages.append({"role": "user", "content": [{"type": "text", "text": "and "}, {"type": "text", "text": "?"}]})
+    sample = recorded.sample("stop", 0.5, {})
+    read = list(sample.prompt.token_ids)
+    said: list[int] = []
+    turns = []
+    for token, chosen, following in zip(
+        sample.token_ids, sample.action_mask, [*sample.action_mask[1:], False], strict=True
+    ):
+        read.append(token)
+        said += [token] * chosen
+        if chosen and not following:
+            turns.append((read[: -len(said)], said))
+            said = []
+    assert turns == engine.seen
+    assert len(turns) == 3
+    assert turns[-1][1] == sample.token_ids[-len(turns[-1][1]) :]
+    assert answer.usage.prompt_tokens == len(turns[-1][0])
+    assert answer.usage.completion_tokens == len(turns[-1][1])
+    written = tiny_tokenizer().decode(sample.prompt.token_ids)
+    assert written == "[s]!<eos>\n[u]1+1=<eos>\n[a]"
+    assert sample.token_rewards[-1] == sum(sample.token_rewards) == 0.5
+    assert sample.info == {
+        "turns": 3, "trajectories": 1, "unused_tokens": 0, "last_text": answer.choices[0].message.content,
+        "environment_tokens": sample.action_mask.count(False),
+    }  # fmt: skip
+    scored = engine.score([sample.prompt.token_ids + sample.token_ids])[0][len(sample.prompt.token_ids) - 1 :]
+    for chosen, logprob, expected in zip(sample.action_mask, sample.logprobs, scored, strict=True):
+        assert logprob == (pytest.approx(expected, abs=1e-4) if chosen else 0.0)
+
+
+def test_retries_branches_and_other_conversations_are_told_apart(
+    session: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, recorded = session
+    first = ask(client, [USER]).choices[0].message
+    again = ask(client, [USER]).choices[0].message
+    assert first.content != again.content  # another seed
+    go_on = {"role": "user", "content": "go on"}
+    ask(client, [USER, {"role": "assistant", "content": again.content}, go_on])
+    with caplog.at_level(logging.WARNING):
+        ask(client, [USER, {"role": "assistant", "content": "I was rewritten"}, go_on])
+    assert "an agent has sent back an answer otherwise than it was sampled" in caplog.text
+    assert [turn.parent for turn in recorded.turns] == [None, None, recorded.turns[1], None]
+    assert recorded.leaves() == [recorded.turns[0], recorded.turns[2], recorded.turns[3]]
+    sample = recorded.sample("stop", None, {})
+    assert sample.info["trajectories"] == 3
+    assert sample.info["turns"] == 2
+    every = sum(len(turn.trajectory.last.token_ids) for turn in recorded.turns)
+    assert sample.info["unused_tokens"] == every - sum(sample.action_mask) > 0
+    with pytest.raises(openai.BadRequestError, match="the episode has had its 4 turns"):
+        ask(client, [USER])
+    assert recorded.limit == "turns"
+
+
+def test_tools_are_called_as_clients_expect_it(session: Any) -> None:
+    client, recorded = session
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "fg"]
+    answer = ask(client, [USER], tools=tools)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert [(one.function.name, one.function.arguments) for one in choice.message.tool_calls] == [
+        ("f", '{"a": 1}'), ("g", "{}"),
+    ]  # fmt: skip
+    results = [{"role": "tool", "tool_call_id": one.id, "content": "4"} for one in choice.message.tool_calls]
+    ask(client, [USER, choice.message, *results], tools=tools)
+    assert recorded.turns[1].parent is recorded.turns[0]
+    assert "[t]4<eos>\n[t]4<eos>\n[a]" in tiny_tokenizer().decode(recorded.turns[1].trajectory.token_ids)
+    assert ask(client, [USER], tools=tools, tool_choice="none").choices[0].message.tool_calls is None
+
+
+def test_streams_and_logprobs_say_the_same(session: Any) -> None:
+    client, recorded = session
+    *said, end = ask(client, [USER], stream=True)
+    assert end.choices[0].finish_reason in ("stop", "length")
+    text = "".join(chunk.choices[0].delta.content for chunk in said)
+    sampled = recorded.turns[0].trajectory.last
+    assert text == tiny_tokenizer().decode(sampled.token_ids, skip_special_tokens=True)
+    answer = ask(client, [USER], logprobs=True, max_tokens=3)
+    assert [one.logprob for one in answer.choices[0].logprobs.content] == recorded.turns[1].trajectory.logprobs
+    assert answer.usage.completion_tokens <= 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"messages": []}, "messages"),
+        ({"n": 2}, "n: Input should be 1"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"messages": [USER, {"role": "assistant", "content": "2"}]}, "nothing to answer"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "pictures"),
+        ({"messages": [{"content": "x"}]}, "needs a role"),
+        ({"messages": [{"role": "user", "content": "x" * 130}]}, "138 tokens, and 128 are the most"),
+    ],
+)
+def test_requests_that_cannot_be_honoured_are_refused(session: Any, options: Any, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask(session[0], **({"messages": [USER]} | options))
+    assert session[1].turns == []
+
+
+def test_what_clients_say_of_sampling_is_not_used_and_said_so(
+    session: Any, endpoint: OpenAIEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, _ = session
+    endpoint._warned.clear()
+    with caplog.at_level(logging.WARNING):
+        ask(client, [USER], temperature=0.1, seed=3)
+    assert "requests say seed, temperature, which is not used" in caplog.text
+    assert ask(client, [USER], stop=["\x00"]).choices
+
+
+def test_without_a_session_it_answers_and_records_nothing(endpoint: OpenAIEndpoint) -> None:
+    with openai.OpenAI(base_url=endpoint.base_url(), api_key=endpoint.api_key) as client:
+        assert [model.id for model in client.models.list()] == ["policy"]
+        assert ask(client, [USER]).choices[0].finish_reason in ("stop", "length")
+
+
+def test_nobody_gets_in_without_the_token(endpoint: OpenAIEndpoint) -> None:
+    for key in ("wrong", endpoint.api_key + "x"):
+        with (
+            openai.OpenAI(base_url=endpoint.base_url(), api_key=key, max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            ask(client, [USER])
+    assert httpx.get(f"{endpoint.base_url()}/models").status_code == 401
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    assert httpx.get(f"{endpoint.base_url()}/models", headers=headers).status_code == 200
+    unknown = httpx.post(f"{endpoint.base_url('guessed')}/chat/completions", headers=headers, json={"messages": [USER]})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "session_not_found")
+    large = {"messages": [{"role": "user", "content": "x" * 20_000}]}
+    assert httpx.post(f"{endpoint.base_url()}/chat/completions", headers=headers, json=large).status_code == 413
+
+
+def test_other_hosts_need_a_token(engine: Recorded) -> None:
+    with pytest.raises(ValueError, match=r"refusing to listen on '0\.0\.0\.0' without a token"):
+        OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, host="0.0.0.0")
+    elsewhere = OpenAIEndpoint(
+        engine,
+        chat_tokenizer(),
+        most_tokens=128,
+        host="0.0.0.0",
+        token=AccessToken("x" * 32),
+        public_url="https://a:1/",
+    )
+    assert elsewhere.base_url() == "https://a:1/v1"
+    assert elsewhere.base_url("b") == "https://a:1/sessions/b/v1"
+    here = OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, host="0.0.0.0", token=AccessToken("x" * 32))
+    assert here.base_url() == "http://127.0.0.1:0/v1"
+    with pytest.raises(ValueError, match="request_timeout"):
+        OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, request_timeout=0)
+
+
+def test_an_answer_that_takes_too_long_is_an_error(engine: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    with OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, request_timeout=0.2) as endpoint:
+
+        async def never(self: Any, request: Any, sampler: Any) -> None:
+            await asyncio.sleep(20)
+
+        monkeypatch.setattr(ChatSession, "answer", never)
+        with (
+            openai.OpenAI(base_url=endpoint.base_url(), api_key=endpoint.api_key, max_retries=0) as client,
+            pytest.raises(openai.InternalServerError, match=r"no answer within 0\.2 s"),
+        ):
+            ask(client, [USER])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b'{"messages":[' + b'{"role":"user"},' * 2000 + b'{"role":"user"}]}', 413, "more than 1000 texts, lists and"),
+        (b'{"messages":' + b"[" * 5000, 413, "nests more than 64 lists and objects"),
+        (b'{"messages":[{"role":"user"', 400, "Invalid JSON"),
+        (b'{"messages":[]}', 400, "messages: List should have at least 1 item"),
+    ],
+)
+def test_bodies_are_counted_before_they_are_parsed(engine: Recorded, body: bytes, status: int, message: str) -> None:
+    with OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=64, max_body_values=1000) as endpoint:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+        answer = httpx.post(f"{endpoint.base_url()}/chat/completions", content=body, headers=headers)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_long_conversation_is_encoded_off_the_loop_and_refused_for_its_length(engine: Recorded) -> None:
+    """Long texts take the tokenizer seconds, in which others are to be answered."""
+    with OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128) as endpoint:
+        client = httpx.Client(headers={"Authorization": f"Bearer {endpoint.api_key}"}, timeout=60)
+        body = {"messages": [{"role": "user", "content": "1+" * 200_000}]}
+        with ThreadPoolExecutor() as threads:
+            long = threads.submit(client.post, f"{endpoint.base_url()}/chat/completions", json=body)
+            answered = 0
+            while not long.done():
+                assert client.get(f"{endpoint.base_url()}/models").status_code == 200
+                answered += not long.done()
+        assert long.result().status_code == 400
+        assert long.result().json()["error"]["code"] == "context_length_exceeded"
+    assert answered >= 5

@@ -1,0 +1,287 @@
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfkit.losses import (
+    best_of_group_advantages,
+    gdpo_advantages,
+    gpg_advantages,
+    group_advantages,
+    kl_estimate,
+    masked_moments,
+    normalize_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+    rloo_advantages,
+)
+
+from ..policy_cases import FIELD, TRL, tensors
+
+TRL_REWARDS = {
+    name: torch.tensor([torch.nan if reward is None else reward for reward in values])
+    for name, values in TRL["advantages"]["inputs"].items()
+    if name.startswith("r") and name != "ref_logps"
+}
+TRL_GROUP = torch.arange(16) // 4
+TRL_CASES = {case["name"]: case for case in TRL["advantages"]["cases"]}
+FLOAT32_INSIDE_TRL = {"rtol": 1e-5, "atol": 1e-5}
+FIELD_INPUTS = tensors(FIELD["inputs"])
+
+
+def opo(rewards, group):
+    return opo_advantages(rewards, group, torch.ones_like(group) * 7)
+
+
+def gdpo(rewards, group):
+    return gdpo_advantages(rewards[:, None], group)
+
+
+def pass_at_2(rewards, group):
+    return pass_at_k_advantages(rewards, group, k=2)
+
+
+def by_batch(rewards, group):
+    return group_advantages(rewards, group, scale="batch")
+
+
+def centred(rewards, group):
+    return group_advantages(rewards, group, scale="none")
+
+
+ESTIMATORS = [group_advantages, by_batch, centred, rloo_advantages, opo, gdpo, best_of_group_advantages, pass_at_2]
+every_estimator = pytest.mark.parametrize("estimate", ESTIMATORS)
+
+
+def trl_columns(case):
+    return torch.stack([TRL_REWARDS[name] for name in case["rewards"]], -1)
+
+
+def trl_rewards(case):
+    """TRL's sum of several rewards: one that is missing counts 0 as long as another is there."""
+    columns = trl_columns(case)
+    return torch.where(columns.isnan().all(-1), torch.nan, columns.nansum(-1))
+
+
+@pytest.mark.parametrize("name", TRL_CASES)
+def test_trl_golden_advantages(name):
+    case = TRL_CASES[name]
+    rewards, args = trl_rewards(case), case["args"]
+    if name.startswith("gdpo"):
+        got = gdpo_advantages(trl_columns(case), TRL_GROUP)
+    elif name == "rloo/norm":
+        got = normalize_advantages(rloo_advantages(rewards, TRL_GROUP))
+    elif name == "rloo/kl":
+        policy, reference = (
+            torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in TRL["advantages"]["inputs"][key]], True)
+            for key in ("old_logps", "ref_logps")
+        )
+        kl = kl_estimate(policy, reference, estimator="k1").sum(-1)  # padding is 0 in both
+        got = rloo_advantages(rewards - args["beta"] * kl, TRL_GROUP)
+    elif name.startswith("rloo"):
+        got = rloo_advantages(rewards, TRL_GROUP)
+    else:
+        got = group_advantages(rewards, TRL_GROUP, scale=args.get("scale_rewards", "group"))
+    torch.testing.assert_close(got, torch.tensor(case["advantages"]), **FLOAT32_INSIDE_TRL)
+
+
+@pytest.mark.parametrize(
+    ("name", "estimate"),
+    [
+        ("grpo", lambda rewards, group: group_advantages(rewards, group, eps=1e-6)),
+        ("grpo_vectorized", lambda rewards, group: group_advantages(rewards, group, eps=1e-6)),
+        ("grpo_passk", best_of_group_advantages),
+        ("rloo", rloo_advantages),
+    ],
+)
+def test_verl_golden_advantages(name, estimate):
+    got = estimate(FIELD_INPUTS["reward"], FIELD_INPUTS["group"].long())
+    expected = torch.tensor(FIELD["verl_advantage"][name]["adv"], dtype=torch.float64)
+    # The vectorised variant sums squares in float32.
+    torch.testing.assert_close(got[:, None] * FIELD_INPUTS["mask"], expected, rtol=1e-7, atol=1e-7)
+
+
+@every_estimator
+@pytest.mark.parametrize(("reward", "size"), [(0.1, 8), (0.9, 8), (0.3, 16), (1 / 3, 7), (1.0, 4), (0.0, 4)])
+def test_equal_rewards_have_advantage_exactly_zero(estimate, reward, size):
+    rewards = torch.cat([torch.full((size,), reward), torch.tensor([0.0, 1.0, 0.0])])
+    group = torch.cat([torch.zeros(size, dtype=torch.int64), torch.ones(3, dtype=torch.int64)])
+    got = estimate(rewards, group)
+    assert (got[:size] == 0.0).all()
+    assert got[size + 1] > 0.0
+
+
+@every_estimator
+def test_missing_rewards_get_zero_and_leave_the_others_alone(estimate):
+    rewards, group = torch.tensor([1.0, torch.nan, 0.0, 0.0, torch.nan]), torch.tensor([3, 3, 3, 3, 9])
+    got = estimate(rewards, group)
+    present = torch.tensor([0, 2, 3])
+    torch.testing.assert_close(got[present], estimate(rewards[present], group[present]))
+    assert (got[torch.tensor([1, 4])] == 0.0).all()
+    assert (got[present] != 0.0).any()
+
+
+@every_estimator
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_order_of_rows_and_names_of_groups_do_not_matter(estimate, seed):
+    generator = torch.Generator().manual_seed(seed)
+    group = torch.randint(0, 4, (13,), generator=generator)
+    rewards = torch.randn(13, generator=generator)
+    rewards[torch.rand(13, generator=generator) < 0.2] = torch.nan
+    order = torch.randperm(13, generator=generator)
+    got = estimate(rewards, group)
+    torch.testing.assert_close(got[order], estimate(rewards[order], 100 - 7 * group[order]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_order_of_rows_changes_no_bit_of_group_advantages(scale):
+    generator = torch.Generator().manual_seed(0)
+    rewards, group = torch.rand(64, generator=generator), torch.arange(64) % 8
+    order = torch.randperm(64, generator=generator)
+    got = group_advantages(rewards, group, scale=scale)[order]
+    assert torch.equal(got, group_advantages(rewards[order], group[order], scale=scale))
+
+
+@every_estimator
+def test_one_sample_alone_has_nothing_to_be_better_than(estimate):
+    assert estimate(torch.tensor([1.0]), torch.tensor([0])).tolist() == [0.0]
+    assert estimate(torch.tensor([1.0, 0.0]), torch.tensor([0, 1])).tolist() == [0.0, 0.0]
+
+
+@every_estimator
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_dtype_is_at_least_float32(estimate, dtype):
+    got = estimate(torch.tensor([1.0, 0.0, 0.5], dtype=dtype), torch.tensor([0, 0, 0]))
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@every_estimator
+def test_compiles_without_graph_breaks(estimate):
+    rewards, group = torch.tensor([1.0, 0.0, torch.nan, 0.5, 0.0]), torch.tensor([7, 7, 2, 7, 2])
+    compiled = torch.compile(estimate, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(rewards, group), estimate(rewards, group))
+
+
+def test_leave_one_out_by_hand():
+    got = rloo_advantages(torch.tensor([1.0, 0.0, 4.0]), torch.zeros(3, dtype=torch.int64))
+    assert got.tolist() == [-1.0, -2.5, 3.5]
+
+
+def test_optimal_baseline_weighs_rewards_with_lengths():
+    got = opo_advantages(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.tensor([30, 10]))
+    assert got.tolist() == pytest.approx([0.25, -0.75])
+
+
+def test_gdpo_of_one_reward_orders_as_grpo_and_weights_scale_columns():
+    rewards, group = torch.tensor([[1.0, 5.0], [0.0, 5.0], [0.0, 0.0], [1.0, 9.0]]), torch.tensor([0, 0, 1, 1])
+    first = gdpo_advantages(rewards, group, weights=[1.0, 0.0])
+    torch.testing.assert_close(first, gdpo_advantages(rewards[:, :1], group))
+    torch.testing.assert_close(
+        first, gdpo_advantages(rewards, group, weights=torch.tensor([3.0, 0.0])), rtol=1e-3, atol=0
+    )
+
+
+def test_gdpo_lets_no_reward_drown_another():
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1000.0], [0.0, 0.0], [1.0, 1000.0]])
+    got = gdpo_advantages(rewards, torch.zeros(4, dtype=torch.int64))
+    # The first wins one reward and the second the other: a draw, whatever the rewards are counted in.
+    torch.testing.assert_close(got, torch.tensor([0.0, 0.0, -1.0, 1.0]) * got[3], rtol=0, atol=1e-3)
+    assert got[3].item() > 1.0
+
+
+@pytest.mark.parametrize(("size", "right", "k"), [(4, 1, 2), (6, 2, 3), (5, 3, 2), (7, 1, 1), (6, 5, 1)])
+def test_pass_at_k_is_the_mean_over_all_groups_of_k(size, right, k):
+    rewards = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
+    groups = list(itertools.combinations(range(size), k))
+    wins = torch.tensor([float(rewards[list(group)].max()) for group in groups])
+    mean, deviation = wins.mean(), wins.std(unbiased=False)
+    expected = torch.stack(
+        [
+            torch.stack(
+                [(win - mean) / deviation for win, group in zip(wins, groups, strict=True) if row in group]
+            ).mean()
+            for row in range(size)
+        ]
+    )
+    got = pass_at_k_advantages(rewards, torch.zeros(size, dtype=torch.int64), k=k)
+    torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_pass_at_k_is_zero_where_every_k_succeed_or_fail_and_for_small_groups():
+    zeros = torch.zeros(4, dtype=torch.int64)
+    for rewards in ([1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]):
+        assert pass_at_k_advantages(torch.tensor(rewards), zeros, k=2).tolist() == [0.0] * 4
+    assert pass_at_k_advantages(torch.tensor([1.0, 0.0]), zeros[:2], k=3).tolist() == [0.0, 0.0]
+
+
+def test_only_a_single_best_sample_learns():
+    group = torch.tensor([0, 0, 0, 1, 1])
+    got = best_of_group_advantages(torch.tensor([3.0, 1.0, 0.0, 2.0, 2.0]), group, normalize=False)
+    assert got.tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_normalising_over_ranks_is_normalising_the_whole():
+    advantages = torch.randn(9, dtype=torch.float64)
+    mask = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
+    expected = normalize_advantages(advantages, mask=mask)
+    kept = expected[mask]
+    assert kept.mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert kept.std().item() == pytest.approx(1.0, abs=1e-3)
+    assert (expected[~mask] == 0.0).all()
+    ranks = [slice(4), slice(4, None)]
+    moments = sum(masked_moments(advantages[rows], mask[rows]) for rows in ranks)
+    got = torch.cat([normalize_advantages(advantages[rows], mask=mask[rows], moments=moments) for rows in ranks])
+    torch.testing.assert_close(got, expected)
+
+
+@every_estimator
+@pytest.mark.parametrize(
+    ("rewards", "group", "message"),
+    [
+        (torch.zeros(3), torch.zeros(2, dtype=torch.int64), "same shape"),
+        (torch.zeros(3), torch.zeros(3), "integer"),
+        (torch.zeros(3, 1), torch.zeros(3, 1, dtype=torch.int64), r"\(B"),
+    ],
+)
+def test_rewards_and_groups_that_do_not_fit_raise(estimate, rewards, group, message):
+    with pytest.raises(ValueError, match=message):
+        estimate(rewards, group)
+
+
+def test_bad_knobs_raise():
+    rewards, group = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="group, batch, none"):
+        group_advantages(rewards, group, scale="token")
+    with pytest.raises(ValueError, match="eps"):
+        group_advantages(rewards, group, eps=-1.0)
+    with pytest.raises(ValueError, match="k must be at least 1"):
+        pass_at_k_advantages(rewards, group, k=0)
+    with pytest.raises(ValueError, match="weights must be 2 numbers"):
+        gdpo_advantages(rewards[:, None].expand(3, 2), group, weights=[1.0])
+    with pytest.raises(ValueError, match="same shape"):
+        opo_advantages(rewards, group, torch.ones(2))
+    with pytest.raises(ValueError, match="same shape"):
+        normalize_advantages(rewards, mask=torch.ones(2))
+
+
+def test_every_recorded_advantage_is_checked():
+    assert len(TRL_CASES) == len(TRL["advantages"]["cases"]) == 16
+    # The other two of verl's are per token, and in the tests of returns.
+    others = {"reinforce_plus_plus", "gae_.99_.95_whitened"}
+    assert set(FIELD["verl_advantage"]) == {"grpo", "grpo_vectorized", "grpo_passk", "rloo"} | others
+
+
+def test_gpg_scales_the_centred_reward_up_for_samples_without_a_gradient():
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.5, math.nan])
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    got = gpg_advantages(rewards, group)
+    # Seven samples have a reward, two of them are in a group where rewards differ: B / (B - M) = 7 / 2.
+    assert got.tolist() == pytest.approx([1.75, -1.75, 0, 0, 0, 0, 0, 0])
+    varied = torch.tensor([1.0, 0.0, 0.25, 0.75])
+    pairs = torch.tensor([0, 0, 1, 1])
+    torch.testing.assert_close(gpg_advantages(varied, pairs), group_advantages(varied, pairs, scale="none"))
+    assert gpg_advantages(torch.ones(4), pairs).tolist() == [0.0] * 4

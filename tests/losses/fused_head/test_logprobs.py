@@ -1,0 +1,365 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from rlhfkit.losses import linear_logprobs, logits_logprobs
+from rlhfkit.losses.fused_head.tiles import RunningSoftmax, accumulate
+
+from ..head_cases import dense_logprobs, random_head
+
+KNOBS = [
+    {},
+    {"temperature": 0.7},
+    {"logit_scale": 1.3, "temperature": 1.7},
+    {"logit_softcap": 2.0},
+    {"logit_softcap": 1.5, "logit_scale": 0.8, "temperature": 0.6},
+]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operation gives back."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, torch.Tensor):
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return result
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_are_those_of_finite_differences(knobs, entropy, with_bias):
+    head = random_head(3)
+
+    def function(hidden, weight, bias=None):
+        output = linear_logprobs(hidden, weight, head.targets, bias=bias, entropy=entropy, chunk=4, **knobs)
+        return tuple(output) if entropy else output.logprobs
+
+    leaves = head.leaves if with_bias else head.leaves[:2]
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_values_and_gradients_equal_the_dense_head_in_float32(knobs):
+    head = random_head(2, 4, vocabulary=50, dtype=torch.float32)
+    ours = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, entropy=True, chunk=16, **knobs)
+    dense = dense_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, **knobs)
+    for mine, theirs in zip(ours, dense, strict=True):
+        assert mine.shape == (2, 4)
+        torch.testing.assert_close(mine, theirs)
+        for gradient, expected in zip(
+            torch.autograd.grad(mine.square().sum(), head.leaves, retain_graph=True),
+            torch.autograd.grad(theirs.square().sum(), head.leaves, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_are_as_exact_as_the_dense_head(dtype):
+    head = random_head(64, width=32, vocabulary=300, dtype=dtype)
+    exact = head.to(torch.float64)
+
+    def errors(function, leaves):
+        logprobs, entropy = function(leaves.hidden, leaves.weight, leaves.targets, bias=leaves.bias, temperature=3.0)
+        gradients = torch.autograd.grad(logprobs.mean() + entropy.mean(), leaves.leaves)
+        return [logprobs, entropy, *gradients]
+
+    reference = errors(dense_logprobs, exact)
+    dense = errors(dense_logprobs, head)
+    ours = errors(lambda *args, **knobs: linear_logprobs(*args, entropy=True, chunk=64, **knobs), head)
+    assert [tensor.dtype for tensor in ours] == [torch.float32] * 2 + [dtype] * 3
+    for mine, theirs, truth in zip(ours, dense, reference, strict=True):
+        allowed = 1.5 * (theirs.double() - truth).norm() + 1e-7 * truth.norm()  # different order of summation
+        assert (mine.double() - truth).norm() <= allowed
+
+
+def test_gradient_of_a_sure_token_keeps_its_relative_precision_in_bfloat16():
+    # p = 0.998: rounding p to bfloat16 before 1 - p is formed would be wrong by as much as 1 - p itself.
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16)
+    hidden = torch.tensor([[6.25]], dtype=torch.bfloat16, requires_grad=True)
+    linear_logprobs(hidden, weight, torch.tensor([0])).logprobs.sum().backward()
+    expected = 1.0 / (1.0 + math.exp(6.25))
+    assert hidden.grad.item() == pytest.approx(expected, rel=2**-8)
+
+
+@given(chunk=st.integers(1, 40), tokens=st.integers(1, 9), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_the_chunk_changes_nothing(chunk, tokens, seed):
+    head = random_head(tokens, vocabulary=31, seed=seed)
+
+    def run(size):
+        output = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, entropy=True, chunk=size)
+        return [*output, *torch.autograd.grad(output.logprobs.sum() + output.entropy.square().sum(), head.leaves)]
+
+    for mine, whole in zip(run(chunk), run(31), strict=True):
+        torch.testing.assert_close(mine, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_tokens_than_one_tile_has_rows(dtype):
+    head = random_head(4100, width=3, vocabulary=7, dtype=dtype)
+    exact = head.to(torch.float64)
+    weights = torch.linspace(-1, 1, 4100)
+    logprobs = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, chunk=4).logprobs
+    gradients = torch.autograd.grad((logprobs * weights).sum(), head.leaves)
+    expected, _ = dense_logprobs(exact.hidden, exact.weight, exact.targets, bias=exact.bias)
+    references = torch.autograd.grad((expected * weights).sum(), exact.leaves)
+    # bfloat16 has 8 bits; each of the three gradients goes through two or three roundings.
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for mine, reference in zip((logprobs, *gradients), (expected, *references), strict=True):
+        assert (mine.double() - reference).norm() <= tolerance * reference.norm()
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_nothing_as_large_as_the_logits_is_ever_allocated(entropy, softcap):
+    tokens, vocabulary, width, chunk = 64, 4096, 8, 256
+    head = random_head(tokens, width=width, vocabulary=vocabulary, dtype=torch.float32)
+    with LargestTensor() as mode:
+        output = linear_logprobs(
+            head.hidden, head.weight, head.targets, bias=head.bias, entropy=entropy, chunk=chunk, logit_softcap=softcap
+        )
+        loss = output.logprobs.sum() if output.entropy is None else output.logprobs.sum() + output.entropy.sum()
+        loss.backward()
+    assert head.weight.grad is not None
+    assert 0 < mode.largest <= max(vocabulary * width, tokens * chunk)
+
+
+def test_uniform_distribution_in_closed_form():
+    hidden, weight = torch.zeros(3, 4), torch.randn(17, 4)
+    output = linear_logprobs(hidden, weight, torch.tensor([0, 5, 16]), entropy=True, chunk=6)
+    torch.testing.assert_close(output.logprobs, torch.full((3,), -math.log(17)))
+    torch.testing.assert_close(output.entropy, torch.full((3,), math.log(17)))
+
+
+def test_vocabulary_entries_with_a_bias_of_minus_infinity_do_not_exist():
+    head = random_head(6, vocabulary=12)
+    targets = head.targets % 7
+    bias = head.bias.detach().clone()
+    bias[7:] = -torch.inf  # the last tile of four has no finite logit
+    small, full = head.weight[:7], head.weight
+    expected = linear_logprobs(head.hidden, small, targets, bias=bias[:7], entropy=True)
+    output = linear_logprobs(head.hidden, full, targets, bias=bias, entropy=True, chunk=4)
+    for mine, theirs in zip(output, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+        gradients = torch.autograd.grad(mine.sum(), (head.hidden, head.weight), retain_graph=True)
+        references = torch.autograd.grad(theirs.sum(), (head.hidden, head.weight), retain_graph=True)
+        for gradient, reference in zip(gradients, references, strict=True):
+            torch.testing.assert_close(gradient, reference)
+
+
+def test_large_logits_do_not_overflow():
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [2.0], [-3.0]], requires_grad=True)
+    output = linear_logprobs(hidden, weight, torch.tensor([0, 2]), entropy=True, chunk=1)
+    torch.testing.assert_close(output.logprobs, torch.tensor([-1e4, 0.0]))
+    torch.testing.assert_close(output.entropy, torch.zeros(2))
+    (output.logprobs.sum() + output.entropy.sum()).backward()
+    torch.testing.assert_close(hidden.grad, torch.tensor([[-1.0], [0.0]]))
+
+
+def test_autocast_computes_the_products_as_linear_does():
+    head = random_head(16, width=8, vocabulary=40, dtype=torch.float32)
+    narrow = head.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, chunk=16).logprobs
+        dense, _ = dense_logprobs(head.hidden, head.weight, head.targets, bias=head.bias)
+    gradients = torch.autograd.grad(logprobs.sum(), head.leaves)
+    plain = linear_logprobs(narrow.hidden, narrow.weight, narrow.targets, bias=narrow.bias, chunk=16).logprobs
+    assert logprobs.dtype == torch.float32
+    assert torch.equal(logprobs, plain)
+    torch.testing.assert_close(logprobs, dense)
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 3
+    for gradient, expected in zip(gradients, torch.autograd.grad(plain.sum(), narrow.leaves), strict=True):
+        torch.testing.assert_close(
+            gradient.bfloat16(), expected, rtol=2**-7, atol=1e-3
+        )  # expected is rounded once more
+
+
+def test_a_float32_head_on_bfloat16_hidden_states_is_computed_in_float32():
+    head = random_head(8, dtype=torch.float32)
+    hidden = head.hidden.detach().bfloat16().requires_grad_()
+    output = linear_logprobs(hidden, head.weight, head.targets)
+    expected = linear_logprobs(hidden.float(), head.weight, head.targets)
+    assert torch.equal(output.logprobs, expected.logprobs)
+    gradient = torch.autograd.grad(output.logprobs.sum(), (hidden, head.weight))
+    assert [tensor.dtype for tensor in gradient] == [torch.bfloat16, torch.float32]
+
+
+def test_the_weight_may_be_away_between_forward_and_backward():
+    # What DeepSpeed ZeRO-3 does to a parameter: its data is released after forward and gathered again for backward.
+    head = random_head(4)
+    weight = torch.nn.Parameter(head.weight.detach().clone())
+    logprobs = linear_logprobs(head.hidden, weight, head.targets, chunk=4).logprobs
+    full = weight.data
+    weight.data = torch.empty(0, dtype=full.dtype)
+    weight.data = full.clone()
+    full.fill_(torch.nan)  # nothing may still read the old memory
+    logprobs.sum().backward()
+    expected, _ = dense_logprobs(head.hidden, head.weight, head.targets)
+    torch.testing.assert_close(weight.grad, torch.autograd.grad(expected.sum(), head.weight)[0])
+
+
+def test_a_weight_that_does_not_come_back_is_named():
+    head = random_head(4)
+    weight = torch.nn.Parameter(head.weight.detach().clone())
+    logprobs = linear_logprobs(head.hidden, weight, head.targets).logprobs
+    weight.data = torch.empty(0, dtype=weight.dtype)
+    with pytest.raises(RuntimeError, match="did not gather it again"):
+        logprobs.sum().backward()
+
+
+def test_backward_saves_the_weight_itself_and_nothing_else_of_its_size():
+    head = random_head(4, vocabulary=50)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, entropy=True, chunk=20)
+    large = [tensor for tensor in saved if tensor.numel() >= head.weight.numel()]
+    assert [tensor.data_ptr() for tensor in large] == [head.weight.data_ptr()]
+
+
+def test_only_what_is_trained_gets_a_gradient():
+    head = random_head(4)
+    frozen = head.weight.detach()
+    linear_logprobs(head.hidden, frozen, head.targets, bias=head.bias).logprobs.sum().backward()
+    assert frozen.grad is None
+    expected, _ = dense_logprobs(head.hidden, frozen, head.targets, bias=head.bias)
+    torch.testing.assert_close(head.hidden.grad, torch.autograd.grad(expected.sum(), head.hidden)[0])
+    with torch.no_grad():
+        assert not linear_logprobs(head.hidden, head.weight, head.targets).logprobs.requires_grad
+
+
+def test_no_tokens_give_no_log_probs_and_a_gradient_of_zero():
+    head = random_head(0)
+    output = linear_logprobs(head.hidden, head.weight, head.targets, bias=head.bias, entropy=True)
+    assert output.logprobs.shape == output.entropy.shape == (0,)
+    for gradient in torch.autograd.grad(output.logprobs.sum() + output.entropy.sum(), head.leaves):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("knobs", [{}, {"temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_that_exist_give_the_same(knobs, entropy):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(7, (2, 3), generator=generator)
+    output = logits_logprobs(logits, targets, entropy=entropy, **knobs)
+    distribution = torch.distributions.Categorical(logits=logits / knobs.get("temperature", 1.0))
+    torch.testing.assert_close(output.logprobs, distribution.log_prob(targets))
+    if entropy:
+        torch.testing.assert_close(output.entropy, distribution.entropy())
+
+    def function(values):
+        result = logits_logprobs(values, targets, entropy=entropy, **knobs)
+        return tuple(result) if entropy else result.logprobs
+
+    assert torch.autograd.gradcheck(function, (logits,))
+
+
+def test_bfloat16_logits_are_reduced_in_float32_and_left_as_they_are():
+    logits = (torch.randn(5, 3000, generator=torch.Generator().manual_seed(0)) * 4).bfloat16().requires_grad_()
+    before, targets = logits.detach().clone(), torch.arange(5)
+    output = logits_logprobs(logits, targets, entropy=True)
+    reference = torch.log_softmax(before.double(), -1)
+    torch.testing.assert_close(output.logprobs.double(), reference[targets, targets], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(output.entropy.double(), -(reference.exp() * reference).sum(-1), rtol=1e-5, atol=1e-6)
+    output.logprobs.sum().backward()
+    assert torch.equal(logits.detach(), before)
+    expected = -reference.exp()
+    expected[targets, targets] += 1.0
+    torch.testing.assert_close(logits.grad.double(), expected, rtol=2**-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_compiles_without_graph_breaks(entropy):
+    head = random_head(6, vocabulary=40, dtype=torch.float32)
+
+    def loss(hidden, weight, bias):
+        output = linear_logprobs(hidden * 2, weight, head.targets, bias=bias, entropy=entropy, chunk=16)
+        dense = logits_logprobs(hidden @ weight.t(), head.targets, entropy=entropy)
+        parts = [part.mean() for part in (*output, *dense) if part is not None]
+        return torch.stack(parts).sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for mine, expected in zip(
+        torch.autograd.grad(compiled(*head.leaves), head.leaves),
+        torch.autograd.grad(loss(*head.leaves), head.leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_a_target_in_no_tile_gives_nan_where_its_range_is_not_checked():
+    state = RunningSoftmax.empty(2, torch.float32, torch.device("cpu"), entropy=False)
+    logits = torch.randn(2, 4)
+    accumulate(state, logits.clone(), 1.0, torch.tensor([-100, 3]), torch.empty(2, 4), None)
+    assert state.chosen[0].isnan()
+    torch.testing.assert_close(state.chosen[1], logits[1, 3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(3, 4)}, r"hidden \(3, 4\) and weight \(11, 5\)"),
+        ({"weight": torch.zeros(0)}, "was not gathered"),
+        ({"targets": torch.zeros(2, dtype=torch.int64)}, r"targets must have the shape .* \(3,\), got \(2,\)"),
+        ({"targets": torch.zeros(3, dtype=torch.int32)}, "int64 token ids, got torch.int32"),
+        ({"targets": torch.tensor([0, 11, 2])}, r"lie in \[0, 11\), got values from 0 to 11"),
+        ({"targets": torch.tensor([0, -100, 2])}, r"from -100 to 2; give ignored positions"),
+        ({"bias": torch.zeros(5)}, r"bias must have shape \(11,\), got \(5,\)"),
+        ({"weight": torch.zeros(11, 5, dtype=torch.int64)}, "floating point"),
+        ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
+        ({"temperature": math.nan}, "temperature must be a finite number above 0, got nan"),
+        ({"logit_scale": -1.0}, "logit_scale must be"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be"),
+        ({"chunk": 0}, "chunk is a number of vocabulary entries"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_arguments_are_named(change, message):
+    arguments = {"hidden": torch.zeros(3, 5), "weight": torch.zeros(11, 5), "targets": torch.zeros(3).long()}
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "message"),
+    [
+        (torch.zeros(3, 5), torch.zeros(2).long(), r"without its last dimension, \(3,\), got \(2,\)"),
+        (torch.zeros(3, 5), torch.full((3,), 5), r"lie in \[0, 5\)"),
+        (torch.zeros(3, 5).long(), torch.zeros(3).long(), "floating point"),
+    ],
+)
+def test_bad_logits_are_named(logits, targets, message):
+    with pytest.raises(ValueError, match=message):
+        logits_logprobs(logits, targets)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_gives_what_the_cpu_gives(dtype):
+    head = random_head(300, width=64, vocabulary=5000, dtype=dtype)
+
+    def run(device):
+        leaves = [leaf.detach().to(device).requires_grad_() for leaf in head.leaves]
+        output = linear_logprobs(
+            leaves[0], leaves[1], head.targets.to(device), bias=leaves[2], entropy=True, chunk=1024, temperature=8.0
+        )
+        return [*output, *torch.autograd.grad(output.logprobs.mean() + output.entropy.mean(), leaves)]
+
+    # TF32 is off by default; bfloat16 results differ by the order of summation before the last rounding.
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for mine, expected in zip(run("cuda"), run("cpu"), strict=True):
+        difference = (mine.cpu().double() - expected.double()).norm()
+        assert difference <= tolerance * expected.double().norm()

@@ -1,0 +1,123 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfkit.losses import (
+    entropy_bonus,
+    log_linear_proximal_logprobs,
+    off_policy_sequence_mask,
+    sum_losses,
+    top_entropy_mask,
+)
+
+from ..policy_cases import TRL, gradient, policy_batch, tensors
+
+INPUTS = tensors(TRL["grpo_loss"]["inputs"])
+
+
+@pytest.mark.parametrize("case", TRL["helpers"]["high_entropy_mask"]["cases"], ids=lambda case: str(case["threshold"]))
+def test_trl_golden_high_entropy_mask(case):
+    entropy, mask = INPUTS["entropies"], INPUTS["completion_mask"]
+    expected = torch.tensor(case["out"], dtype=torch.bool)
+    # Quirk: TRL takes the quantile in float32, and compares float64 entropies with it here, so that the token at the
+    # quantile falls out or stays by rounding.
+    threshold = torch.quantile(entropy[mask.bool()].float(), case["threshold"]).double()
+    assert torch.equal(top_entropy_mask(entropy, mask, threshold=threshold), expected)
+    if case["threshold"] < 1.0:
+        exact = top_entropy_mask(entropy, mask, fraction=1.0 - case["threshold"])
+        lost = exact & ~expected
+        assert not (expected & ~exact).any()
+        assert lost.sum() <= 1
+        assert (entropy[lost] == torch.quantile(entropy[mask.bool()], case["threshold"])).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), fraction=st.sampled_from([0.01, 0.2, 0.25, 0.5, 0.8, 1.0]))
+def test_as_many_tokens_of_largest_entropy_as_the_quantile_says(seed, fraction):
+    generator = torch.Generator().manual_seed(seed)
+    entropy = torch.rand(4, 8, generator=generator)
+    mask = torch.rand(4, 8, generator=generator) < 0.7
+    mask[0, 0] = True
+    kept = top_entropy_mask(torch.where(mask, entropy, torch.nan), mask, fraction=fraction)
+    assert not (kept & ~mask).any()
+    assert kept.sum().item() == int(fraction * (mask.sum().item() - 1) + 1e-4) + 1
+    assert entropy[kept].min() >= entropy[mask & ~kept].max() if (mask & ~kept).any() else True
+
+
+def test_nothing_selected_keeps_nothing():
+    assert not top_entropy_mask(torch.rand(2, 3), torch.zeros(2, 3)).any()
+
+
+def test_trl_golden_off_policy_mask():
+    helper = TRL["helpers"]["off_policy_mask"]
+    got = off_policy_sequence_mask(
+        INPUTS["advantages"],
+        INPUTS["per_token_logps"],
+        INPUTS["sampling_per_token_logps"],
+        INPUTS["completion_mask"],
+        threshold=helper["threshold"],
+    )
+    expected = torch.tensor(helper["out"], dtype=torch.bool).expand(6, 8)
+    assert torch.equal(got, expected)
+
+
+def test_off_policy_mask_ignores_what_is_masked_and_judges_tokens_by_their_own_advantage():
+    batch = policy_batch()
+    holes = torch.where(batch.mask, batch.old_logprobs + 5.0, torch.nan)
+    kept = off_policy_sequence_mask(batch.advantages, batch.logprobs, holes, batch.mask, threshold=1.0)
+    assert torch.equal(kept[batch.mask], batch.advantages[batch.mask] >= 0)
+    assert kept[~batch.mask].all()
+
+
+def test_entropy_bonus_pushes_entropy_up_and_adds_to_a_loss():
+    batch = policy_batch()
+    entropy = batch.advantages.abs().requires_grad_()
+    bonus = entropy_bonus(entropy, batch.mask, coef=0.1)
+    torch.testing.assert_close(gradient(bonus.loss, entropy), -0.1 * batch.mask.double() / batch.mask.sum())
+    torch.testing.assert_close(bonus.metrics["policy/entropy"], entropy.detach()[batch.mask].mean())
+    both = sum_losses(bonus, entropy_bonus(entropy, batch.mask, coef=0.2))
+    torch.testing.assert_close(both.loss, 3 * bonus.loss)
+    with pytest.raises(ValueError, match="at least one"):
+        sum_losses()
+
+
+def test_entropy_bonus_of_zero_measures_and_has_no_gradient():
+    entropy = torch.rand(2, 3, requires_grad=True)
+    bonus = entropy_bonus(entropy, torch.ones(2, 3), coef=0.0)
+    assert bonus.loss.item() == 0.0
+    assert not bonus.loss.requires_grad
+    assert bonus.metrics["policy/entropy"].item() > 0
+
+
+def test_log_linear_proximal_lies_on_the_line_between_the_two_policies():
+    current = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    rollout = torch.tensor([[-3.0, -3.0, -3.0, -3.0]], dtype=torch.float64)
+    versions = torch.tensor([[4, 6, 7, 8]])  # the policy is at version 8, the proximal one at 7
+    got = log_linear_proximal_logprobs(current, rollout, versions, version=8)
+    torch.testing.assert_close(got, torch.tensor([[-1.5, -2.0, -3.0, -3.0]], dtype=torch.float64))
+    assert not got.requires_grad
+    further = log_linear_proximal_logprobs(current, rollout, versions, version=8, proximal_version=6)
+    torch.testing.assert_close(further, torch.tensor([[-2.0, -3.0, -3.0, -3.0]], dtype=torch.float64))
+    same = log_linear_proximal_logprobs(current, rollout, versions, version=8, proximal_version=8)
+    torch.testing.assert_close(same, torch.tensor([[-1.0, -1.0, -1.0, -3.0]], dtype=torch.float64))
+
+
+def test_bad_arguments_raise():
+    entropy, mask = torch.rand(2, 3), torch.ones(2, 3)
+    with pytest.raises(ValueError, match="fraction"):
+        top_entropy_mask(entropy, mask, fraction=0.0)
+    with pytest.raises(ValueError, match="same shape"):
+        top_entropy_mask(entropy, mask[:, :2])
+    with pytest.raises(ValueError, match="one value per sequence"):
+        off_policy_sequence_mask(torch.ones(3), entropy, entropy, mask, threshold=0.1)
+    with pytest.raises(ValueError, match="ahead"):
+        log_linear_proximal_logprobs(entropy, entropy, mask.long(), version=3, proximal_version=4)
+
+
+@pytest.mark.parametrize("function", [top_entropy_mask, entropy_bonus])
+def test_compiles_without_graph_breaks(function):
+    entropy, mask = torch.rand(3, 5), torch.rand(3, 5) < 0.7
+    knobs = {"coef": 0.1} if function is entropy_bonus else {}
+    got = torch.compile(function, fullgraph=True, backend="eager")(entropy, mask, **knobs)
+    torch.testing.assert_close(got, function(entropy, mask, **knobs))

@@ -1,0 +1,110 @@
+import pytest
+import torch
+
+from rlhfkit.losses import clip_cov_loss, decoupled_ppo_loss, dppo_loss, importance_weights, kl_cov_loss, ppo_loss
+
+from ..policy_cases import gradient, policy_batch
+
+
+def test_decoupled_ppo_is_ppo_around_the_proximal_policy_weighted_to_the_behaviour_policy():
+    batch = policy_batch().leaf()
+    rollout = batch.old_logprobs + 0.5 * torch.randn(5, 7, dtype=torch.float64)
+    got = decoupled_ppo_loss(*batch, rollout_logprobs=rollout, high=1.5, clip_high=0.28)
+    weight = torch.exp(batch.old_logprobs - rollout)
+    weight = torch.where(weight > 1.5, 0.0, weight)
+    expected = ppo_loss(*batch, clip_high=0.28, weights=weight)
+    torch.testing.assert_close(got.loss, expected.loss)
+    torch.testing.assert_close(gradient(got.loss, batch.logprobs), gradient(expected.loss, batch.logprobs))
+    correction = importance_weights(batch.old_logprobs, rollout, batch.mask, mode="mask", high=1.5)
+    assert correction.metrics.items() <= got.metrics.items()
+    assert got.metrics["rollout_corr/masked_fraction"].item() > 0
+
+
+def test_dppo_drops_by_the_difference_of_probabilities_and_only_in_the_direction_of_the_advantage():
+    policy = torch.tensor([[0.9, 0.02, 0.3, 0.3]], dtype=torch.float64)
+    behaviour = torch.tensor([[0.6, 0.001, 0.6, 0.6]], dtype=torch.float64)
+    logprobs = policy.log().requires_grad_()
+    advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
+    inputs = logprobs, logprobs.detach(), advantages, torch.ones(1, 4)
+    output = dppo_loss(*inputs, rollout_logprobs=behaviour.log(), log_ratio_coef=0.0, denominator=1.0)
+    # The rare token's ratio is 20 and its difference 0.019: PPO would clip it, this does not.
+    expected = torch.tensor([[0.0, -20.0, 0.0, -0.5]], dtype=torch.float64)
+    torch.testing.assert_close(gradient(output.loss, logprobs), expected)
+    assert (
+        output.metrics["policy/clip_fraction_high"].item() == output.metrics["policy/clip_fraction_low"].item() == 0.25
+    )
+
+
+def test_dppo_pulls_dropped_tokens_back():
+    logprobs = torch.tensor([[-0.1]], dtype=torch.float64, requires_grad=True)
+    inputs = logprobs, logprobs.detach(), torch.ones(1), torch.ones(1, 1)
+    output = dppo_loss(*inputs, rollout_logprobs=torch.tensor([[-1.1]]), log_ratio_coef=0.5)
+    assert output.metrics["policy/clip_fraction"].item() == 1.0
+    assert gradient(output.loss, logprobs).item() == pytest.approx(2 * 0.5 * 1.0)
+
+
+def covariance(batch):
+    keep = batch.mask
+    return (batch.advantages - batch.advantages[keep].mean()) * (batch.logprobs - batch.logprobs[keep].mean())
+
+
+def test_clip_cov_takes_the_gradient_of_a_few_candidates_of_highest_priority():
+    batch = policy_batch(3).leaf()
+    priority = torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
+    knobs = {"fraction": 0.2, "covariance_low": 0.0, "covariance_high": 1e9, "priority": priority}
+    got = gradient(clip_cov_loss(*batch, **knobs).loss, batch.logprobs)
+    plain = gradient(ppo_loss(*batch).loss, batch.logprobs)
+    candidates = batch.mask & (covariance(batch) > 0) & (plain != 0)
+    count = int(0.2 * batch.mask.sum())
+    assert 1 < count < candidates.sum()
+    chosen = torch.where(candidates, priority, -1.0).flatten().topk(count).indices
+    expected = plain.flatten().clone()
+    expected[chosen] = 0.0
+    torch.testing.assert_close(got.flatten(), expected)
+
+
+def test_clip_cov_without_candidates_is_ppo_and_draws_from_torchs_generator():
+    batch = policy_batch(3)
+    none = clip_cov_loss(*batch, covariance_low=1e8, covariance_high=1e9)
+    assert torch.equal(none.loss, ppo_loss(*batch).loss)
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(clip_cov_loss(*batch, fraction=0.2, covariance_low=-1e9).loss.item())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_kl_cov_penalises_the_tokens_of_largest_covariance():
+    batch = policy_batch(4)
+    output = kl_cov_loss(*batch, fraction=0.2, kl_coef=0.7)
+    ratio = torch.exp(batch.logprobs - batch.old_logprobs)
+    token_loss = -ratio * batch.advantages
+    count = int(0.2 * batch.mask.sum())
+    top = torch.where(batch.mask, covariance(batch), -torch.inf).flatten().topk(count).indices
+    penalty = torch.zeros(35, dtype=torch.float64)
+    penalty[top] = 0.7 * (batch.logprobs - batch.old_logprobs).abs().flatten()[top]
+    torch.testing.assert_close(output.loss, (token_loss + penalty.view(5, 7))[batch.mask].mean())
+    assert output.metrics["policy/covariance_fraction"].item() == pytest.approx(count / batch.mask.sum().item())
+
+
+def test_at_least_one_token_is_always_penalised():
+    batch = policy_batch(4)
+    output = kl_cov_loss(*batch, fraction=1e-6)
+    assert output.metrics["policy/covariance_fraction"].item() == pytest.approx(1 / batch.mask.sum().item())
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments", "message"),
+    [
+        (dppo_loss, {"mask_low": 1.5, "rollout_logprobs": torch.zeros(5, 7)}, "probabilities"),
+        (dppo_loss, {"log_ratio_coef": -1.0, "rollout_logprobs": torch.zeros(5, 7)}, "log_ratio_coef"),
+        (clip_cov_loss, {"fraction": 0.0}, "fraction"),
+        (clip_cov_loss, {"covariance_low": 5.0}, "covariance_low < covariance_high"),
+        (clip_cov_loss, {"priority": torch.rand(5)}, "priority"),
+        (kl_cov_loss, {"fraction": 2.0}, "fraction"),
+        (kl_cov_loss, {"kl_coef": -1.0}, "kl_coef"),
+    ],
+)
+def test_bad_arguments_raise(loss, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        loss(*policy_batch(), **arguments)

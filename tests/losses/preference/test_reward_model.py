@@ -1,0 +1,248 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfkit.losses import bradley_terry_loss, pairwise_accuracy, process_reward_loss
+
+GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
+TRL = json.loads((GOLDEN_FOLDER / "trl.json").read_text())["reward_model"]
+OPENRLHF = json.loads((GOLDEN_FOLDER / "openrlhf.json").read_text())
+KNOBS = {"margin": 0.3, "centering": 0.05, "label_smoothing": 0.1}
+
+
+def reward_batch(seed: int = 0, pairs: int = 6, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return (3 * torch.randn(2, pairs, generator=generator, dtype=torch.float64)).to(dtype).unbind()
+
+
+def step_batch(seed: int = 0, classes: int | None = 2, soft: bool = False, dtype: torch.dtype = torch.float64):
+    """logits, labels, mask for 4 answers of 5 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, 5, *([classes] if classes else []), generator=generator, dtype=torch.float64).to(dtype)
+    mask = torch.rand(4, 5, generator=generator) < 0.5
+    mask[:, 0] = True
+    labels = torch.randint(classes or 2, (4, 5), generator=generator)
+    return logits, torch.rand(4, 5, generator=generator, dtype=torch.float64).to(dtype) if soft else labels, mask
+
+
+@pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: case["name"])
+def test_value_gradient_and_metrics_match_trl(case):
+    logits = torch.tensor(TRL["inputs"]["logits"], dtype=torch.float64, requires_grad=True)
+    margin = torch.tensor(TRL["inputs"]["margin"], dtype=torch.float64) if case["uses_margin"] else None
+    centering = case["args"].get("center_rewards_coefficient", 0.0)
+    output = bradley_terry_loss(*logits.squeeze(-1).chunk(2), margin=margin, centering=centering)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(case["loss"], rel=1e-10)
+    torch.testing.assert_close(logits.grad, torch.tensor(case["grad"], dtype=torch.float64), rtol=1e-10, atol=1e-14)
+    names = {"min_reward": "rewards/min", "mean_reward": "rewards/mean", "max_reward": "rewards/max"}
+    names |= {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
+    for theirs, ours in names.items():  # TRL logs in float32
+        assert output.metrics[ours].item() == pytest.approx(case["metrics"][theirs], rel=2e-5), ours
+
+
+def test_value_matches_openrlhf():
+    case = OPENRLHF["rm"]
+    chosen, rejected, margin = (torch.tensor(case[name]) for name in ("c", "r", "margin"))
+    assert bradley_terry_loss(chosen, rejected).loss.item() == pytest.approx(case["sigmoid"], abs=1e-6)
+    with_margin = bradley_terry_loss(chosen, rejected, margin=margin)
+    assert with_margin.loss.item() == pytest.approx(case["sigmoid_margin"], abs=1e-6)
+    assert bradley_terry_loss(chosen, rejected, loss_type="log_exp").loss.item() == pytest.approx(
+        case["logexp"], abs=1e-6
+    )
+
+
+def test_log_exp_does_not_overflow_and_honours_the_margin():
+    # Quirks left behind: OpenRLHF's logexp is infinite for large gaps and drops the margin.
+    chosen = torch.tensor([-1e4], requires_grad=True)
+    output = bradley_terry_loss(chosen, torch.tensor([1e4]), loss_type="log_exp", margin=5.0)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(20_005.0)
+    assert chosen.grad.item() == -1.0
+
+
+def test_equal_rewards_give_log_two_and_the_centering_term_is_the_squared_sum():
+    rewards = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    assert bradley_terry_loss(rewards, rewards).loss.item() == pytest.approx(math.log(2))
+    centred = bradley_terry_loss(rewards, rewards, centering=0.01).loss
+    assert centred.item() == pytest.approx(math.log(2) + 0.01 * (4 + 16) / 2)
+
+
+def test_pairwise_accuracy_counts_ties_as_told():
+    chosen, rejected = torch.tensor([1.0, 2.0, 0.0, float("nan")]), torch.tensor([0.0, 2.0, 1.0, 0.0])
+    mask = torch.tensor([1, 1, 1, 0])
+    assert pairwise_accuracy(chosen, rejected, mask=mask).item() == pytest.approx(1 / 3)
+    assert pairwise_accuracy(chosen, rejected, tie_credit=0.5, mask=mask).item() == pytest.approx(0.5)
+    assert pairwise_accuracy(chosen, rejected, mask=torch.zeros(4)) == 0
+
+
+def test_gradcheck():
+    inputs = tuple(tensor.requires_grad_() for tensor in reward_batch())
+    assert torch.autograd.gradcheck(lambda chosen, rejected: bradley_terry_loss(chosen, rejected, **KNOBS).loss, inputs)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), parts=st.integers(1, 6))
+def test_gradient_does_not_depend_on_order_and_micro_batches(seed, parts):
+    chosen, rejected = reward_batch(seed)
+    whole, split = chosen.clone().requires_grad_(), chosen.clone().requires_grad_()
+    bradley_terry_loss(whole, rejected, **KNOBS).loss.backward()
+    for rows in torch.randperm(6, generator=torch.Generator().manual_seed(seed)).tensor_split(parts):
+        bradley_terry_loss(split[rows], rejected[rows], **KNOBS, denominator=6).loss.backward()
+    torch.testing.assert_close(split.grad, whole.grad)
+
+
+def test_masked_pairs_reach_neither_loss_nor_gradient_nor_metrics():
+    chosen, rejected = reward_batch()
+    mask = torch.tensor([1, 1, 0, 1, 0, 1]).bool()
+    margin = torch.where(mask, 0.5, float("nan")).double()
+    expected = bradley_terry_loss(chosen[mask], rejected[mask], margin=margin[mask])
+    poisoned = torch.where(mask, chosen, float("nan")).requires_grad_()
+    output = bradley_terry_loss(poisoned, torch.where(mask, rejected, float("inf")), margin=margin, mask=mask)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(dict(output.metrics), dict(expected.metrics))
+    assert (poisoned.grad[~mask] == 0).all()
+    assert not any(metric.requires_grad for metric in output.metrics.values())
+
+
+def test_half_precision_is_computed_in_float32():
+    chosen, rejected = reward_batch(dtype=torch.bfloat16)
+    output = bradley_terry_loss(chosen, rejected)
+    assert output.loss.dtype == torch.float32
+    torch.testing.assert_close(output.loss, bradley_terry_loss(chosen.float(), rejected.float()).loss)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"loss_type": "hinge"}, "loss_type must be one of"),
+        ({"centering": -1.0}, "centering must not be negative"),
+        ({"label_smoothing": 0.5}, "label_smoothing must lie"),
+        ({"margin": torch.zeros(2)}, "same shape"),
+        ({"mask": torch.zeros(2)}, "same shape"),
+    ],
+)
+def test_nonsense_is_refused(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        bradley_terry_loss(torch.zeros(3), torch.zeros(3), **knobs)
+
+
+def test_column_of_rewards_and_bad_tie_credit_are_refused():
+    with pytest.raises(ValueError, match="squeeze"):
+        bradley_terry_loss(torch.zeros(3, 1), torch.zeros(3, 1))
+    with pytest.raises(ValueError, match="tie_credit"):
+        pairwise_accuracy(torch.zeros(3), torch.zeros(3), tie_credit=2.0)
+
+
+# --- process rewards -------------------------------------------------------------------------------------------------
+
+
+def openrlhf_steps():
+    case = OPENRLHF["prm"]
+    logits = torch.tensor(case["logits"])[..., case["reward_token_ids"]]
+    return case, logits, torch.tensor(case["inputs"]) == case["placeholder"]
+
+
+def test_hard_labels_match_openrlhf():
+    case, logits, mask = openrlhf_steps()
+    labels = torch.tensor(case["hard_labels"]) - case["reward_token_ids"][0]  # token ids 2, 3 to classes 0, 1
+    output = process_reward_loss(logits, labels, mask)
+    assert output.loss.item() == pytest.approx(case["hard"][0], abs=1e-6)
+    assert output.metrics["prm/accuracy"] == case["hard"][1]
+    assert output.metrics["prm/steps"] == 2
+
+
+def test_soft_labels_match_openrlhf():
+    # Quirk left behind: OpenRLHF's own data set cannot make float labels, so that the path never ran; its loss did.
+    case, logits, mask = openrlhf_steps()
+    output = process_reward_loss(logits, torch.tensor(case["soft_labels"]), mask)
+    assert output.loss.item() == pytest.approx(case["soft"][0], abs=1e-6)
+    assert output.metrics["prm/accuracy"] == case["soft"][1]
+
+
+def test_hard_labels_equal_torch_cross_entropy():
+    logits, labels, mask = step_batch(classes=4)
+    output = process_reward_loss(logits, labels, mask)
+    torch.testing.assert_close(output.loss, F.cross_entropy(logits[mask], labels[mask]))
+    accuracy = (logits.argmax(-1) == labels)[mask].float().mean()
+    torch.testing.assert_close(output.metrics["prm/accuracy"], accuracy)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_one_logit_equals_two_logits_of_which_one_is_zero(soft):
+    logits, labels, mask = step_batch(classes=None, soft=soft)
+    two = torch.stack([logits, torch.zeros_like(logits)], -1)
+    expected = process_reward_loss(two, labels if soft else 1 - labels, mask)  # hard class 0 is the good one there
+    output = process_reward_loss(logits, labels, mask)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.metrics["prm/accuracy"], expected.metrics["prm/accuracy"])
+
+
+@pytest.mark.parametrize(("classes", "soft"), [(2, False), (2, True), (5, False), (None, True)])
+def test_process_reward_gradcheck(classes, soft):
+    logits, labels, mask = step_batch(classes=classes, soft=soft)
+    assert torch.autograd.gradcheck(
+        lambda logits: process_reward_loss(logits, labels, mask).loss, (logits.requires_grad_(),)
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), parts=st.integers(1, 4))
+def test_process_reward_does_not_depend_on_order_and_micro_batches(seed, parts):
+    logits, labels, mask = step_batch(seed)
+    whole, split = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    process_reward_loss(whole, labels, mask).loss.backward()
+    for rows in torch.randperm(4, generator=torch.Generator().manual_seed(seed)).tensor_split(parts):
+        loss = process_reward_loss(split[rows], labels[rows], mask[rows], denominator=mask.sum()).loss
+        loss.backward()
+    torch.testing.assert_close(split.grad, whole.grad)
+
+
+@pytest.mark.parametrize(("classes", "soft"), [(2, False), (2, True), (None, False)])
+def test_masked_steps_reach_neither_loss_nor_gradient(classes, soft):
+    logits, labels, mask = step_batch(classes=classes, soft=soft)
+    keep = mask.unsqueeze(-1) if classes else mask
+    poisoned = torch.where(keep, logits, float("nan")).requires_grad_()
+    output = process_reward_loss(poisoned, torch.where(mask, labels, float("nan") if soft else -100), mask)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, process_reward_loss(logits, labels, mask).loss)
+    assert (poisoned.grad[~mask] == 0).all()
+    assert not any(metric.requires_grad for metric in output.metrics.values())
+
+
+@pytest.mark.parametrize("loss", [bradley_terry_loss, process_reward_loss])
+def test_compiles_without_graph_breaks(loss):
+    batch = reward_batch() if loss is bradley_terry_loss else step_batch()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*batch).loss, loss(*batch).loss)
+
+
+def test_process_reward_in_half_precision_is_computed_in_float32():
+    for classes in (2, None):
+        logits, labels, mask = step_batch(classes=classes, dtype=torch.bfloat16)
+        output = process_reward_loss(logits, labels, mask)
+        assert output.loss.dtype == torch.float32
+        torch.testing.assert_close(output.loss, process_reward_loss(logits.float(), labels, mask).loss)
+
+
+def test_process_reward_refuses_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match="logits must be"):
+        process_reward_loss(torch.zeros(2, 4, 2), torch.zeros(2, 3).long(), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="same shape"):
+        process_reward_loss(torch.zeros(2, 3, 2), torch.zeros(2, 3).long(), torch.ones(2, 4))
+    with pytest.raises(ValueError, match="class 0 of 2"):
+        process_reward_loss(torch.zeros(2, 3, 5), torch.zeros(2, 3), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("pairs", [0, 2])
+def test_a_batch_without_a_pair_that_counts_reports_zeros(pairs):
+    rewards = torch.full((pairs,), torch.nan)
+    output = bradley_terry_loss(rewards, rewards, mask=torch.zeros(pairs, dtype=torch.bool))
+    assert output.loss.item() == 0.0
+    assert {name: value.item() for name, value in output.metrics.items()} == dict.fromkeys(output.metrics, 0.0)

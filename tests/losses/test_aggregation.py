@@ -1,0 +1,148 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfkit.losses import aggregate, masked_mean, masked_moments, masked_sum, select, whiten
+from rlhfkit.losses.aggregation import check_same_shape, full_precision
+
+from .policy_cases import TRL, gradient, policy_batch
+
+MODES = ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"]
+
+
+def reduce(loss, mask, mode, denominator=None):
+    return aggregate(loss, mask, mode, denominator, max_length=10 if mode == "constant-length" else None)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_select_keeps_poison_out_of_value_and_gradient(poison):
+    leaf = torch.tensor([1.0, poison], requires_grad=True)
+    kept = select(leaf, torch.tensor([True, False]), fill=7.0)
+    assert kept.tolist() == [1.0, 7.0]
+    assert gradient((kept * kept).sum(), leaf).tolist() == [2.0, 0.0]
+
+
+def test_sums_and_means_by_hand():
+    values = torch.tensor([[1.0, 2.0, torch.nan], [3.0, torch.inf, torch.nan]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    assert masked_sum(values, mask).item() == 6.0
+    assert masked_sum(values, mask, -1).tolist() == [3.0, 3.0]
+    assert masked_mean(values, mask).item() == 2.0
+    assert masked_mean(values, mask, -1).tolist() == [1.5, 3.0]
+    assert masked_mean(values, torch.zeros(2, 3), 0).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_aggregation_modes_by_hand():
+    loss = torch.tensor([[1.0, 2.0, 3.0, torch.nan], [5.0, torch.nan, torch.nan, torch.nan], [torch.nan] * 4])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    assert reduce(loss, mask, "token-mean").item() == 11 / 4
+    assert reduce(loss, mask, "sequence-mean-token-mean").item() == (2 + 5) / 2  # the empty row is no sequence
+    assert reduce(loss, mask, "sequence-mean-token-sum").item() == (6 + 5) / 2
+    assert reduce(loss, mask, "constant-length").item() == pytest.approx(11 / (3 * 10))
+    assert reduce(loss, mask, "token-mean", 8).item() == 11 / 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), cut=st.integers(1, 4))
+def test_parts_with_the_denominator_of_the_whole_add_up(mode, seed, cut):
+    batch = policy_batch(seed)
+    count = batch.mask.sum() if mode == "token-mean" else torch.tensor(5.0)
+    parts = [reduce(batch.logprobs[rows], batch.mask[rows], mode, count) for rows in (slice(cut), slice(cut, None))]
+    torch.testing.assert_close(sum(parts), reduce(batch.logprobs, batch.mask, mode, count))
+    torch.testing.assert_close(sum(parts), reduce(batch.logprobs, batch.mask, mode))
+
+
+def test_a_long_bfloat16_loss_is_summed_in_float32():
+    loss = torch.full((1, 4096), 0.01, dtype=torch.bfloat16)
+    got = reduce(loss, torch.ones(1, 4096), "sequence-mean-token-sum")
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(4096 * loss[0, 0].item(), rel=1e-6)
+
+
+def test_whiten_gives_mean_zero_and_deviation_one_over_what_is_selected():
+    batch = policy_batch()
+    values = torch.where(batch.mask, batch.logprobs, torch.nan)
+    got = whiten(values, batch.mask)
+    assert got[batch.mask].mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert got[batch.mask].std(unbiased=False).item() == pytest.approx(1.0)
+    assert (got[~batch.mask] == 0.0).all()
+    shifted = whiten(values, batch.mask, scale_std=False)[batch.mask]
+    torch.testing.assert_close(shifted, batch.logprobs[batch.mask] - batch.logprobs[batch.mask].mean())
+
+
+def test_trl_golden_whitening():
+    golden = TRL["ppo"]["masked_whiten"]
+    values = torch.tensor(golden["values"], dtype=torch.float64)
+    mask = torch.tensor(golden["mask"])
+    assert masked_mean(values, mask).item() == pytest.approx(golden["masked_mean"])
+    # TRL adds 1e-8 to the variance, where this has a floor; and TRL's Bessel factor is float32.
+    for shift, name in ((True, "out"), (False, "out_shift_mean_false")):
+        expected = torch.tensor(golden[name], dtype=torch.float64)
+        got = whiten(values, mask, unbiased=True, shift_mean=shift)
+        torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=2e-7, atol=2e-7)
+    count, total, squares = masked_moments(values, mask)
+    variance = (squares - total.square() / count) / (count - 1)
+    assert variance.item() == pytest.approx(golden["masked_var"], rel=2e-7)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), cut=st.integers(1, 4), unbiased=st.booleans())
+def test_whitening_over_ranks_is_whitening_of_the_whole(seed, cut, unbiased):
+    batch = policy_batch(seed)
+    ranks = [(batch.logprobs[rows], batch.mask[rows]) for rows in (slice(cut), slice(cut, None))]
+    moments = sum(masked_moments(*rank) for rank in ranks)  # what an all-reduce would give
+    got = torch.cat([whiten(*rank, moments=moments, unbiased=unbiased) for rank in ranks])
+    torch.testing.assert_close(got, whiten(batch.logprobs, batch.mask, unbiased=unbiased))
+    again = whiten(batch.logprobs, batch.mask, moments=tuple(moments), unbiased=unbiased)
+    torch.testing.assert_close(got, again)
+
+
+def test_moments_keep_a_small_spread_around_a_large_mean():
+    values = 1000.0 + torch.tensor([[0.0, 0.01, 0.02, 0.03]])
+    mask = torch.ones(1, 4)
+    got = whiten(values, mask, moments=masked_moments(values, mask))
+    # Sums of squares in float32 would leave nothing of a variance of 1e-4 beside 1e6.
+    torch.testing.assert_close(got, whiten(values.double(), mask).float(), rtol=1e-2, atol=1e-2)
+
+
+def test_equal_values_whiten_to_zero():
+    assert whiten(torch.full((2, 3), 0.1), torch.ones(2, 3)).abs().max().item() < 1e-3
+    assert (whiten(torch.full((2, 3), 0.5), torch.ones(2, 3)) == 0.0).all()
+
+
+def test_full_precision_casts_halves_up_and_leaves_the_rest():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert full_precision(torch.zeros(1, dtype=dtype)).dtype == torch.float32
+    assert full_precision(torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregate_gradcheck_and_compile(mode):
+    batch = policy_batch().leaf()
+    assert torch.autograd.gradcheck(lambda loss: reduce(loss, batch.mask, mode), batch.logprobs)
+    compiled = torch.compile(reduce, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(batch.logprobs, batch.mask, mode), reduce(batch.logprobs, batch.mask, mode))
+
+
+def test_bad_arguments_raise():
+    loss, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"first \(2, 3\), second \(3, 2\)"):
+        check_same_shape(first=loss, second=loss.T, third=None)
+    with pytest.raises(ValueError, match="same shape"):
+        aggregate(loss, mask[:, :2])
+    with pytest.raises(ValueError, match="mode must be one of token-mean"):
+        aggregate(loss, mask, "mean")
+    with pytest.raises(ValueError, match="max_length belongs to"):
+        aggregate(loss, mask, max_length=3)
+    with pytest.raises(ValueError, match="max_length belongs to"):
+        aggregate(loss, mask, "constant-length")
+    with pytest.raises(ValueError, match="max_length must be positive"):
+        aggregate(loss, mask, "constant-length", max_length=0)
+    with pytest.raises(ValueError, match="denominator must be positive"):
+        aggregate(loss, mask, denominator=0)
+    with pytest.raises(ValueError, match="same shape"):
+        whiten(loss, mask[:, :2])
+    with pytest.raises(ValueError, match="same shape"):
+        masked_moments(loss, mask[:, :2])

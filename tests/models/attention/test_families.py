@@ -1,0 +1,114 @@
+"""What families can do is found out by trying, on tiny copies of any configuration."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM
+
+from models.test_forward import experience
+from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, scalar_output
+from rlhfkit.models.attention.families import FamilyKey, TinyCopies, _warn_once, exact_attention, packing_problem
+from rlhfkit.models.attention.packed import PACKED_ATTENTION
+from rlhfkit.models.attention.shrinking import shrunken
+
+
+def meta(config: Any) -> Any:
+    """A model of full size without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3", "gemma3_text"])
+def test_models_of_full_size_are_tried_on_a_tiny_copy(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    if model_type == "deepseek_v3":
+        config.num_hidden_layers = 4  # on the meta device, too, 61 layers of 256 experts take a while
+    model = meta(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 10**9
+    copies = TinyCopies(FamilyKey.of(model))
+    assert sum(parameter.numel() for parameter in copies.build(None).parameters()) < 3 * 10**7
+    assert packing_problem(model) is None
+
+
+def test_a_shrunken_configuration_keeps_what_decides_attention() -> None:
+    config = AutoConfig.for_model("gemma3_text")
+    tiny = shrunken(config)
+    assert set(tiny.layer_types) == {"sliding_attention", "full_attention"} == set(config.layer_types)
+    assert tiny.num_hidden_layers == len(tiny.layer_types) == 6
+    assert (tiny.head_dim, tiny.rope_parameters) == (config.head_dim, config.rope_parameters)
+    assert tiny.sliding_window < 5 < config.sliding_window
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gemma2", "away from what they are alone"),  # soft caps
+        ("gpt_oss", "away from what they are alone"),  # sinks
+        ("llama4_text", "away from what they are alone"),  # chunks
+        ("recurrent_gemma", "away from what they are alone"),
+        ("moshi", "none of its layers reads"),
+        ("bloom", "does not go through Transformers' attention interface"),
+        ("mamba", "does not go through Transformers' attention interface"),
+    ],
+)
+def test_what_would_be_wrong_is_not_packed_and_the_reason_is_named(model_type: str, why: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    assert why in str(packing_problem(model))
+
+
+def test_the_attention_of_an_unpacked_model_keeps_soft_caps() -> None:
+    """Transformers takes ``sdpa`` for Gemma 2 unless told, which has none."""
+    assert exact_attention(meta(Gemma2Config(num_hidden_layers=2))) == "eager"
+    assert exact_attention(meta(LlamaConfig(num_hidden_layers=2))) is None
+
+
+def test_an_unpacked_model_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=128, hidden_size=32, n_layer=1, n_head=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    _warn_once.cache_clear()  # another test may have loaded one
+    with caplog.at_level(logging.WARNING, logger="rlhfkit"):
+        for _ in range(2):
+            load_causal_lm(str(tmp_path))
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["BloomForCausalLM is not packed"]
+
+
+def test_packing_that_would_be_wrong_cannot_be_forced(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=128, hidden_size=32, n_layer=1, n_head=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="would be wrong for BloomForCausalLM"):
+        load_causal_lm(str(tmp_path), attention=PACKED_ATTENTION)
+
+
+class Deaf(LlamaForCausalLM):
+    """Keeps the layout from its layers."""
+
+    def forward(self, *args: Any, packed_layout: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_packed_row_that_no_layer_has_read_is_an_error(tmp_path: Path) -> None:
+    model = load_causal_lm(str(tiny_model(tmp_path)))
+    model.__class__ = Deaf
+    assert "none of its layers reads" in str(packing_problem(model))
+    batch = experience([(3, 5), (2, 2)])
+    with pytest.raises(RuntimeError, match="no attention layer of Deaf has read"):
+        policy_output(model, batch, batch.action_mask)
+
+
+def test_a_packed_row_that_no_layer_of_a_classifier_has_read_is_an_error(tmp_path: Path) -> None:
+    folder, batch = str(tiny_model(tmp_path)), experience([(3, 5), (2, 2)])
+    model = load_scalar_model(folder)
+    assert model.config._attn_implementation == PACKED_ATTENTION
+    model.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "packed_layout": None}), with_kwargs=True
+    )
+    with pytest.raises(RuntimeError, match="no attention layer of LlamaForSequenceClassification has read"):
+        scalar_output(model, batch)

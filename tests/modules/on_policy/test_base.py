@@ -1,0 +1,390 @@
+"""Knobs of modules that learn from their own samples, against the loss functions called by hand."""
+
+import dataclasses
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from torch import Tensor
+
+import rlhfkit.losses
+from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec, presets
+from rlhfkit.data import Experience
+from rlhfkit.losses import (
+    LossOutput,
+    decoupled_ppo_loss,
+    discounted_returns,
+    dppo_loss,
+    dr_grpo_loss,
+    entropy_bonus,
+    gpg_advantages,
+    gpg_loss,
+    group_advantages,
+    grpo_loss,
+    gspo_loss,
+    importance_weights,
+    kl_estimate,
+    opo_advantages,
+    pass_at_k_advantages,
+    ppo_loss,
+    rloo_advantages,
+    rloo_loss,
+    token_rewards,
+    whiten,
+)
+from rlhfkit.losses import cispo_loss as lifted_cispo_loss
+from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.on_policy.base import OnPolicyModule
+
+
+def my_estimator(rewards: Tensor, group: Tensor) -> Tensor:
+    return 2.0 * rewards
+
+
+def experience(seed: int = 0) -> Experience:
+    """Two groups of three samples of up to six tokens, as a module prepares them for a later update."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(6, 6, generator=generator)
+
+    lengths = torch.tensor([7, 5, 6, 4, 7, 7])
+    attention_mask = torch.arange(7) < lengths[:, None]
+    action_mask = attention_mask[:, 1:].clone()
+    action_mask[:, 0] = False
+    old = torch.where(action_mask, -1.5 + noise(0.3), 0.0)
+    return Experience(
+        input_ids=torch.zeros(6, 7, dtype=torch.int64),
+        attention_mask=attention_mask,
+        action_mask=action_mask,
+        rollout_logprobs=old + torch.where(action_mask, noise(0.2), 0.0),
+        versions=torch.zeros(6, 6, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0, 0.5, 0.2, 0.9, 0.1]),
+        group=torch.tensor([3, 3, 3, 8, 8, 8]),
+        sample_index=torch.tensor([0, 1, 2, 0, 1, 2]),
+        truncated=torch.zeros(6, dtype=torch.bool),
+        update=torch.ones(6, dtype=torch.int64),
+        old_logprobs=old,
+        ref_logprobs=old + torch.where(action_mask, noise(0.2), 0.0),
+        step_tokens=40.0,
+        step_sequences=9.0,
+        step_micro_batches=2,
+    )
+
+
+def loss_of(module: GRPOModule, batch: Experience, out: PolicyOutput) -> Tensor:
+    """The module's own way from rewards to a loss."""
+    advantages = module.advantages(batch)
+    batch.advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(batch.action_mask)
+    return module.loss(batch, out).loss
+
+
+def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
+    """The same from the loss functions, with the numbers of the papers written out."""
+    old, mask, rewards, group = batch.old_logprobs, batch.action_mask, batch.rewards, batch.group
+    reference, tokens, sequences = batch.ref_logprobs, 20.0, 4.5
+    assert old is not None
+    assert reference is not None
+    standard = group_advantages(rewards, group)
+    k1 = kl_estimate(old, reference, estimator="k1", mask=mask)
+    match name:
+        case "grpo":
+            return grpo_loss(logprobs, old, standard, mask, ref_logprobs=reference, kl_coef=0.04, denominator=4.5).loss
+        case "dr_grpo":
+            centred = group_advantages(rewards, group, scale="none")
+            return dr_grpo_loss(logprobs, old, centred, mask, max_length=6, denominator=sequences).loss
+        case "gpg":
+            return gpg_loss(logprobs, old, gpg_advantages(rewards, group), mask, denominator=tokens).loss
+        case "dapo":
+            return ppo_loss(logprobs, old, standard, mask, clip_high=0.28, denominator=tokens).loss
+        case "rloo":
+            penalised = rewards - 0.05 * (k1 * mask).sum(-1)
+            others = [penalised[rows].sum() - penalised[rows] for rows in (slice(3), slice(3, 6))]
+            return rloo_loss(logprobs, old, penalised - torch.cat(others) / 2, mask, denominator=sequences).loss
+        case "reinforce++":
+            returns = discounted_returns(token_rewards(rewards, mask, kl=k1, kl_coef=0.01), mask)
+            return ppo_loss(logprobs, old, whiten(returns, mask), mask, denominator=tokens).loss
+        case "reinforce++-baseline":
+            centred = discounted_returns(token_rewards(group_advantages(rewards, group, scale="none"), mask), mask)
+            penalty = 0.01 * (kl_estimate(logprobs, reference, estimator="k2", mask=mask) * mask).sum() / tokens
+            return ppo_loss(logprobs, old, whiten(centred, mask), mask, denominator=tokens).loss + penalty
+        case "gspo":
+            return gspo_loss(logprobs, old, standard, mask, denominator=sequences).loss
+        case "cispo":
+            return lifted_cispo_loss(logprobs, old, standard, mask, ratio_max=5.0, denominator=tokens).loss
+        case "sapo" | "luspo" | "gmpo":
+            return getattr(rlhfkit.losses, f"{name}_loss")(logprobs, old, standard, mask, denominator=sequences).loss
+        case "vespo" | "clip_cov" | "kl_cov":
+            return getattr(rlhfkit.losses, f"{name}_loss")(logprobs, old, standard, mask, denominator=tokens).loss
+        case "dppo":
+            knobs = {"rollout_logprobs": batch.rollout_logprobs, "denominator": tokens}
+            return dppo_loss(logprobs, old, group_advantages(rewards, group, scale="none"), mask, **knobs).loss
+        case "decoupled_ppo":
+            knobs = {"rollout_logprobs": batch.rollout_logprobs, "denominator": tokens}
+            whitened = whiten(rewards[:, None].expand_as(mask), mask)
+            return decoupled_ppo_loss(logprobs, old, whitened, mask, **knobs).loss
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
+    extra = {"max_length": 6} if name == "dr_grpo" else {}
+    module = GRPOModule("anywhere", **presets.PRESETS[name], **extra)
+    batch = experience()
+    assert batch.old_logprobs is not None
+    if not module.hparams["kl_coef"]:
+        batch.ref_logprobs, reference = None, batch.ref_logprobs
+    logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
+    logprobs.requires_grad_()
+    torch.manual_seed(0)  # Clip-Cov draws
+    made = loss_of(module, batch, PolicyOutput(logprobs, None))
+    gradient = torch.autograd.grad(made, logprobs)[0]
+    torch.manual_seed(0)
+    if batch.ref_logprobs is None:
+        batch.ref_logprobs = reference
+    expected = by_hand(name, batch, logprobs)
+    torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-8)
+    assert gradient.abs().sum() > 0
+    assert set(presets.PRESETS[name]) <= set(module.hparams)
+    named = f"{name}_loss" if hasattr(rlhfkit.losses, f"{name}_loss") else "ppo_loss"
+    assert module.hparams["policy_loss"].endswith(f".{named}")  # a preset calls the loss of its name
+
+
+def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
+    batch = experience()
+    batch.ref_logprobs = None
+    assert batch.old_logprobs is not None
+    module = GRPOModule("anywhere", correction="tis", entropy_coef=0.01)
+    entropy = torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
+    logprobs = batch.old_logprobs + 0.05
+    made = loss_of(module, batch, PolicyOutput(logprobs, entropy))
+    old, mask = batch.old_logprobs, batch.action_mask
+    weights = importance_weights(old, batch.rollout_logprobs, mask, level="token", mode="truncate", high=2.0).weights
+    advantages = group_advantages(batch.rewards, batch.group)
+    surrogate = ppo_loss(logprobs, old, advantages, mask, clip_high=0.28, weights=weights, denominator=20.0)
+    expected = surrogate.loss + entropy_bonus(entropy, mask, coef=0.01, denominator=20.0).loss
+    torch.testing.assert_close(made, expected)
+
+
+def test_the_kl_coefficient_moves_towards_its_target_and_is_remembered(tmp_path: Path) -> None:
+    seen: list[tuple[float, float]] = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            rollouts = trainer.callbacks[0]
+            batch = rollouts.experience
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator="k3", mask=batch.action_mask)
+            seen.append((float(kl.sum() / batch.action_mask.sum()), pl_module.kl_coef))
+
+    arguments = {"kl_coef": 0.1, "kl_target": 1e-3, "kl_horizon": 100, "lr": 1e-2}
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments, callbacks=[Keep()], max_epochs=3)
+    trainer.fit(module, data)
+    expected = 0.1
+    for kl, coef in seen:
+        expected *= 1 + min(max(kl / 1e-3 - 1, -0.2), 0.2) * 32 / 100
+        assert coef == pytest.approx(expected, rel=1e-6)
+    assert seen[0][1] < 0.1 < seen[-1][1]  # no distance at first, then more than wanted
+    assert float(trainer.callback_metrics["policy/kl_coef"]) == pytest.approx(seen[-1][1])
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    assert GRPOModule.load_from_checkpoint(tmp_path / "run.ckpt").kl_coef == module.kl_coef
+
+
+class CuriousGRPO(GRPOModule):
+    """The README's subclass, which names its hyperparameter as the base class does."""
+
+    def __init__(self, *args: Any, entropy_coef: float = 1e-3, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
+        base = super().loss(batch, out)
+        assert out.entropy is not None
+        entropy = self.token_mean(out.entropy, batch)
+        return LossOutput(base.loss - self.hparams["entropy_coef"] * entropy, base.metrics)
+
+
+def test_a_subclass_with_a_bonus_of_its_own_counts_it_once() -> None:
+    batch, entropy = experience(), torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
+    batch.ref_logprobs = None
+    assert batch.old_logprobs is not None
+    out = PolicyOutput(batch.old_logprobs, entropy)
+    plain, curious = (loss_of(each, batch, out) for each in (GRPOModule("anywhere"), CuriousGRPO("anywhere")))
+    mean = (entropy * batch.action_mask).sum() / 20.0
+    torch.testing.assert_close(curious, plain - 1e-3 * mean)
+
+
+def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_for_again() -> None:
+    module = GRPOModule("anywhere", advantages=my_estimator)
+    assert module.hparams["advantages"] == f"{__name__}.my_estimator"
+    again = GRPOModule(**module.hparams)
+    rewards = torch.tensor([1.0, 3.0])
+    assert again.estimate(rewards, torch.zeros(2)).tolist() == [2.0, 6.0]
+    for local in (lambda rewards, group: rewards, functools.partial(pass_at_k_advantages, k=2)):
+        nameless = GRPOModule("anywhere", advantages=local)
+        with pytest.raises(ValueError, match=r"advantages was the function .* pass it again"):
+            GRPOModule(**nameless.hparams)
+    pairs = torch.zeros(4, dtype=torch.int64)
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(nameless.estimate(rewards, pairs), pass_at_k_advantages(rewards, pairs, k=2))
+
+
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule, OnPolicyModule])
+@pytest.mark.parametrize("name", ["rloo_advantages", "rlhfkit.losses.opo_advantages"])
+def test_advantages_may_be_a_function_of_rewards_and_groups_for_every_module(kind: Any, name: str) -> None:
+    batch = experience()
+    module = kind("anywhere", advantages=name, kl_coef=0.0)
+    batch.values, batch.ref_logprobs = torch.zeros(6, 6), None
+    filled = OnPolicyModule.fill_in(module, batch)
+    if name == "rloo_advantages":
+        expected = rloo_advantages(batch.rewards, batch.group)
+    else:
+        expected = opo_advantages(batch.rewards, batch.group, batch.action_mask.sum(-1))
+    assert filled.advantages is not None
+    torch.testing.assert_close(filled.advantages, expected[:, None].expand(6, 6))
+    assert kind(**module.hparams).hparams == module.hparams
+
+
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
+def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_the_answer(kind: Any) -> None:
+    batch, seen = experience(), []
+
+    def look(given: Experience) -> Tensor:
+        seen.append(given.rewards)
+        return given.rewards
+
+    module = kind("anywhere", advantages=look, kl_coef=0.1, kl_in_reward=True)
+    module.reference_logprobs = lambda experience: batch.ref_logprobs
+    filled = OnPolicyModule.fill_in(module, batch)
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    penalty = 0.1 * ((batch.old_logprobs - batch.ref_logprobs) * batch.action_mask).sum(-1)
+    torch.testing.assert_close(seen[0], batch.rewards - penalty)
+    assert torch.equal(filled.rewards, batch.rewards)
+
+
+def test_ppo_subtracts_the_kl_of_an_answer_from_its_last_token_where_it_is_told_to() -> None:
+    batch = experience()
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    batch.values, mask = torch.zeros(6, 6), batch.action_mask
+    kl = torch.where(mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
+    for place, rewards in (
+        ("token", token_rewards(batch.rewards, mask, kl=kl, kl_coef=0.1)),
+        ("sequence", token_rewards(batch.rewards - 0.1 * kl.sum(-1), mask)),
+    ):
+        module = PPOModule("anywhere", kl_coef=0.1, kl_in_reward=place, lam=1.0, whiten_advantages=False)
+        torch.testing.assert_close(module.advantages(batch), discounted_returns(rewards, mask))
+    assert PPOModule("anywhere").kl_in_reward == "token"
+    assert PPOModule("anywhere", kl_coef=0.0).kl_in_reward is None
+    assert PPOModule("anywhere", kl_in_reward=False).kl_estimator == "k3"
+
+
+def test_the_kl_penalty_of_rloo_is_part_of_the_reward_that_is_left_out() -> None:
+    """Rewards 1 0 1 0 and a first answer of ten tokens that each cost half a nat: 0.05 * 10 * 0.5 = 0.25."""
+    mask = torch.ones(4, 10, dtype=torch.bool)
+    old = torch.full((4, 10), -1.0)
+    batch = dataclasses.replace(
+        experience(),
+        input_ids=torch.zeros(4, 11, dtype=torch.int64),
+        attention_mask=torch.ones(4, 11, dtype=torch.bool),
+        action_mask=mask,
+        rollout_logprobs=old,
+        versions=torch.zeros(4, 10, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        group=torch.zeros(4, dtype=torch.int64),
+        sample_index=torch.arange(4),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        update=torch.ones(4, dtype=torch.int64),
+        old_logprobs=old,
+        ref_logprobs=old - 0.5 * (torch.arange(4) == 0)[:, None],
+    )
+    advantages = GRPOModule("anywhere", **presets.RLOO).advantages(batch)
+    # Ahmadian et al.: reward 0.75 0 1 0, each minus the mean of the other three.
+    assert advantages.tolist() == pytest.approx([5 / 12, -7 / 12, 3 / 4, -7 / 12], abs=1e-6)
+    per_token = GRPOModule("anywhere", **presets.RLOO | {"kl_in_reward": "token"}).advantages(batch)
+    assert per_token[0].mean().item() == pytest.approx(2 / 3 - 0.25 * 11 / 20, abs=1e-6)  # what it was: 0.529
+
+
+def shorter_is_better(batch: Experience) -> Tensor:
+    return -batch.action_mask.sum(-1).float()
+
+
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule, OnPolicyModule])
+def test_an_estimator_that_sees_the_whole_iteration_is_a_function_and_survives_checkpoints(
+    tmp_path: Path, kind: Any
+) -> None:
+    trainer, module, data, rollouts = setup_run(
+        tmp_path, module=kind, module_arguments={"advantages": shorter_is_better}, max_epochs=1
+    )
+    trainer.fit(module, data)
+    batch = rollouts.experience
+    assert batch is not None
+    assert batch.advantages is not None
+    lengths = [len(sample.token_ids) for sample in rollouts.samples]
+    assert batch.advantages[:, 0].tolist() == [-float(length) for length in lengths]
+    if kind is PPOModule:
+        assert batch.returns is not None  # the critic's targets stay its own
+        assert batch.returns.abs().sum() > 0
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    loaded = kind.load_from_checkpoint(tmp_path / "run.ckpt")
+    assert loaded.hparams["advantages"] == f"{__name__}.shorter_is_better"
+
+
+def test_every_knob_shows_in_the_hyperparameters() -> None:
+    """Also those that only a base class names, so that a run's log says all of what was done."""
+    for kind in (GRPOModule, PPOModule):
+        module = kind("anywhere", **(presets.DAPO if kind is GRPOModule else {}))
+        for base in kind.__mro__[: kind.__mro__.index(PolicyModule) + 1]:
+            names = inspect.signature(base.__init__).parameters.keys() - {"self", "kwargs"}  # type: ignore[misc]
+            assert names <= module.hparams.keys(), base
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"advantages": "reinforce_advantages"}, r"takes \(rewards, mask\)"),
+        ({"advantages": "pass_at_k_advantages"}, r"needs k: give functools.partial"),
+        ({"advantages": "rloo"}, "did you mean 'rloo_advantages'"),
+        ({"advantages": my_estimator, "advantage_scale": "none"}, "advantage_scale would have no effect beside"),
+        ({"advantages": shorter_is_better, "gamma": 0.9}, "gamma would have no effect beside advantages"),
+        ({"kl_in_reward": True}, r"kl_in_reward=True .* kl_coef=0 .* give a kl_coef"),
+        ({"kl_in_reward": "answer", "kl_coef": 0.1}, "'token' or 'sequence', got 'answer'"),
+        ({"kl_estimator": "k1", "kl_coef": 0.1}, r"gradient of mean 0.*use 'k2' or 'k3', or kl_in_reward=True"),
+        ({"correction": "tiss"}, "correction must be one of tis"),
+        ({"kl_target": 0.1}, "kl_target"),
+        ({"gamma": 1.5}, "gamma must be a finite number of at least 0 and at most 1, got 1.5"),
+        ({"clip_low": -1.0}, "clip_low"),
+        ({"aggregation": "mean"}, "mean"),
+        ({"aggregation": "constant-length"}, "max_length"),
+        ({"kl_estimator": "k9", "kl_coef": 0.1}, "k9"),
+    ],
+)
+def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOModule("anywhere", **arguments)
+
+
+def test_reinforce_plus_plus_learns_without_groups(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(sum(sample.reward or 0.0 for sample in rollouts.samples) / len(rollouts.samples))
+
+    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=1, max_new_tokens=8))
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module_arguments=dict(presets.REINFORCE_PLUS_PLUS) | {"lr": 5e-3},
+        data_arguments={"rollout_batch_size": 32, "micro_batch_size": 16},
+        rollouts=rollouts,
+        callbacks=[Keep()],
+        max_epochs=12,
+    )
+    trainer.fit(module, data)
+    assert sum(seen[-3:]) / 3 > sum(seen[:3]) / 3 + 0.15

@@ -1,0 +1,260 @@
+"""OnPolicyDistillationModule against loops written by hand in float64, and learning a known teacher."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digit_teacher, digits, setup_run, weights
+from strategies import ranks
+from tiny_models import tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlhfkit import Experience, LoRA, OnPolicyDistillationModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.losses import group_advantages
+
+CLIP, LR, TEMPERATURE = 0.2, 0.05, 0.8
+
+
+class PlainSGD(OnPolicyDistillationModule):
+    """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+
+
+def look_at_lengths(batch: Experience) -> Tensor:
+    return batch.action_mask.sum(-1).float()
+
+
+def sampling(size: int = 4, tokens: int = 6) -> SamplingSpec:
+    return SamplingSpec(group_size=size, max_new_tokens=tokens, temperature=TEMPERATURE)
+
+
+def distributions(model: Any, sample: Sample) -> tuple[Tensor, Tensor]:
+    """(n, V) log-probs where the sample's tokens were chosen, at the temperature of sampling; and the (n,) tokens."""
+    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / TEMPERATURE
+    return logits.log_softmax(-1)[-len(sample.token_ids) :], ids[0, -len(sample.token_ids) :]
+
+
+def sampled(logprobs: tuple[Tensor, Tensor]) -> Tensor:
+    """(n,) of the tokens themselves."""
+    return logprobs[0].gather(-1, logprobs[1][:, None])[:, 0]
+
+
+def by_hand(folder: Path, rollouts: RolloutCallback, token_loss: Callable[..., Tensor]) -> tuple[Any, Any]:
+    """One iteration of SGD, one sequence at a time; ``token_loss(student, old, teacher, sample, row)`` gives (n,)."""
+    student = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float64)
+    start, samples = copy.deepcopy(student), rollouts.samples
+    assert rollouts.experience is not None
+    for number in (0, 1):
+        rows = (rollouts.experience.update == number).nonzero()[:, 0].tolist()
+        total = torch.zeros((), dtype=torch.float64)
+        for row in rows:
+            with torch.no_grad():
+                old, told = (distributions(model, samples[row]) for model in (start, teacher))
+            total = total + token_loss(distributions(student, samples[row]), old, told, row).sum()
+        (total / sum(len(samples[row].token_ids) for row in rows)).backward()
+        with torch.no_grad():
+            for parameter in student.parameters():
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+    return student, start
+
+
+def surrogate(student: Any, old: Any, told: Any, advantage: Tensor) -> Tensor:
+    ratio = (sampled(student) - sampled(old)).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+
+
+@pytest.mark.parametrize("case", ["sampled token", "sampled token and reward", "whole distribution", "and reward"])
+def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
+    tiny_model(tmp_path / "teacher", seed=1)
+    compared, rewarded = not case.startswith("sampled"), case.endswith("reward")
+    knobs = {"divergence": "reverse_kl", "chunk_size": 7} if compared else {"distillation_gamma": 0.5}
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module=PlainSGD,
+        module_arguments={"teacher": str(tmp_path / "teacher"), "lr": LR, "distillation_coef": 0.7}
+        | ({"clip_high": CLIP} if rewarded or not compared else {})
+        | knobs
+        | {"reward_coef": 0.3 * rewarded},
+        data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
+        rollouts=RolloutCallback(digits, sampling=sampling()),
+        max_epochs=1,
+    )
+    trainer.fit(module, data)
+    assert trainer.global_step == 2
+    rewards = torch.tensor([sample.reward for sample in rollouts.samples], dtype=torch.float64)
+    standard = group_advantages(rewards, torch.tensor([sample.prompt.index for sample in rollouts.samples]))
+
+    def token_loss(student: Any, old: Any, told: Any, row: int) -> Tensor:
+        advantage = 0.3 * rewarded * standard[row] * torch.ones_like(sampled(old))
+        if compared:
+            reverse_kl = (student[0].exp() * (student[0] - told[0])).sum(-1)
+            return 0.7 * reverse_kl + surrogate(student, old, told, advantage)
+        later = torch.zeros((), dtype=torch.float64)
+        for step in reversed(range(len(advantage))):
+            later = sampled(told)[step] - sampled(old)[step] + 0.5 * later
+            advantage[step] += 0.7 * later
+        return surrogate(student, old, told, advantage)
+
+    expected, start = by_hand(tmp_path, rollouts, token_loss)
+    theirs, first = expected.state_dict(), start.state_dict()
+    moved = sum(float((theirs[name] - first[name]).abs().sum()) for name in theirs)
+    error = sum(float((mine.double() - theirs[name]).abs().sum()) for name, mine in weights(module).items())
+    assert error < 1e-3 * moved  # float32 against float64
+
+
+def kl_to_teacher(module: Any, teacher: Path, samples: list[Sample]) -> float:
+    """Mean KL of student to teacher over all tokens of the samples, in nats: what is to become 0."""
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    with torch.no_grad():
+        pairs = [(distributions(module.policy, each)[0], distributions(model, each)[0]) for each in samples]
+    return float(torch.cat([(mine.exp() * (mine - theirs)).sum(-1) for mine, theirs in pairs]).mean())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "level"),
+    [
+        ({}, 1.4),
+        ({"divergence": "reverse_kl"}, 0.6),
+        ({"divergence": "jsd", "top_k": 8}, 0.3),
+        ({"divergence": "reverse_kl", "lora": LoRA(rank=8), "lr": 2e-2}, 2.2),
+    ],
+    ids=["sampled token", "reverse KL", "JSD of eight tokens", "LoRA"],
+)
+def test_the_student_becomes_the_teacher(tmp_path: Path, knobs: dict[str, Any], level: float) -> None:
+    """The teacher writes digits, the student starts at random, 5 nats away; the least possible is 0."""
+    teacher = digit_teacher(tmp_path / "teacher")
+    before: list[float] = []
+
+    class Before(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if not before:
+                before.append(kl_to_teacher(pl_module, teacher, trainer.callbacks[0].samples))
+
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module=OnPolicyDistillationModule,
+        module_arguments={"teacher": str(teacher), "lr": 5e-3} | knobs,
+        data_arguments={"rollout_batch_size": 32, "micro_batch_size": 16},
+        rollouts=RolloutCallback(sampling=sampling(1, 8)),
+        callbacks=[Before()],
+        max_epochs=20,
+    )
+    trainer.fit(module, data)
+    assert before[0] > 4
+    assert kl_to_teacher(module, teacher, rollouts.samples) < level
+    assert sum(digits(rollouts.samples)) / 32 > 0.8  # 1 would be nothing but digits
+    assert "rollout/reward" not in trainer.callback_metrics
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
+    assert saved
+    assert all(name.startswith("policy.") and ("lora" in name or "lora" not in knobs) for name in saved)
+
+
+def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
+    """Entry point of a rank: the teacher as an inference engine of ZeRO 3, both ways; sums of weights and samples."""
+    from rlhfkit.strategies.deepspeed.zero3 import full_parameters
+
+    results: list[Any] = []
+    for knobs in ({}, {"divergence": "jsd"}):
+
+        class Measure(L.Callback):
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                parameters = list(pl_module.policy.parameters())
+                with full_parameters(parameters):
+                    results.append(sum(float(each.detach().double().abs().sum()) for each in parameters))
+
+        trainer, module, prompts, rollouts = setup_run(
+            Path(data),
+            module=PlainSGD,
+            module_arguments={"teacher": f"{data}/teacher", "lr": LR} | knobs,
+            data_arguments={"micro_batch_size": 8 // world},
+            rollouts=RolloutCallback(sampling=sampling()),
+            callbacks=[Measure()],
+            strategy="rlhf_zero3" if world > 1 else "auto",
+            devices=world,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, prompts)
+        results.append([sample.token_ids for sample in rollouts.samples])
+    return results
+
+
+@pytest.mark.distributed
+def test_two_ranks_with_a_sharded_teacher_train_as_one_rank(tmp_path: Path) -> None:
+    for name, seed in (("model", 0), ("teacher", 1)):
+        tiny_model(tmp_path / name, seed=seed)
+    alone = train_on_ranks(tmp_path, str(tmp_path), 1)
+    both = ranks.run("modules.test_on_policy_distillation:train_on_ranks", 2, tmp_path, data=str(tmp_path), world=2)
+    assert both[0] == both[1]
+    for mine, theirs in zip(both[0], alone, strict=True):
+        assert mine == (theirs if isinstance(theirs, list) else pytest.approx(theirs, rel=1e-6))
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    from tiny_models import tiny_tokenizer
+
+    tiny_model(tmp_path / "model")
+    tiny_model(tmp_path / "teacher")
+    other = tiny_tokenizer()
+    other.add_tokens(["<think>"])
+    other.save_pretrained(tmp_path / "teacher")
+    module = OnPolicyDistillationModule(str(tmp_path / "model"), str(tmp_path / "teacher"))
+    with pytest.raises(ValueError, match=r"has other tokens than the student .* 1 differ, e\.g\. \['<think>'\]"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"divergence": "kl"}, "forward_kl, reverse_kl, jsd"),
+        ({"divergence": "rlhfkit.losses.nothing"}, "cannot be imported"),
+        ({"divergence": "jsd", "teacher_weight": 1.0}, "teacher_weight"),
+        ({"top_k": 8}, "leave top_k out"),
+        ({"distillation_coef": 0.0}, "distillation_coef must be a finite number above 0"),
+        ({"distillation_gamma": 1.5}, "distillation_gamma"),
+        ({"reward_coef": -1.0}, "reward_coef must be a finite number of at least 0"),
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"advantages": look_at_lengths}, "take the place of the teacher"),
+        ({"advantages": "rloo_advantages"}, "advantages would have no effect beside reward_coef=0"),
+        ({"gamma": 0.9}, "gamma would have no effect beside reward_coef=0"),
+        ({"divergence": "jsd", "distillation_gamma": 0.5}, "distillation_gamma would have no effect beside divergence"),
+        (
+            {"divergence": "jsd", "correction": "tis"},
+            "correction would have no effect beside divergence='jsd' without a",
+        ),
+        ({"divergence": "jsd", "policy_loss": "sapo_loss"}, "policy_loss would have no effect beside divergence"),
+        ({"kl_coef": 0.1, "kl_in_reward": True}, "kl_in_reward needs a reward_coef"),
+    ],
+)
+def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OnPolicyDistillationModule("anywhere", "elsewhere", **arguments)
+
+
+def test_rewards_that_matter_are_asked_for(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "teacher", seed=1)
+    arguments = {"teacher": str(tmp_path / "teacher"), "reward_coef": 0.5}
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module=OnPolicyDistillationModule,
+        module_arguments=arguments,
+        rollouts=RolloutCallback(sampling=sampling()),
+    )
+    with pytest.raises(ValueError, match=r"OnPolicyDistillationModule learns from rewards.*RolloutCallback\(reward="):
+        trainer.fit(module, data)
+    compares = RolloutCallback(digits, sampling=sampling(1))
+    trainer, module, data, _ = setup_run(
+        tmp_path, module=OnPolicyDistillationModule, module_arguments=arguments, rollouts=compares
+    )
+    with pytest.raises(ValueError, match="group_size=1 every advantage is 0"):
+        trainer.fit(module, data)

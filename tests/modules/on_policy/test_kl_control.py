@@ -1,0 +1,89 @@
+"""The KL at which the updates of an iteration stop."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from torch import Tensor
+
+from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
+
+from ..ppo_cases import logprobs_of
+
+LIMIT = 2e-2
+
+
+class Watch(L.Callback):
+    """Weights before each update, the state of the optimizer, and which samples each update was for."""
+
+    def __init__(self, child: str = "policy") -> None:
+        self.policies: list[Any] = []
+        self.moments: list[list[Tensor]] = []
+        self.critics: list[list[Tensor]] = []
+        self.samples: list[list[Any]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            rollouts = trainer.callbacks[0]
+            number = batch_idx // trainer.accumulate_grad_batches
+            rows = (rollouts.experience.update == number).nonzero()[:, 0].tolist()
+            self.samples.append([rollouts.samples[row] for row in rows])
+            self.policies.append(copy.deepcopy(pl_module.policy))
+            critic = getattr(pl_module, "critic", torch.nn.Module())
+            self.critics.append([parameter.detach().clone() for parameter in critic.parameters()])
+            state = trainer.optimizers[0].state
+            kept = [state[p]["exp_avg"].clone() for p in pl_module.policy.parameters() if p in state]
+            self.moments.append(kept)
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.parametrize("module", [PPOModule, GRPOModule])
+def test_updates_stop_where_the_distance_passes_the_limit_and_begin_again(tmp_path: Path, module: Any) -> None:
+    watch = Watch()
+    trainer, made, data, _ = setup_run(
+        tmp_path,
+        module=module,
+        module_arguments={"lr": 1e-3, "kl_stop": LIMIT, "weight_decay": 0.1},
+        data_arguments={"rollout_batch_size": 8, "micro_batch_size": 4},  # four updates of two micro-batches
+        rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        callbacks=[watch],
+    )
+    trainer.fit(made, data)
+    watch.policies.append(made.policy)
+    watch.moments.append(watch.moments[-1] if made.kl_stop.stopped else [])
+    made_updates, expected_stops = 0, 0
+    for first in (0, 4):
+        stopped = False
+        for number in range(first, first + 4):
+            before, after = watch.policies[number], watch.policies[number + 1]
+            with torch.no_grad():
+                ratios = [
+                    logprobs_of(before, sample) - logprobs_of(watch.policies[first], sample)
+                    for sample in watch.samples[number]
+                ]
+            difference = torch.cat(ratios)
+            distance = float((difference.exp() - 1 - difference).mean())  # k3 of old to new
+            assert abs(distance / LIMIT - 1) > 0.01  # no tie that rounding decides
+            stopped = stopped or distance > LIMIT
+            assert same(before, after) == stopped, (number, distance)
+            if stopped and watch.moments[number]:
+                pairs = zip(watch.moments[number], watch.moments[number + 1], strict=True)
+                assert all(torch.equal(left, right) for left, right in pairs)
+            expected_stops += stopped
+            made_updates += not stopped
+        assert stopped
+    assert made_updates >= 3
+    assert trainer.global_step == 8  # steps are counted, whoever took part
+    share = trainer.callback_metrics["policy/kl_stopped"]  # of the last iteration
+    assert 0 < share < 1
+    if module is PPOModule:  # the critic goes on
+        pairs = zip(watch.critics, watch.critics[1:], strict=False)
+        assert all(not torch.equal(one[0], other[0]) for one, other in pairs)

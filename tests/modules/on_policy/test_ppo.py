@@ -1,0 +1,168 @@
+"""PPOModule against a loop written by hand in plain Transformers, and learning."""
+
+import copy
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from tiny_models import tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhfkit import Experience, PPOModule, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.models.heads import load_scalar_model, scalar_output
+from rlhfkit.rewards import ModelReward
+
+from ..ppo_cases import ARGUMENTS, ByHand, Keep, PlainSGD, check_moved_alike
+
+
+def digits_as_they_come(samples: Sequence[Sample]) -> list[float]:
+    """An eighth for each digit, said token by token; the rest of the reward is for the length."""
+    for sample in samples:
+        tokens = [chr(token + 29) for token in sample.token_ids]  # of the tiny tokenizer
+        sample.token_rewards = [character.isdigit() / 8 for character in tokens]
+    return [score + len(sample.token_ids) / 10 for sample, score in zip(samples, digits(samples), strict=True)]
+
+
+class Shaped:
+    """By hand: a penalty for answers that were cut off, running moments, a clip, and credit where it is due."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Tensor]:
+        totals = [(sample.reward or 0.0) - 0.3 * (sample.finish_reason == "length") for sample in samples]
+        self.seen += totals
+        mean, std = statistics.fmean(self.seen), statistics.stdev(self.seen)
+        rewards = []
+        for sample, total in zip(samples, totals, strict=True):
+            earned = torch.tensor(sample.token_rewards, dtype=torch.float64) / std
+            earned[-1] += min(max((total - mean) / std, -1.5), 1.5) - float(earned.sum())
+            rewards.append(earned)
+        return rewards
+
+
+SHAPING: dict[str, Any] = {
+    "missing_eos_penalty": 0.3, "normalize_rewards": True, "reward_clip": 1.5, "normalize_values": True
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shaped", [False, True], ids=["plain", "token rewards, normalised rewards and values"])
+def test_three_iterations_are_the_loop_by_hand(tmp_path: Path, shaped: bool) -> None:
+    keep = Keep()
+    reward = digits_as_they_come if shaped else digits
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module=PlainSGD,
+        module_arguments=ARGUMENTS | (SHAPING if shaped else {}),
+        data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
+        rollouts=RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        callbacks=[keep],
+        max_epochs=3,
+    )
+    trainer.fit(module, data)
+    assert trainer.global_step == 6
+    folder = str(tmp_path / "model")
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    reference: Any = copy.deepcopy(policy)
+    critic: Any = load_scalar_model(folder, dtype=torch.float64, attention="eager")
+    started = copy.deepcopy(critic)
+    hand = ByHand(policy, reference, critic.model.base_model, critic.model.score, normalize_values=shaped)
+    if shaped:
+        hand.rewards = Shaped()
+        assert any(sample.finish_reason == "length" for samples in keep.iterations for sample in samples)
+    for samples, update in zip(keep.iterations, keep.updates, strict=True):
+        hand.iteration(samples, update)
+    check_moved_alike(module.policy, policy, reference)
+    check_moved_alike(module.critic, critic, started)
+
+
+def test_reward_rises_and_the_critic_explains_it(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Watch(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(float(trainer.callback_metrics["rollout/reward"]))
+
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module=PPOModule,
+        module_arguments={"lr": 4e-3, "critic_lr": 1e-2},
+        data_arguments={"rollout_batch_size": 32, "micro_batch_size": 16},
+        rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=1, max_new_tokens=8)),
+        callbacks=[Watch()],
+        max_epochs=25,
+    )
+    trainer.fit(module, data)
+    assert sum(seen[-3:]) / 3 > sum(seen[:3]) / 3 + 0.3
+    assert trainer.callback_metrics["value/explained_variance"] > 0.3
+
+
+def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
+    arguments = {"critic_warmup_steps": 2, "critic_lr": 1e-3, "weight_decay": 0.1}
+    trainer, module, data, _ = setup_run(tmp_path, module=PPOModule, module_arguments=arguments, max_epochs=1)
+    trainer.fit(module, data)
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in module.policy.state_dict().items())
+    first = load_scalar_model(str(tmp_path / "model")).state_dict()
+    assert not all(torch.equal(tensor, first[name]) for name, tensor in module.critic.state_dict().items())
+    known = trainer.optimizers[0].state
+    assert not any(parameter in known for parameter in module.policy.parameters())  # Adam has not begun there
+
+
+def test_a_critic_starts_as_the_reward_model_it_is_given(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    reward_model = load_scalar_model(str(model), head_std=0.5)
+    reward_model.save_pretrained(tmp_path / "reward")
+    module = PPOModule(str(model), critic=str(tmp_path / "reward"))
+    module.configure_model()
+    for name, tensor in reward_model.state_dict().items():
+        assert torch.equal(module.critic.state_dict()[name], tensor)
+
+
+def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrated_reward(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    reward_model = load_scalar_model(str(model), head_std=0.5)
+    reward_model.config.mean, reward_model.config.std = 3.0, 4.0
+    reward_model.save_pretrained(tmp_path / "reward")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "reward")
+    module = PPOModule(str(model), critic=str(tmp_path / "reward"))
+    module.configure_model()
+    sample = Sample(Prompt(0, [5, 6, 7]), 0, [8, 9, 10], [-1.0] * 3, [0] * 3, "stop", reward=0.0)
+    batch = Experience.from_samples([sample, dataclasses.replace(sample, token_ids=[8, 9, 11])])
+    values = module.value_output(batch)
+    # What the reward of the answer would be, had it ended where its last token is chosen.
+    text = AutoTokenizer.from_pretrained(model).decode([8, 9])
+    shorter = [dataclasses.replace(sample, token_ids=[8, 9], logprobs=[-1.0] * 2, versions=[0] * 2, text=text)]
+    rewards = ModelReward(str(tmp_path / "reward"))(shorter)
+    assert values[:, 4].tolist() == pytest.approx(rewards * 2, abs=1e-5)
+    raw = scalar_output(reward_model.eval(), batch)
+    torch.testing.assert_close(values, ((raw[:, :-1] - 3.0) / 4.0).where(batch.action_mask, 0.0))
+    assert (values[:, :2] == 0.0).all()  # the prompt's
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"critic_lr": 0.0}, "critic_lr must be a finite number above 0"),
+        ({"lam": 1.1}, "lam"),
+        ({"gamma": -0.1}, "gamma"),
+        ({"value_clip": 0.0}, "clip"),
+        ({"shared_backbone": True, "critic": "elsewhere"}, "leave critic and critic_warmup_steps out"),
+        ({"shared_backbone": True, "critic_warmup_steps": 1}, "leave critic and critic_warmup_steps out"),
+        ({"reward_clip": 0.0}, "reward_clip must be a finite number above 0 or None"),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty"),
+        ({"stop_properly_coef": 1.5}, "stop_properly_coef"),
+        ({"kl_stop": 0.0}, "kl_stop"),
+        ({"ptx_coef": -0.1}, "ptx_coef"),
+    ],
+)
+def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPOModule("anywhere", **arguments)

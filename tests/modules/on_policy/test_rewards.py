@@ -1,0 +1,131 @@
+"""A reward model as a child of the module, and what happens to rewards on their way to advantages."""
+
+import dataclasses
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from tiny_models import tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit.losses import discounted_returns, group_advantages, whiten
+from rlhfkit.models.heads import load_scalar_model
+from rlhfkit.modules import presets
+from rlhfkit.rewards import ModelReward, WeightedSum
+
+from ..ppo_cases import PlainSGD
+from .test_base import experience
+
+
+def reward_model(folder: Path) -> str:
+    """One that normalises its scores."""
+    model = load_scalar_model(str(tiny_model(folder / "base", seed=3)), head_std=0.5)
+    model.config.mean, model.config.std = 0.5, 2.0
+    model.save_pretrained(folder / "reward")
+    tiny_tokenizer().save_pretrained(folder / "reward")
+    return str(folder / "reward")
+
+
+def test_a_reward_model_among_the_children_teaches_what_one_in_the_callback_does(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path)
+    weights: list[dict[str, Tensor]] = []
+    together = WeightedSum({"digits": digits, "model": ModelReward(folder)})
+    for reward, arguments in [(together, {}), (digits, {"reward_model": folder})]:
+        trainer, module, data, _ = setup_run(
+            tmp_path,
+            module=PlainSGD,
+            module_arguments={"lr": 0.05, "critic_lr": 0.02, **arguments},
+            rollouts=RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        )
+        trainer.fit(module, data)
+        weights.append({name: p.detach().clone() for name, p in module.policy.named_parameters()})
+        parts = trainer.callback_metrics
+        assert float(parts["rollout/reward"]) == pytest.approx(
+            float(parts["rollout/reward_model"]) + statistics.fmean(digits(trainer.callbacks[0].samples)), abs=1e-6
+        )
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
+    assert not module.reward_model.training
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    state = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
+    assert {name.split(".")[0] for name in state} == {"policy", "critic"}  # loaded by name, not from checkpoints
+
+
+def test_a_reward_model_is_reward_enough(tmp_path: Path) -> None:
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": reward_model(tmp_path), "lr": 5e-3},
+        rollouts=RolloutCallback(sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        max_epochs=1,
+    )
+    trainer.fit(module, data)
+    scores = ModelReward(str(tmp_path / "reward"))(rollouts.samples)
+    assert rollouts.experience is not None
+    assert rollouts.experience.rewards.tolist() == pytest.approx(scores, abs=1e-5)
+    assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(statistics.fmean(scores), abs=1e-5)
+    assert rollouts.experience.advantages is not None
+    assert rollouts.experience.advantages.abs().sum() > 0
+
+
+def test_a_reward_model_with_other_tokens_or_without_a_head_is_refused(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path)
+    with pytest.raises(ValueError, match=r"needed is a \.\.\.ForSequenceClassification"):
+        GRPOModule(str(tmp_path / "base"), reward_model=str(tmp_path / "base")).configure_model()
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match="another tokenizer than the policy"):
+        GRPOModule(str(tmp_path / "base"), reward_model=folder).configure_model()
+
+
+def test_rewards_are_penalised_then_normalised_over_all_so_far_then_clipped() -> None:
+    module = PPOModule(
+        "anywhere", stop_properly_coef=0.5, missing_eos_penalty=0.25, normalize_rewards=True, reward_clip=1.0
+    )
+    seen: list[float] = []
+    for rewards in ([1.0, 0.0, 0.5, 0.2, 0.9, math.nan], [3.0, -2.0, 0.0, 0.0, 1.0, 1.0]):
+        batch = dataclasses.replace(experience(), rewards=torch.tensor(rewards))
+        batch.truncated[:2] = True
+        got = module.shaped(batch).rewards.tolist()
+        expected = [(r * 0.5 if r > 0 else r) - 0.25 for r in rewards[:2]] + rewards[2:]
+        seen += [reward for reward in expected if not math.isnan(reward)]
+        mean, std = statistics.fmean(seen), statistics.stdev(seen)
+        clipped = [min(max((reward - mean) / std, -1.0), 1.0) if reward == reward else reward for reward in expected]
+        assert got == pytest.approx(clipped, abs=1e-6, nan_ok=True)
+        assert batch.rewards.tolist() == pytest.approx(rewards, nan_ok=True)  # what is logged is as it was
+    assert {-1.0, 1.0} & set(got)
+    checkpoint: dict[str, Any] = {"state_dict": {}}
+    module.on_save_checkpoint(checkpoint)
+    other = PPOModule("anywhere", normalize_rewards=True)
+    other.configure_model = lambda: None  # type: ignore[method-assign]  # there is no such model
+    other.on_load_checkpoint(checkpoint)
+    assert all(torch.equal(*pair) for pair in zip(other.reward_moments, module.reward_moments, strict=True))
+
+
+def test_reinforce_plus_plus_credits_tokens_with_what_they_earn_and_groups_are_compared_by_sums() -> None:
+    batch = experience()
+    batch.ref_logprobs = batch.old_logprobs
+    mask = batch.action_mask
+    earned = torch.where(mask, 0.1 * torch.arange(36).view(6, 6), 0.0)
+    spread = dataclasses.replace(batch, token_rewards=earned)
+    module = GRPOModule("anywhere", **presets.REINFORCE_PLUS_PLUS)
+    by_token = earned.clone()
+    for row in range(6):
+        last = int(mask[row].nonzero()[-1])
+        by_token[row, last] += batch.rewards[row] - earned[row].sum()
+    expected = whiten(discounted_returns(by_token, mask), mask)
+    torch.testing.assert_close(module.advantages(spread), expected)
+    assert not torch.allclose(module.advantages(batch), expected)
+    for preset in (presets.GRPO, presets.RLOO, presets.REINFORCE_PLUS_PLUS_BASELINE):
+        module = GRPOModule("anywhere", **preset)
+        assert torch.equal(module.advantages(spread), module.advantages(batch))
+    centred = GRPOModule("anywhere", advantage_scale="none", token_level_rewards=True).advantages(spread)
+    first = group_advantages(batch.rewards, batch.group, scale="none")
+    torch.testing.assert_close(centred[torch.arange(6), mask.long().argmax(-1)], first)
+    with pytest.raises(ValueError, match="units of the reward"):
+        GRPOModule("anywhere", token_level_rewards=True)

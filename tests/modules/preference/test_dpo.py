@@ -1,0 +1,373 @@
+"""DPOModule against a loop written by hand, TRL's numbers, and itself on other splits, ranks and references."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from strategies import ranks
+
+from modules import dpo_cases
+from modules.dpo_cases import CASES, FOLLOWING, PlainSGD
+from rlhfkit import DPOModule, PreferenceDataModule
+from rlhfkit.data import PreferenceBatch, collate_preferences
+from rlhfkit.datamodules.tokenization.mixture import Mixture
+from rlhfkit.losses import PreferencePairs
+from rlhfkit.models import PolicyOutput, load_causal_lm
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["dpo"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dpo")
+    dpo_cases.prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return dpo_cases.by_hand(folder)
+
+
+def windows(losses: list[float], size: int) -> list[float]:
+    """Losses of optimizer steps from those of micro-batches, which Lightning has divided by their number."""
+    return [sum(losses[start : start + size]) for start in range(0, len(losses), size)]
+
+
+# ---------------------------------------------------------------------------------------------------- exact training
+
+
+@pytest.mark.parametrize(("accumulate", "attention"), [(1, None), (4, None), (2, "eager")])
+def test_training_is_the_loop_by_hand_however_it_is_split(
+    folder: Path, expected: Any, accumulate: int, attention: str | None
+) -> None:
+    losses, weights = expected
+    run = dpo_cases.fit(folder, accumulate, module={"attention": attention}, precision="64-true")
+    # The packed head and attention take their statistics in float32 here and there.
+    assert windows(run.losses, accumulate) == pytest.approx(losses, rel=1e-6)
+    for name, tensor in run.weights.items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=1e-8)
+
+
+def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
+    runs, metrics = {}, {}
+    for attention in (None, "eager"):
+        for accumulate in (1, 2, 4):
+            options = {"attention": attention, "lr": 5e-3}
+            run = dpo_cases.fit(folder, accumulate, module=options, max_steps=50, max_epochs=-1, precision="64-true")
+            runs[attention, accumulate] = windows(run.losses, accumulate)
+            metrics[attention, accumulate] = run.metrics
+    first = runs[None, 1]
+    assert len(first) == 50
+    assert first[-1] < 0.9 * first[0]
+    for run in runs.values():
+        assert run == pytest.approx(first, rel=1e-5)
+    assert {"loss", "rewards/margins", "rewards/margins_epoch", "logps/chosen_epoch"} <= metrics[None, 1].keys()
+    for logged in metrics.values():  # of the last step, and of its epoch
+        assert logged == pytest.approx(metrics[None, 1], rel=1e-4)
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, expected: Any, tmp_path: Path) -> None:
+    reports = ranks.run("modules.dpo_cases:on_ranks", 2, tmp_path, model=str(folder))
+    for report in reports:  # the second epoch goes on with the reference where it was
+        assert report["stopped and resumed"] == report["zero3, following"][6:]
+    both = [sum(pair) / 2 for pair in zip(*(report["fifty steps"] for report in reports), strict=True)]
+    alone = dpo_cases.fit(folder, max_steps=50, max_epochs=-1)
+    assert len(alone.losses) == 50
+    assert windows(both, 2) == pytest.approx(alone.losses, rel=1e-4)
+    for report in reports:
+        assert report["metrics"] == pytest.approx(alone.metrics, rel=1e-3)
+    for name, (_, accumulate, options) in CASES.items():
+        alone = dpo_cases.fit(folder, module={"ref_model": None} | options if options else {})
+        both = [sum(pair) / 2 for pair in zip(*(report[name] for report in reports), strict=True)]
+        assert windows(both, accumulate) == pytest.approx(alone.losses, rel=1e-4)
+        weights, reference = torch.load(tmp_path / f"{name}.pt")
+        for key, tensor in weights.items():
+            torch.testing.assert_close(tensor, alone.weights[key], rtol=1e-4, atol=2e-6)
+            if not options:
+                torch.testing.assert_close(tensor.double(), expected[1][key], rtol=1e-4, atol=2e-6)
+            if options == FOLLOWING:
+                torch.testing.assert_close(reference[key], alone.reference[key], rtol=1e-4, atol=2e-6)
+
+
+# ------------------------------------------------------------------------------------------------------- the reference
+
+
+def test_log_probs_computed_before_training_are_those_of_the_live_reference(folder: Path, tmp_path: Path) -> None:
+    live = dpo_cases.fit(folder, 2, module={"ref_model": None})
+    before = {"ref_model": None, "precompute_ref_log_probs": True, "ref_cache": str(tmp_path)}
+    computed = dpo_cases.fit(folder, 2, module=before)
+    again = dpo_cases.fit(folder, 2, module=before)
+    # Sums of float32 over other groups of rows: one more or less in the last of seven digits.
+    assert computed.losses == pytest.approx(live.losses, rel=2e-6)
+    assert again.losses == computed.losses
+    assert len(list(tmp_path.iterdir())) == 1
+    named = before | {"ref_model": str(folder / "reference")}
+    assert dpo_cases.fit(folder, 2, module=named).losses == pytest.approx(dpo_cases.fit(folder, 2).losses, rel=2e-6)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_computed_log_probs_are_read_from_disk_and_belong_to_data_and_model(folder: Path, tmp_path: Path) -> None:
+    before = {"ref_model": None, "precompute_ref_log_probs": True, "ref_cache": str(tmp_path / "cache")}
+    fresh = dpo_cases.fit(folder, module=before)
+    (file,) = (tmp_path / "cache").iterdir()
+    torch.save(torch.load(file) + torch.tensor([5.0, 0.0]), file)
+    changed = dpo_cases.fit(folder, module=before)
+    assert abs(changed.losses[0] - fresh.losses[0]) > 0.1  # what is on disk is used
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for source in (folder / "model").iterdir():
+        (copied / source.name).write_bytes(source.read_bytes())
+    module = PlainSGD(str(copied), **before)
+    dpo_cases.trainer(tmp_path, max_steps=1).fit(module, dpo_cases.data(folder, 8))
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # the same model elsewhere
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    module = PlainSGD(str(copied), **before)
+    dpo_cases.trainer(tmp_path, max_steps=1).fit(module, dpo_cases.data(folder, 8))
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # another model of the same name
+
+
+def test_a_mixture_of_sources_gets_its_log_probs_before_training_too(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "chosen": "x" * (i + 1), "rejected": "y"} for i in range(8)]
+    runs = []
+    for options in ({}, {"precompute_ref_log_probs": True, "ref_cache": str(tmp_path / "cache")}):
+        steps = dpo_cases.Steps()
+        mixed = Mixture([(rows[:6], 3.0), (rows[6:], 1.0)])
+        source = PreferenceDataModule(mixed, validation_data=rows, validation_split="train", micro_batch_size=4)
+        run = dpo_cases.trainer(tmp_path, callbacks=[steps])
+        run.fit(PlainSGD(str(folder / "model"), lr=1e-3, **options), source)
+        runs.append([*steps.losses, float(run.callback_metrics["val/loss"])])
+    assert runs[1] == pytest.approx(runs[0], rel=2e-6)
+    assert len(list((tmp_path / "cache").iterdir())) == 3  # two sources, and the validation data
+
+
+def test_adapters_switched_off_are_the_reference_and_only_they_are_trained(folder: Path) -> None:
+    run = dpo_cases.fit(folder, module={"ref_model": None, "lora": {"rank": 4}, "loss_type": "sigmoid", "lr": 0.5})
+    assert run.margins[0] == 0.0  # exactly: policy and reference are the same numbers
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-7)
+    assert run.losses[-1] < run.losses[0]
+    start = load_causal_lm(str(folder / "model")).state_dict()
+    for name, tensor in run.weights.items():
+        if "lora_" not in name:
+            assert torch.equal(tensor, start[name.replace("base_layer.", "")])
+
+
+def test_a_policy_is_its_own_reference_at_the_first_step(folder: Path) -> None:
+    run = dpo_cases.fit(folder, module={"ref_model": None, "loss_type": "sigmoid"})
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-7)
+    assert run.margins[0] == 0.0
+
+
+def test_a_reference_that_moves_follows_the_policy_every_so_many_steps(folder: Path) -> None:
+    straight = dpo_cases.fit(folder, module=FOLLOWING, max_steps=4, max_epochs=-1)
+    after_two = dpo_cases.fit(folder, module=FOLLOWING | {"ref_model_mixup_alpha": 0.0}, max_steps=2, max_epochs=-1)
+    for name, start in after_two.reference.items():
+        middle = start + 0.75 * (after_two.weights[name] - start)
+        end = middle + 0.75 * (straight.weights[name] - middle)
+        torch.testing.assert_close(straight.reference[name], end, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "following", "computed"])
+def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {
+        "frozen": {"ref_model": None},
+        "following": FOLLOWING | {"ref_model_sync_steps": 1},
+        "computed": {"ref_model": None, "precompute_ref_log_probs": True, "ref_cache": str(tmp_path / "cache")},
+    }[kind]
+
+    def run(epochs: int, **arguments: Any) -> DPOModule:
+        module = DPOModule(str(folder / "model"), lr=1e-3, **options)
+        saving = [ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)]
+        fitted = dpo_cases.trainer(
+            tmp_path, max_epochs=epochs, callbacks=saving, enable_checkpointing=True, accumulate_grad_batches=2
+        )
+        fitted.fit(module, dpo_cases.data(folder, 4), **arguments)
+        return module
+
+    straight = run(2)
+    if kind == "computed":  # lost: it is computed again, by a model that is loaded for it
+        for file in (tmp_path / "cache").iterdir():
+            file.unlink()
+    resumed = run(2, ckpt_path=str(tmp_path / "epoch=0.ckpt"))
+    for name, tensor in straight.policy.state_dict().items():
+        assert torch.equal(tensor, resumed.policy.state_dict()[name]), name
+    if kind == "following":
+        for name, tensor in straight.reference.state_dict().items():
+            assert torch.equal(tensor, resumed.reference.state_dict()[name]), name
+
+
+# --------------------------------------------------------------------------------------------------------- the losses
+
+
+class FromNumbers(DPOModule):
+    """Takes what the model would say from a table."""
+
+    sharp: torch.Tensor
+
+    def sharpened_logprobs(self, batch: PreferenceBatch) -> torch.Tensor:
+        return self.sharp
+
+
+def trl_arguments(args: dict[str, Any]) -> dict[str, Any]:
+    """TRL's argument names and values in ours."""
+    renamed = {"f_divergence_type": "divergence", "f_alpha_divergence_coef": "divergence_alpha"}
+    renamed |= {"discopop_tau": "discopop_temperature"}
+    values = {"js_divergence": "js", "alpha_divergence": "alpha"}
+    weights = args.get("loss_weights", [1.0] * len(args["loss_type"]))
+    arguments = {
+        renamed.get(name, name): values.get(value, value) if isinstance(value, str) else value
+        for name, value in args.items()
+        if name != "loss_weights"
+    }
+    return arguments | {"loss_type": dict(zip(args["loss_type"], weights, strict=True))}
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
+def test_values_gradients_and_metrics_are_trls(case: dict[str, Any]) -> None:
+    inputs = GOLDEN["inputs"][case["input"]]
+    dtype = torch.float64 if inputs["dtype"] == "torch.float64" else torch.float32
+    half = len(inputs["completion_mask"]) // 2
+    turn = torch.arange(2 * half).view(2, half).T.flatten()  # chosen first, then rejected: to pairs side by side
+    table = {
+        name: torch.tensor(inputs[name], dtype=torch.float64)[turn] for name in inputs if isinstance(inputs[name], list)
+    }
+    mask = table["completion_mask"]
+    batch = PreferenceBatch(
+        input_ids=mask.long(), attention_mask=torch.ones_like(mask, dtype=torch.bool), loss_mask=mask[:, 1:].bool()
+    )
+    module = FromNumbers("nobody", **trl_arguments(case["args"]))
+    logprobs = table["policy_per_token_logps"].to(dtype).requires_grad_()
+    module.sharp = 2 * logprobs.detach() - table["log_sum_sq_probs"].to(dtype)
+    batch.ref_logprobs = module.answer_logprobs(batch, table["ref_per_token_logps"].to(dtype))
+    result = module.loss(batch, PolicyOutput(logprobs, None))
+    result.loss.backward()
+    rough = case["fp32_internal"] or dtype == torch.float32
+    close = {"rtol": 3e-5, "atol": 3e-6} if rough else {"rtol": 1e-9, "atol": 1e-12}
+    torch.testing.assert_close(result.loss.double(), torch.tensor(case["loss"], dtype=torch.float64), **close)
+    gradient = torch.tensor(case["grad"], dtype=torch.float64)[turn]
+    selected = batch.loss_mask  # TRL's gradient on other tokens is that of constants
+    torch.testing.assert_close(logprobs.grad.double()[selected], gradient[selected], **close)
+    for name, value in result.metrics.items():  # TRL's are float32
+        assert float(value) == pytest.approx(case["metrics"][name], rel=2e-5, abs=2e-5), name
+
+
+def test_weights_of_wpo_are_those_of_the_whole_vocabulary(folder: Path) -> None:
+    module = DPOModule(str(folder / "model"), use_weighting=True)
+    module.configure_model()
+    source = dpo_cases.data(folder, 4, tokenizer=module.tokenizer)
+    source.setup()
+    batch = collate_preferences([source.examples[row] for row in range(6)])
+    with torch.no_grad():
+        found = module.pair_weights(batch, module.policy_output(batch))
+    expected = []
+    for pair in (source.examples[row] for row in range(6)):
+        weight = 1.0
+        for answer in (pair.chosen, pair.rejected):
+            ids = torch.tensor([answer.input_ids])
+            model = load_causal_lm(str(folder / "model"), attention="eager")
+            probabilities = model(input_ids=ids).logits[0, :-1].detach().double().softmax(-1)
+            said = probabilities.gather(-1, ids[0, 1:, None])[:, 0].log()
+            alignment = (said - probabilities.square().sum(-1).log())[torch.tensor(answer.loss_mask[1:])]
+            weight *= float(alignment.mean().exp())
+        expected.append(weight)
+    assert found.tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def margin_halved(pairs: PreferencePairs) -> torch.Tensor:
+    return 0.5 * pairs.margin
+
+
+def test_a_loss_can_be_a_function_and_is_remembered_by_name() -> None:
+    module = DPOModule("nobody", loss_type=margin_halved)
+    name = f"{margin_halved.__module__}.margin_halved"
+    assert dict(module.hparams["loss_type"]) == {name: 1.0}
+    assert DPOModule("nobody", loss_type=name).loss_types == {margin_halved: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "sigmiod"}, "loss_type must be a function or one of sigmoid"),
+        ({"beta": 0.0}, "beta must be a finite number above 0"),
+        ({"loss_type": "exo_pair"}, "needs label_smoothing > 0"),
+        ({"loss_type": "aot", "use_weighting": True}, "sort the batch"),
+        ({"loss_type": "aot", "divergence": "js"}, "defined for divergence 'reverse_kl' only"),
+        ({"ld_alpha": 2.0}, "ld_alpha must be a finite number of at least 0 and at most 1"),
+        ({"ref_model_sync_steps": 0}, "ref_model_sync_steps must be an integer of at least 1 or None"),
+        ({"ref_model_sync_steps": 5, "precompute_ref_log_probs": True}, "leave one of them out"),
+        ({"reference_free": True, "ref_model": "other"}, "reference_free uses no reference"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DPOModule("nobody", **options)
+
+
+def test_a_micro_batch_without_pairs_trains_nothing(folder: Path) -> None:
+    source = dpo_cases.data(folder, 4)
+    for loss_type in ("sigmoid", "aot"):
+        module = DPOModule(str(folder / "model"), loss_type=loss_type)
+        source.tokenizer = module.tokenizer
+        source.setup()
+        module.configure_model()
+        empty = module.prepare(collate_preferences([source.examples[0]]).without_targets())
+        loss = module.loss(empty, module.policy_output(empty)).loss
+        loss.backward()
+        assert float(loss.detach()) == 0.0
+        assert all(p.grad is None or not p.grad.any() for p in module.policy.parameters())
+
+
+# ----------------------------------------------------------------------------------------------------------- learning
+
+
+def test_the_margin_goes_to_the_log_odds_of_the_preferences(folder: Path, tmp_path: Path) -> None:
+    """Three of four prefer x to y: the best policy has σ(β h) = 3/4, so β h = log 3 (Bradley-Terry)."""
+    rows = [{"prompt": "x or y? ", "chosen": "x", "rejected": "y"}] * 3
+    rows += [{"prompt": "x or y? ", "chosen": "y", "rejected": "x"}]
+    source = PreferenceDataModule(
+        rows, validation_data=rows[:1], validation_split="train", micro_batch_size=4, shuffle=False
+    )
+    module = DPOModule(str(folder / "model"), lr=3e-3, beta=0.5)
+    run = dpo_cases.trainer(tmp_path, max_epochs=80, check_val_every_n_epoch=80)
+    run.fit(module, source)
+    assert float(run.callback_metrics["val/rewards/margins"]) == pytest.approx(math.log(3), abs=0.02)
+    assert float(run.callback_metrics["val/rewards/accuracies"]) == 1.0
+    ((predicted,),) = [run.predict(module, source.val_dataloader())]
+    assert float(predicted["rewards/chosen"] - predicted["rewards/rejected"]) == pytest.approx(math.log(3), abs=0.02)
+
+
+def test_predictions_are_in_the_order_of_the_rows(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "x or y? ", "chosen": "x" * (1 + 5 * n % 7), "rejected": "y" * n} for n in range(1, 6)]
+    module, run = DPOModule(str(folder / "model"), reference_free=True), dpo_cases.trainer(tmp_path)
+    parts = [run.predict(module, PreferenceDataModule(order, micro_batch_size=2)) for order in (rows, rows[::-1])]
+    there, back = (torch.cat([part["logps/chosen"] for part in predicted]) for predicted in parts)
+    assert there.shape == (5,)
+    torch.testing.assert_close(back.flip(0), there)
+
+
+def test_unseen_pairs_are_ranked_right_after_training(folder: Path, tmp_path: Path) -> None:
+    """Letters are preferred to digits; the words of the validation pairs were never seen."""
+    letters = "abcdefghij"
+    rows = [
+        {"prompt": f"{i}:", "chosen": letters[i % 10] + letters[i // 10], "rejected": f"{i // 10}{i % 10}"}
+        for i in range(90)
+    ]
+    source = PreferenceDataModule(
+        rows[::2], validation_data=rows[1::2], validation_split="train", micro_batch_size=15, seed=1
+    )
+    module = DPOModule(str(folder / "model"), lr=1e-3)
+    run = dpo_cases.trainer(tmp_path, max_epochs=10, check_val_every_n_epoch=10)
+    run.fit(module, source)
+    assert float(run.callback_metrics["val/rewards/accuracies"]) == 1.0
+    assert float(run.callback_metrics["val/rewards/margins"]) > 1.0

@@ -1,0 +1,270 @@
+"""KTOModule against a loop written by hand, TRL's numbers, and itself on other splits and ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from strategies import ranks
+from tiny_models import tiny_model
+
+from modules import kto_cases
+from rlhfkit import KTOModule, UnpairedPreferenceDataModule
+from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch
+from rlhfkit.models import LoRA
+
+pytestmark = pytest.mark.filterwarnings("ignore:the data has")
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["kto"]
+
+
+FIFTY: dict[str, Any] = {"max_steps": 50, "max_epochs": -1}
+
+
+def summed(losses: list[float], size: int) -> list[float]:
+    """Losses of optimizer steps from those of micro-batches, which Lightning has divided by their number."""
+    return [sum(losses[start : start + size]) for start in range(0, len(losses), size)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kto")
+    kto_cases.prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    return kto_cases.by_hand(folder)
+
+
+@pytest.mark.parametrize(("accumulate", "attention"), [(1, None), (2, None), (4, None), (2, "eager")])
+def test_training_is_the_loop_by_hand_however_it_is_split(
+    folder: Path, expected: Any, accumulate: int, attention: str | None
+) -> None:
+    points, losses, weights = expected
+    assert min(points) > 1  # the reference point counts: with 0 the losses would differ
+    run = kto_cases.fit(folder, accumulate, knobs={"attention": attention}, precision="64-true")
+    # PyTorch's fused attention, which packed batches use, is good to float32 in float64 too.
+    tolerance = 1e-6 if attention is None else 1e-10
+    assert run.kl == pytest.approx(points, rel=tolerance)
+    assert summed(run.losses, accumulate) == pytest.approx(losses, rel=tolerance)
+    for name, tensor in run.weights.items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=tolerance * 1e-2)
+
+
+def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
+    first = kto_cases.fit(folder, 1, precision="64-true", **FIFTY)
+    assert len(first.losses) == 50
+    assert first.losses[-1] < 0.95 * first.losses[0]
+    for attention, accumulate in ((None, 2), (None, 4), ("eager", 1), ("eager", 4)):
+        run = kto_cases.fit(folder, accumulate, knobs={"attention": attention}, precision="64-true", **FIFTY)
+        assert run.kl == pytest.approx(first.kl, rel=1e-5)
+        assert summed(run.losses, accumulate) == pytest.approx(first.losses, rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_two_ranks_of_deepspeed_train_as_one(folder: Path, expected: Any, tmp_path: Path) -> None:
+    points, _, weights = expected
+    one = kto_cases.fit(folder, 2)
+    reports = ranks.run("modules.kto_cases:on_ranks", 2, tmp_path, model=str(folder))
+    fifty, (first, second) = kto_cases.fit(folder, 1, **FIFTY), [report.pop("fifty steps") for report in reports]
+    assert first["kl"] == pytest.approx(fifty.kl, rel=1e-4)
+    both = [sum(pair) / 2 for pair in zip(first["losses"], second["losses"], strict=True)]
+    assert summed(both, 2) == pytest.approx(fifty.losses, rel=1e-4)
+    for rank in reports:
+        for report in rank.values():
+            assert report["kl"] == pytest.approx(points, rel=1e-4)
+            assert report["margins"] == pytest.approx(one.margins[1::2], rel=1e-3, abs=1e-4)
+    for strategy in ("rlhf_zero2", "rlhf_zero3"):
+        for name, tensor in torch.load(tmp_path / f"{strategy}.pt").items():
+            torch.testing.assert_close(tensor.double(), weights[name], rtol=1e-4, atol=2e-6)
+
+
+def test_a_reference_kept_on_disk_is_the_one_beside_the_policy(folder: Path, tmp_path: Path) -> None:
+    knobs = {"precompute_ref_log_probs": True, "ref_cache": str(tmp_path)}
+    beside, computed = kto_cases.fit(folder, 2), kto_cases.fit(folder, 2, knobs=knobs)
+    (file,) = tmp_path.iterdir()
+    written = file.stat().st_mtime_ns
+    read = kto_cases.fit(folder, 2, knobs=knobs)
+    assert file.stat().st_mtime_ns == written
+    assert (read.kl, read.losses) == (computed.kl, computed.losses)
+    assert computed.kl == pytest.approx(beside.kl, rel=1e-5)
+    assert computed.losses == pytest.approx(beside.losses, rel=1e-5)
+    for name, tensor in computed.weights.items():
+        torch.testing.assert_close(tensor, beside.weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_costs_the_gradient_pass_and_one_without_gradient(folder: Path, tmp_path: Path) -> None:
+    """TRL runs four: policy and reference, on the answers and on the mismatched ones."""
+    passes: list[bool] = []
+    module = kto_cases.made(folder, precompute_ref_log_probs=True, ref_cache=str(tmp_path))
+
+    class Count(kto_cases.L.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+
+    kto_cases.trainer(folder, max_epochs=1, callbacks=[Count()]).fit(module, kto_cases.data(folder, 8))
+    check = [False, False]  # of the rows of a fit's first batch
+    assert passes == check + [False, True] * 3
+    assert not hasattr(module, "reference")
+
+
+def test_a_mixture_is_trained_on_with_the_reference_on_disk(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"prompt": f"{i}?", "chosen": "a", "rejected": "b"}) + "\n" for i in range(6)))
+    mixture = {str(folder / "data.jsonl"): 0.5, str(other): 0.5}
+    steps = kto_cases.Steps()
+    for knobs in ({}, {"precompute_ref_log_probs": True}):
+        data = UnpairedPreferenceDataModule(mixture, micro_batch_size=6, max_length=64)
+        run = kto_cases.trainer(tmp_path, max_epochs=1, callbacks=[steps])
+        run.fit(kto_cases.made(folder, **knobs), data)
+    assert len(steps.losses) == 16
+    assert steps.losses[8:] == pytest.approx(steps.losses[:8], rel=1e-5)
+
+
+class Given(KTOModule):
+    """The loss and the reference point on log-probs that were written down."""
+
+    given: dict[int, dict[str, torch.Tensor]]
+
+    def _answers_of(self, model: Any, batch: ReferencedBatch) -> torch.Tensor:
+        logprobs = self.given[int(batch.input_ids[0, 0])]["policy" if model is None else model]
+        return torch.where(batch.loss_mask, logprobs, 0.0).sum(-1)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
+def test_loss_reference_point_and_metrics_are_those_of_trl(case: dict[str, Any], tmp_path: Path) -> None:
+    inputs = {name: torch.tensor(value) for name, value in GOLDEN["inputs"].items() if name != "label"}
+    arguments = dict(case["args"])
+    module = Given("unused", **arguments)
+    module.__dict__["policy"], module.__dict__["reference"] = None, "reference"
+    module._trainer = kto_cases.trainer(tmp_path)
+    answers, mismatched = 0, 1
+    sources = {answers: ("policy_per_token_logps", "ref_per_token_logps", "completion_mask")}
+    if case.get("kl_ref"):
+        kl_names = ("policy_KL_per_token_logps", f"ref_KL_per_token_logps_{case['kl_ref']}", "KL_completion_mask")
+        sources[mismatched] = kl_names
+    module.given, batches = {}, {}
+    for kind, (policy, reference, mask) in sources.items():
+        module.given[kind] = {"policy": inputs[policy].double(), "reference": inputs[reference].double()}
+        tokens = torch.full(inputs[mask].shape, kind)
+        batches[kind] = {
+            "input_ids": tokens,
+            "attention_mask": torch.ones_like(tokens).bool(),
+            "loss_mask": inputs[mask][:, 1:].bool(),
+        }
+    batch = UnpairedBatch(desirable=torch.tensor(case["label"]), **batches[answers])
+    kl = torch.zeros(())
+    if module._has_reference_point:
+        kl = module.kl_estimate([ReferencedBatch(**batches[mismatched])])
+        assert float(kl) == pytest.approx(case["metrics"]["kl"], rel=1e-6)
+    logprobs = module._answers_of(module.policy, batch)
+    assert float(module._evaluated(batch, logprobs, kl).loss) == pytest.approx(case["loss"], rel=1e-6)
+    metrics = module._class_metrics(kl)
+    for name, value in case["metrics"].items():
+        if name in metrics:
+            assert float(metrics[name]) == pytest.approx(value, rel=1e-6), name
+    assert {"rewards/chosen", "rewards/rejected", "rewards/margins"} <= set(metrics)
+
+
+ADAPTERS = {"lr": 2e-2, "lora": LoRA(rank=4)}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"lr": 3e-3}, ADAPTERS, ADAPTERS | {"precompute_ref_log_probs": True}],
+    ids=["full", "lora", "lora, reference on disk"],
+)
+def test_it_learns_which_answers_are_wanted(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """The optimum is known: every implicit reward has the sign of its label and the loss goes to 0."""
+    model = str(tiny_model(tmp_path / "model"))
+    rows = [
+        {"prompt": f"{i}:", "completion": word, "label": word == "good"} for i in range(16) for word in ("good", "evil")
+    ]
+    data = UnpairedPreferenceDataModule(rows, validation_data=rows, micro_batch_size=8, max_length=16)
+    module = KTOModule(model, beta=0.5, **arguments)
+    run = kto_cases.trainer(tmp_path, max_epochs=6)
+    before = run.validate(module, data, verbose=False)[0]
+    assert before["val/loss"] == pytest.approx(0.5, abs=1e-6)  # policy = reference: every sigmoid is at 0
+    run.fit(module, data)
+    after = run.validate(module, data, verbose=False)[0]
+    assert after["val/loss"] < 0.1
+    assert after["val/rewards/margins"] > 4
+    assert (after["val/count/chosen"], after["val/count/rejected"]) == (16, 16)
+    assert hasattr(module, "reference") == ("lora" not in arguments)  # adapters are their own reference
+    for batch in data.val_dataloader():
+        assert torch.equal(module.predict_step(batch, 0) > 0, batch.desirable)
+
+
+def test_validation_does_not_depend_on_the_micro_batch_size(folder: Path) -> None:
+    module = kto_cases.made(folder)
+    seen = []
+    for size in (24, 5):
+        source = kto_cases.data(folder, size, validation_data=str(folder / "data.jsonl"))
+        seen.append(kto_cases.trainer(folder).validate(module, source, verbose=False)[0])
+    assert seen[0]["val/kl"] > 0
+    assert seen[1] == pytest.approx(seen[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("step", [4, 3], ids=["between steps", "inside a window"])
+def test_a_resumed_run_is_the_straight_one(folder: Path, tmp_path: Path, step: int) -> None:
+    """``step`` counts micro-batches, two to an optimizer step; inside a window its gradients so far are lost."""
+    straight = kto_cases.fit(folder, 2)
+
+    class Stop(kto_cases.L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (trainer.current_epoch, batch_idx + 1) == (0, step):
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    steps = kto_cases.Steps()
+    module = kto_cases.made(folder)
+    first = kto_cases.trainer(tmp_path, accumulate_grad_batches=2, callbacks=[Stop()], max_epochs=1)
+    first.fit(module, kto_cases.data(folder, 4))
+    module = kto_cases.made(folder)
+    second = kto_cases.trainer(tmp_path, accumulate_grad_batches=2, callbacks=[steps])
+    second.fit(module, kto_cases.data(folder, 4), ckpt_path=tmp_path / "stopped.ckpt", weights_only=False)
+    done = step // 2
+    assert steps.kl[0] == straight.kl[done]  # inside a window it was not estimated again: the checkpoint has it
+    if step % 2 == 0:
+        assert steps.kl == straight.kl[done:]
+        assert all(torch.equal(tensor, straight.weights[name]) for name, tensor in steps.weights.items())
+
+
+def test_unbalanced_classes_are_warned_of_with_weights_that_fit() -> None:
+    module = KTOModule("unused")
+    with pytest.warns(
+        UserWarning, match=r"30 desirable and 10 undesirable.* 3.00 to 1.*desirable_weight between 0.33 and 0.50"
+    ):
+        module.check_weights(30, 10)
+    balanced = KTOModule("unused", desirable_weight=0.4)
+    balanced.check_weights(30, 10)  # warnings are errors nowhere, so look at the numbers
+    assert 1.0 <= 0.4 * 30 / 10 <= 1.5
+
+
+def test_data_with_one_prompt_is_refused(folder: Path) -> None:
+    rows = [{"prompt": "?", "completion": text, "label": text == "a"} for text in "abcd"]
+    data = UnpairedPreferenceDataModule(rows, micro_batch_size=4)
+    module = KTOModule(str(folder / "model"))
+    with pytest.raises(ValueError, match="at least two different prompts"):
+        kto_cases.trainer(folder).fit(module, data)
+    module = KTOModule(str(folder / "model"), loss_type="apo_zero_unpaired")
+    kto_cases.trainer(folder, max_epochs=1).fit(module, data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"beta": 0}, "beta"),
+        ({"loss_type": "bco"}, "loss_type"),
+        ({"desirable_weight": -1}, "desirable_weight must be a finite number of at least 0, got -1"),
+    ],
+)
+def test_bad_arguments_are_refused_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KTOModule("unused", **arguments)

@@ -1,0 +1,178 @@
+"""SimPO, CPO and ORPO modules against formulas written by hand on a model's own log-probs, and where they end up."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modules import dpo_cases
+from rlhfkit import CPOModule, ORPOModule, PreferenceDataModule, PreferenceModule, SimPOModule
+from rlhfkit.data import PreferenceBatch, collate_preferences
+from rlhfkit.models import PolicyOutput
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["helpers"]["cpo_orpo"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reference_free")
+    dpo_cases.prepare(folder)
+    return folder
+
+
+def log_odds(mean: float) -> float:
+    return mean - math.log(1 - math.exp(mean))
+
+
+def simpo(c: float, r: float, nc: int, nr: int, mean: float) -> float:
+    return math.log1p(math.exp(-(2.5 * (c / nc - r / nr) - 0.5)))
+
+
+def cpo(c: float, r: float, nc: int, nr: int, mean: float) -> float:
+    return math.log1p(math.exp(-0.1 * (c - r))) - c / mean
+
+
+def orpo(c: float, r: float, nc: int, nr: int, mean: float) -> float:
+    return -c / mean + 0.2 * math.log1p(math.exp(log_odds(r / nr) - log_odds(c / nc)))
+
+
+CASES: list[tuple[type[PreferenceModule], dict[str, Any], Callable[..., float]]] = [
+    (SimPOModule, {"beta": 2.5, "gamma": 0.5}, simpo),
+    (CPOModule, {}, cpo),
+    (ORPOModule, {"beta": 0.2}, orpo),
+]
+
+
+def plain_sgd(kind: type[PreferenceModule]) -> type[PreferenceModule]:
+    class PlainSGD(kind):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+
+    return PlainSGD
+
+
+@pytest.mark.parametrize(("kind", "options", "formula"), CASES, ids=lambda case: getattr(case, "__name__", ""))
+def test_steps_have_the_value_of_the_formula_however_they_are_split(
+    folder: Path, kind: type[PreferenceModule], options: dict[str, Any], formula: Callable[..., float]
+) -> None:
+    runs = []
+    for accumulate, attention in ((1, None), (4, None), (2, "eager")):
+        steps = dpo_cases.Steps()
+        module = plain_sgd(kind)(str(folder / "model"), lr=2e-3, attention=attention, **options)
+        run = dpo_cases.trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], precision="64-true")
+        source = dpo_cases.data(folder, 24 // accumulate, shuffle=False)
+        run.fit(module, source)  # two steps on all pairs
+        runs.append([sum(steps.losses[:accumulate]), sum(steps.losses[accumulate:])])
+        weights = steps.weights
+    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+    assert runs[0] == pytest.approx(runs[2], rel=1e-6)
+
+    fresh = kind(str(folder / "model"), attention="eager")
+    fresh.configure_model()
+    losses = []
+    for state in (None, weights):
+        if state is not None:
+            fresh.policy.load_state_dict(state)
+        batch = collate_preferences([source.examples[row] for row in range(24)])
+        with torch.no_grad():
+            logps = fresh.answer_logprobs(batch, fresh.policy_output(batch).logprobs).double()
+        lengths = batch.loss_mask.sum(-1)
+        mean = float(lengths[::2].double().mean())
+        terms = zip(
+            logps[::2].tolist(), logps[1::2].tolist(), lengths[::2].tolist(), lengths[1::2].tolist(), strict=True
+        )
+        losses.append(sum(formula(*pair, mean) for pair in terms) / 24)
+    assert runs[0][0] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] < runs[0][1] < losses[0]
+
+
+def one_token_answers(module: PreferenceModule, chosen: float, rejected: float) -> float:
+    """Loss of a pair whose answers have one token each, of these log-probs."""
+    ones = torch.ones(2, 2, dtype=torch.bool)
+    batch = PreferenceBatch(input_ids=ones.long(), attention_mask=ones, loss_mask=ones[:, 1:])
+    return float(module.loss(batch, PolicyOutput(torch.tensor([[chosen], [rejected]]).double(), None)).loss)
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN["cases"], ids=lambda case: f"{case['loss_type']}-{case['beta']}-{case['alpha']}"
+)
+def test_values_are_trls(case: dict[str, Any]) -> None:
+    knobs = {"beta": case["beta"], "label_smoothing": case["label_smoothing"], "nll_coef": 0.0}
+    if case["loss_type"] == "simpo":
+        module = SimPOModule("nobody", gamma=case["simpo_gamma"], alpha=case["alpha"], **knobs)
+    else:
+        module = CPOModule("nobody", loss_type=case["loss_type"], **knobs)
+    pairs = zip(GOLDEN[f"chosen_logps_{case['uses']}"], GOLDEN[f"rejected_logps_{case['uses']}"], strict=True)
+    losses = [one_token_answers(module, chosen, rejected) for chosen, rejected in pairs]
+    assert losses == pytest.approx(case["losses"], rel=2e-6, abs=1e-9)
+
+
+def test_odds_ratio_is_trls() -> None:
+    """TRL takes the log odds in float32, hence the tolerance."""
+    case = GOLDEN["orpo"]
+    module = ORPOModule("nobody", beta=case["beta"])
+    pairs = list(zip(GOLDEN["chosen_logps_avg"], GOLDEN["rejected_logps_avg"], strict=True))
+    terms = [-chosen - one_token_answers(module, chosen, rejected) for chosen, rejected in pairs]
+    assert terms == pytest.approx(case["beta*logsigmoid(log_odds)"], rel=5e-6, abs=5e-6)
+
+
+ROWS = [{"prompt": "x or y? ", "chosen": "x", "rejected": "y"}] * 3
+ROWS += [{"prompt": "x or y? ", "chosen": "y", "rejected": "x"}]
+G = math.exp(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("module", "margin"),
+    [
+        # Three of four prefer x. The best margin d solves 3 σ(γ - d) = σ(γ + d), a quadratic equation in e^d.
+        (lambda model: SimPOModule(model, gamma=0.5, lr=3e-3), math.log((1 + math.sqrt(1 + 3 * G * G)) / G)),
+        # Without a margin that is σ(d) = 3/4.
+        (lambda model: CPOModule(model, beta=0.5, nll_coef=0.0, lr=3e-3), math.log(3)),
+    ],
+    ids=["simpo", "cpo"],
+)
+def test_the_margin_goes_to_the_optimum(
+    folder: Path, tmp_path: Path, module: Callable[[str], PreferenceModule], margin: float
+) -> None:
+    source = PreferenceDataModule(
+        ROWS, validation_data=ROWS[:1], validation_split="train", micro_batch_size=4, shuffle=False
+    )
+    run = dpo_cases.trainer(tmp_path, max_epochs=80, check_val_every_n_epoch=80)
+    run.fit(module(str(folder / "model")), source)
+    assert float(run.callback_metrics["val/rewards/margins"]) == pytest.approx(margin, abs=0.02)
+
+
+def test_orpo_learns_to_write_the_chosen_answer_and_prefers_it(folder: Path, tmp_path: Path) -> None:
+    source = PreferenceDataModule(
+        ROWS[:1], validation_data=ROWS[:1], validation_split="train", micro_batch_size=1, shuffle=False
+    )
+    module = ORPOModule(str(folder / "model"), lr=3e-3)
+    run = dpo_cases.trainer(tmp_path, max_epochs=40, check_val_every_n_epoch=40)
+    run.fit(module, source)
+    assert float(run.callback_metrics["val/nll_loss"]) < 0.1  # of 4.6 nats for a uniform choice
+    assert float(run.callback_metrics["val/log_odds_chosen"]) > 2
+    (predicted,) = run.predict(module, source.val_dataloader())
+    assert float(predicted["logps/chosen"]) > -0.2 > float(predicted["logps/rejected"]) + 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SimPOModule("nobody", gamma=-1.0), "gamma must be a finite number of at least 0"),
+        (lambda: CPOModule("nobody", loss_type="simpo"), "loss_type must be one of sigmoid, hinge, ipo"),
+        (lambda: ORPOModule("nobody", beta=0.0), "beta must be a finite number above 0"),
+    ],
+    ids=["simpo", "cpo", "orpo"],
+)
+def test_bad_arguments_are_refused_at_once(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

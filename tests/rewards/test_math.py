@@ -1,0 +1,120 @@
+"""Properties of judging mathematics: equal values match, nothing hangs, no process stays behind."""
+
+import concurrent.futures
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.rewards import MathMatch, math_match
+from rlhfkit.rewards import math as module
+from rlhfkit.rewards.sandbox import Sandbox, Work
+
+
+def sample(answer: object, text: str) -> Sample:
+    return Sample(Prompt(3, [1], answer=answer), 0, [2], [0.0], [0], "stop", text=text)
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[MathMatch]:
+    made = MathMatch(timeout=1, workers=1)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "score"),
+    [
+        ("42", "The answer is 42", 1.0),
+        (42, r"\boxed{42}", 1.0),
+        ("42", "43", 0.0),
+        ("42", "", 0.0),
+        ("1234", "It costs $1,234.", 1.0),
+        (r"\frac{1}{2}", "so $0.5$", 1.0),
+        ("0.5", r"\boxed{\frac12}", 1.0),
+        ("x+1", r"$1 + x$", 1.0),
+        (r"$3\sqrt{2}$", r"\boxed{\sqrt{18}}", 1.0),
+        ("(1, 2)", r"\boxed{(2, 1)}", 0.0),
+    ],
+)
+def test_equal_values_match_however_written(reward: MathMatch, answer: object, text: str, score: float) -> None:
+    assert reward([sample(answer, text)]) == [score]
+
+
+def test_scores_come_in_the_order_of_the_samples_with_several_processes() -> None:
+    several = MathMatch(workers=2)
+    try:
+        assert several([sample(str(i % 3), rf"\boxed{{{i}}}") for i in range(12)]) == [1.0] * 3 + [0.0] * 9
+    finally:
+        several.close()
+
+
+def test_expression_that_never_ends_counts_as_wrong_and_the_next_is_judged(reward: MathMatch) -> None:
+    start = time.monotonic()
+    scores = reward([sample("42", r"$9^{9^{9^{9}}}$"), sample("42", "42"), sample("2", "$99999999^{99999999}$")])
+    assert scores == [0.0, 1.0, 0.0]
+    assert time.monotonic() - start < 30
+
+
+def test_process_that_dies_is_replaced(reward: MathMatch) -> None:
+    assert reward([sample("42", "42")]) == [1.0]
+    guard = reward.sandbox.processes[0].pid
+    os.kill(guard, signal.SIGKILL)
+    time.sleep(0.2)
+    assert reward([sample("42", "42")]) == [1.0]
+
+
+def test_a_judge_that_has_been_taken_over_gives_no_reward(caplog: pytest.LogCaptureFixture) -> None:
+    made = MathMatch(workers=1)
+    program = Path(__file__).with_name("misbehaving.py")
+    made.sandbox = Sandbox(
+        Work(name="t", program=program, factory="of_no_judge", packages=False), workers=1, timeout=20
+    )
+    assert made([sample("42", "42")]) == [0.0]
+    assert "judging it failed: answered 7.0" in caplog.text
+    made.close()
+
+
+def test_works_off_the_main_thread(reward: MathMatch) -> None:
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(reward, [[sample("42", "42")], [sample("42", "41")], [sample("1", "1")]]))
+    assert results == [[1.0], [0.0], [1.0]]
+
+
+def test_reference_that_cannot_be_understood_is_not_scored(reward: MathMatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert reward([sample("", "3"), sample("3", "3")]) == [None, 1.0]
+    assert "cannot understand these reference answers" in caplog.text
+
+
+def test_close_ends_the_processes_and_a_copy_has_none() -> None:
+    made = MathMatch(workers=1)
+    assert made([sample("1", "1")]) == [1.0]
+    guard = made.sandbox.processes[0].pid
+    copy = pickle.loads(pickle.dumps(made))
+    assert copy.sandbox.processes[0].pid is None
+    made.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(guard, 0)
+
+
+def test_shared_function_and_missing_answer() -> None:
+    with pytest.raises(ValueError, match="math_match compares with the prompt's answer, but prompt 3 has none"):
+        math_match([sample(None, "42")])
+    assert module._shared().sandbox.processes[0].pid is None  # nothing was started for it
+
+
+def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'rlhfkit\[math\]'"):
+        MathMatch()
+
+
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"workers": 0}])
+def test_limits_below_one_are_rejected(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be an integer of at least 1"):
+        MathMatch(**options)

@@ -1,0 +1,231 @@
+"""LocalEngine under way: weights that change between two tokens, groups that are taken before the rest has ended."""
+
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.models import load_causal_lm
+from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
+from rlhfkit.rollout.local.read_write_lock import StepGate
+from rlhfkit.rollout.streams import Rounds
+
+TEXTS = ["1+2=", "hello world", "a", "12345 67"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> list[torch.nn.Module]:
+    """Three policies, each far from the one before."""
+    made = [load_causal_lm(str(folder)).eval()]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        made.append(copy.deepcopy(made[-1]))
+        with torch.no_grad():
+            for parameter in made[-1].parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(index, tiny_tokenizer()(text)["input_ids"], text) for index, text in enumerate(TEXTS)]
+
+
+def started(folder: Path, model: torch.nn.Module, **arguments: int) -> LocalEngine:
+    engine = LocalEngine(**arguments)
+    engine.start(str(folder), dtype=torch.float32)
+    engine.load(ModuleWeights(model), version=0)
+    return engine
+
+
+class SwappedInside(LocalEngine):
+    """Loads the next policy in another thread before its 9th and 17th token of a completion."""
+
+    models: list[torch.nn.Module]
+    tokens = 0
+
+    def decode(self, *arguments: object) -> object:  # type: ignore[override]
+        decoding = super().decode(*arguments)  # type: ignore[arg-type]
+        weights = decoding._weights
+
+        def swapping() -> object:
+            if self.tokens in (8, 16):
+                version = self.tokens // 8
+                other = threading.Thread(target=self.load, args=(ModuleWeights(self.models[version]), version))
+                other.start()
+                other.join(30)
+            self.tokens += 1
+            return weights()
+
+        decoding._weights = swapping  # type: ignore[assignment]
+        return decoding
+
+
+@torch.no_grad()
+def test_every_token_has_the_log_prob_of_its_own_version(folder: Path, models: list[torch.nn.Module]) -> None:
+    engine = SwappedInside()
+    engine.models = models
+    engine.start(str(folder), dtype=torch.float32)
+    engine.load(ModuleWeights(models[0]), version=0)
+    samples = engine.generate(prompts(), SamplingSpec(group_size=3, max_new_tokens=24), iteration=0)
+    assert any(set(sample.versions) == {0, 1, 2} for sample in samples)
+    for sample in samples:
+        assert sample.versions == ([0] * 8 + [1] * 8 + [2] * 8)[: len(sample.token_ids)]
+        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        first = len(sample.prompt.token_ids) - 1
+        everyones = [
+            model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[first:, 0]
+            for model in models
+        ]
+        own = torch.stack([everyones[version][place] for place, version in enumerate(sample.versions)])
+        torch.testing.assert_close(torch.tensor(sample.logprobs), own, rtol=0, atol=2e-5)
+    # The policies are far apart: the log-probs of another version would not have passed.
+    assert float((everyones[0] - everyones[1]).abs().mean()) > 0.1
+
+
+def test_weights_that_are_the_same_change_nothing(folder: Path, models: list[torch.nn.Module]) -> None:
+    spec = SamplingSpec(group_size=4, max_new_tokens=24)
+    engine = SwappedInside()
+    engine.models = [models[0]] * 3
+    engine.start(str(folder), dtype=torch.float32)
+    engine.load(ModuleWeights(models[0]), version=0)
+    swapped = engine.generate(prompts(), spec, iteration=1)
+    plain = started(folder, models[0]).generate(prompts(), spec, iteration=1)
+    assert [sample.token_ids for sample in swapped] == [sample.token_ids for sample in plain]
+
+
+def test_a_load_that_fails_ends_what_is_being_generated(folder: Path, models: list[torch.nn.Module]) -> None:
+    engine = started(folder, models[0])
+    stream = engine.stream(SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400), iteration=0)
+    stream.submit(prompts())
+    failures: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            stream.collect(4)
+        except RuntimeError as error:
+            failures.append(error)
+
+    class Half:
+        def metadata(self) -> list:
+            return []
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(list(ModuleWeights(models[1]))[:3])
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    with pytest.raises(RuntimeError, match="did not publish"):
+        engine.load(Half(), version=1)
+    thread.join(30)
+    assert "no weights yet" in str(failures[0])
+
+
+def collected(stream: object, most: int) -> list[list[Sample]]:
+    groups: list[list[Sample]] = []
+    while given := stream.collect(most):  # type: ignore[attr-defined]
+        assert len(given) <= most
+        groups += given
+    return groups
+
+
+@pytest.mark.parametrize("max_sequences", [128, 5])
+def test_a_stream_gives_every_group_once_and_the_shortest_first(
+    folder: Path, models: list[torch.nn.Module], max_sequences: int
+) -> None:
+    engine = started(folder, models[0], max_sequences=max_sequences)
+    assert engine.can_stream
+    spec = SamplingSpec(group_size=3, max_new_tokens=60)
+    expected = engine.generate(prompts(), spec, iteration=0)
+    stream = engine.stream(spec, iteration=0)
+    stream.submit(prompts()[:3])
+    groups = stream.collect(1)
+    stream.submit(prompts()[3:])
+    groups += collected(stream, 2)
+    assert sorted(group[0].prompt.index for group in groups) == [0, 1, 2, 3]
+    by_index = sorted(groups, key=lambda group: group[0].prompt.index)
+    assert [(s.sample_index, s.token_ids) for group in by_index for s in group] == [
+        (s.sample_index, s.token_ids) for s in expected
+    ]
+    if max_sequences == 128:  # side by side, so whatever is complete first comes first
+        longest = [max(len(sample.token_ids) for sample in group) for group in groups[:3]]
+        assert longest == sorted(longest)
+    assert stream.collect(1) == []
+
+
+def test_closing_drops_the_rest(folder: Path, models: list[torch.nn.Module]) -> None:
+    engine = started(folder, models[0])
+    stream = engine.stream(SamplingSpec(group_size=2, max_new_tokens=60), iteration=0)
+    stream.submit(prompts())
+    assert len(stream.collect(1)) == 1
+    stream.close()
+    stream.close()
+    assert stream.collect(4) == []
+
+
+def test_rounds_make_a_stream_of_anything() -> None:
+    asked: list[list[int]] = []
+
+    def sample(wanted: list[Prompt]) -> list[list[Sample]]:
+        asked.append([prompt.index for prompt in wanted])
+        return [[Sample(prompt, 0, [5], [0.0], [0], "stop")] for prompt in wanted]
+
+    stream = Rounds(sample)
+    assert stream.collect(1) == []
+    stream.submit(prompts()[:2])
+    first = stream.collect(1)
+    stream.submit(prompts()[2:])
+    groups = first + collected(stream, 4)
+    assert [group[0].prompt.index for group in groups] == [0, 1, 2, 3]
+    assert asked == [[0, 1], [2, 3]]
+    stream.submit(prompts()[:1])
+    stream.close()
+    assert stream.collect(1) == []
+
+
+def test_a_change_goes_first_and_never_meets_a_step() -> None:
+    gate, inside, stop = StepGate(timeout=10), threading.Event(), threading.Event()
+    changing: list[int] = []
+    met: list[int] = []
+
+    def steps() -> None:
+        while not stop.is_set():
+            with gate.step():
+                inside.set()
+                time.sleep(0.001)
+                met.extend(changing)
+
+    threads = [threading.Thread(target=steps) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert inside.wait(10)
+    for _ in range(5):
+        with gate.change():  # two threads that step all the time cannot keep it waiting
+            changing.append(1)
+            time.sleep(0.002)
+            changing.clear()
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not met
+
+
+def test_a_step_that_never_ends_is_named() -> None:
+    gate = StepGate(timeout=0.05)
+    with gate.step(), pytest.raises(TimeoutError, match=r"one token took longer than 0\.05 s"), gate.change():
+        pass
+    with gate.change(), pytest.raises(TimeoutError, match=r"new weights took longer than 0\.05 s"), gate.step():
+        pass
+    with gate.step():  # whoever gave up does not block the others
+        pass

@@ -1,0 +1,96 @@
+"""Truncation rules and the draw, against closed forms."""
+
+import math
+
+import pytest
+import torch
+
+from rlhfkit.rollout.engine import SamplingSpec, sample_seed
+from rlhfkit.rollout.local.sampling import draw, truncate
+
+PROBABILITIES = torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]])
+
+
+def kept(spec: SamplingSpec) -> list[int]:
+    return truncate(PROBABILITIES.log(), spec)[0].isfinite().nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens"),
+    [
+        (SamplingSpec(), [0, 1, 2, 3, 4]),
+        (SamplingSpec(top_k=2), [1, 3]),
+        (SamplingSpec(top_p=0.65), [1, 3]),
+        (SamplingSpec(top_p=0.71), [1, 2, 3]),
+        (SamplingSpec(top_p=0.01), [1]),
+        (SamplingSpec(min_p=0.3), [1, 2, 3]),
+        (SamplingSpec(min_p=0.3, top_k=2), [1, 3]),
+    ],
+)
+def test_truncation_keeps_what_its_rule_says(spec: SamplingSpec, tokens: list[int]) -> None:
+    assert kept(spec) == tokens
+
+
+@pytest.mark.parametrize("spec", [SamplingSpec(top_k=2), SamplingSpec(top_p=0.65), SamplingSpec(min_p=0.5)])
+def test_logprobs_are_those_before_truncation(spec: SamplingSpec) -> None:
+    token, logprob = draw(PROBABILITIES.log(), torch.tensor([0.99], dtype=torch.float64), spec)
+    assert token.item() == 3
+    assert logprob.item() == pytest.approx(math.log(0.3), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_are_those_before_tokens_were_forbidden(temperature: float) -> None:
+    spec = SamplingSpec(temperature=temperature, min_new_tokens=1)
+    token, logprob = draw(PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), spec, torch.tensor([1, 2]))
+    assert token.item() == 3
+    assert logprob.item() == pytest.approx(math.log(0.3), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "truncates"),
+    [
+        (SamplingSpec(), False),
+        (SamplingSpec(temperature=0.5), False),
+        (SamplingSpec(top_p=0.9), True),
+        (SamplingSpec(top_k=5), True),
+        (SamplingSpec(min_p=0.1), True),
+        (SamplingSpec(min_new_tokens=2), True),
+        (SamplingSpec(temperature=0.0, top_p=0.9, top_k=5, min_p=0.1), False),
+    ],
+)
+def test_a_spec_knows_whether_it_takes_tokens_away(spec: SamplingSpec, truncates: bool) -> None:
+    assert spec.truncates is truncates
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 0), (0.049, 0), (0.051, 1), (0.46, 2), (0.61, 3), (0.999, 4)])
+def test_draw_inverts_the_cumulative_distribution(uniform: float, token: int) -> None:
+    drawn, _ = draw(PROBABILITIES.log(), torch.tensor([uniform], dtype=torch.float64), SamplingSpec())
+    assert drawn.item() == token
+
+
+def test_temperature_sharpens() -> None:
+    _, logprob = draw(PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), SamplingSpec(temperature=0.5))
+    squares = PROBABILITIES[0].square()
+    assert logprob.exp().item() == pytest.approx((squares[1] / squares.sum()).item(), abs=1e-6)
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    uniforms = torch.linspace(0, 0.999, 200, dtype=torch.float64)
+    tokens, _ = draw(PROBABILITIES.log().expand(200, 5), uniforms, SamplingSpec(), torch.tensor([1, 3]))
+    assert set(tokens.tolist()) == {0, 2, 4}
+
+
+def test_seeds_tell_samples_apart() -> None:
+    seeds = {sample_seed(*key) for key in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sample_seed(1, 2, 3, 4) == sample_seed(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("group_size", 0), ("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_k", -1), ("min_p", 1.0)],
+)
+def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"SamplingSpec\.{field} must be .*, got {value}"):
+        SamplingSpec(**{field: value})

@@ -1,0 +1,201 @@
+"""Health of engines without engines: the rules, and that no order of events breaks them."""
+
+import logging
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rlhfkit.rollout.errors import EngineFailure, StallError
+from rlhfkit.rollout.supervision.handle import Member
+from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, may_follow
+from rlhfkit.rollout.vllm.stall_detector import StallWatchdog
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestProbes:
+    """When an engine counts as dead."""
+
+    policy = HealthPolicy(probe_period=5, probe_timeout=2, probe_failures=3)
+
+    def test_the_verdict_follows_the_published_numbers(self) -> None:
+        probes = Probes(self.policy, now=0.0)
+        assert not probes.due(4.9)
+        assert probes.due(5.0)
+        probes.asked(5.0)
+        assert [probes.missed(now) for now in (5.0, 6.9, 7.0, 11.9, 12.0, 16.9, 17.0)] == [0, 0, 1, 1, 2, 2, 3]
+        assert not probes.dead(16.9)
+        assert probes.dead(17.0)
+        assert self.policy.detection_seconds == 17.0  # counted from its last answer, at 0
+
+    def test_an_answer_however_late_wipes_the_slate(self) -> None:
+        probes = Probes(self.policy, now=0.0)
+        probes.asked(5.0)
+        assert probes.missed(16.0) == 2
+        probes.answered(16.0)
+        assert probes.missed(16.0) == 0
+        assert not probes.due(20.9)
+        assert probes.due(21.0)
+
+    def test_time_in_which_nobody_could_listen_does_not_count(self) -> None:
+        probes = Probes(self.policy, now=0.0)
+        probes.asked(5.0)
+        probes.excuse(1000.0)
+        assert not probes.dead(1016.0)
+        assert probes.dead(1017.0)
+
+    @given(
+        answers=st.lists(st.floats(min_value=0.01, max_value=40.0), min_size=1, max_size=20),
+        period=st.floats(min_value=0.1, max_value=10.0),
+        timeout=st.floats(min_value=0.1, max_value=10.0),
+        failures=st.integers(min_value=1, max_value=5),
+    )
+    def test_dead_means_silent_for_as_long_as_promised(
+        self, answers: list[float], period: float, timeout: float, failures: int
+    ) -> None:
+        """Against the definition: an engine that takes d to answer is dead if and only if d reaches the limit."""
+        policy = HealthPolicy(probe_period=period, probe_timeout=timeout, probe_failures=failures)
+        probes, now = Probes(policy, now=0.0), 0.0
+        limit = timeout + (failures - 1) * period
+        for delay in answers:
+            now += period
+            assert probes.due(now + 1e-6)
+            probes.asked(now)
+            now += delay
+            if abs(delay - limit) > 1e-6:
+                assert probes.dead(now) == (delay > limit)
+            if probes.dead(now):
+                return
+            probes.answered(now)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"probe_period": 0}, r"probe_period must be a finite number above 0, got 0"),
+            ({"probe_failures": 0}, r"probe_failures must be an integer of at least 1, got 0"),
+            ({"max_restarts": -1}, r"max_restarts must be an integer of at least 0, got -1"),
+            ({"recovery_timeout": -1}, r"recovery_timeout must be a finite number of at least 0, got -1"),
+        ],
+    )
+    def test_bad_arguments_name_value_and_rule(self, arguments: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            HealthPolicy(**arguments)
+
+    def test_all_engines_stopped_is_an_error_within_two_minutes_by_default(self) -> None:
+        policy = HealthPolicy()
+        assert policy.detection_seconds + policy.recovery_timeout < 120
+
+
+class EngineLife(RuleBasedStateMachine):
+    """Any order of events in the life of one engine process.
+
+    What it holds is kept here by other means than the state: the version of the last transfer that was completed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.member = Member(0, 1, None, None, 0, HealthPolicy(), 60.0)
+        self.complete: int | None = None
+        self.versions = 0
+        self.died = False
+
+    def _try(self, state: State) -> bool:
+        before = self.member.state
+        if may_follow(before, state):
+            self.member.become(state)
+            return True
+        with pytest.raises(RuntimeError, match="cannot become"):
+            self.member.become(state)
+        assert self.member.state is before
+        return False
+
+    @rule()
+    def comes_up(self) -> None:
+        if self.member.state is State.STARTING:
+            self._try(State.STALE)
+
+    @rule(completed=st.booleans())
+    def weights_are_sent(self, completed: bool) -> None:
+        if not self._try(State.SYNCING):
+            return
+        self.complete = None
+        assert not self.member.takes_requests(0.0)
+        if completed:
+            self.versions += 1
+            self.complete = self.versions
+            self._try(State.SERVING)
+        else:
+            self._try(State.STALE)
+
+    @rule()
+    def falls_asleep(self) -> None:
+        if self.member.state in (State.SERVING, State.STALE) and self._try(State.ASLEEP):
+            self.complete = None
+
+    @precondition(lambda self: self.member.state is State.ASLEEP)
+    @rule()
+    def wakes(self) -> None:
+        self._try(State.STALE)
+
+    @rule()
+    def dies(self) -> None:
+        self.died = self._try(State.DEAD) or self.died
+
+    @rule(state=st.sampled_from(State))
+    def a_dead_one_never_comes_back(self, state: State) -> None:
+        if self.died:
+            assert not self._try(state)
+
+    @invariant()
+    def serves_only_what_was_sent_completely(self) -> None:
+        if self.member.takes_requests(0.0):
+            assert self.complete is not None
+            assert not self.died
+
+
+TestEngineLife = EngineLife.TestCase
+
+
+class TestStallWatchdog:
+    """Who waits learns why."""
+
+    def test_state_is_logged_each_time_and_the_end_has_a_name(self, caplog: pytest.LogCaptureFixture) -> None:
+        clock = Clock()
+        watchdog = StallWatchdog(lambda: "engine 0: stopped", report_after=10, timeout=35, clock=clock)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(34):
+                clock.now += 1
+                watchdog.check("3 of 4 jobs")
+        assert len(caplog.records) == 3
+        assert "engine 0: stopped" in caplog.text
+        assert "waiting for 3 of 4 jobs" in caplog.text
+        clock.now += 1
+        with pytest.raises(StallError, match=r"no request was finished for 35 s; waiting for 3 of 4 jobs") as caught:
+            watchdog.check("3 of 4 jobs")
+        assert "engine 0: stopped" in str(caught.value)
+
+    def test_progress_starts_the_clock_again(self) -> None:
+        clock = Clock()
+        watchdog = StallWatchdog(str, report_after=10, timeout=35, clock=clock)
+        clock.now += 34
+        watchdog.progress()
+        clock.now += 34
+        watchdog.check("1 of 4 jobs")
+        assert watchdog.idle == 34
+
+
+def test_a_failure_travels_between_processes_without_the_engine() -> None:
+    import pickle
+
+    failure = pickle.loads(pickle.dumps(EngineFailure("engine 0 died", engine=object())))
+    assert str(failure) == "engine 0 died"
+    assert failure.engine is None

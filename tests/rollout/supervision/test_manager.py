@@ -1,0 +1,297 @@
+"""A fleet of two real engines, in one chain of accidents: each test takes it as the one before has left it.
+
+An engine needs half a minute to start on a busy machine of two cores, so the accidents share their fleet.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.errors import EngineError, RequestError, WeightsNeededError
+from rlhfkit.rollout.supervision.handle import Member
+from rlhfkit.rollout.supervision.health import HealthPolicy, State
+from rlhfkit.rollout.vllm.pool import VLLMPool
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
+from rollout.vllm.test_pool import EXACT, keyed, load_trainer_model, train_a_little, trainer_logits
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPTS = [Prompt(index=index, token_ids=[10 + index] * (40 + index)) for index in range(12)]
+SPEC = SamplingSpec(group_size=8, max_new_tokens=200, min_new_tokens=180)
+
+
+class Scene:
+    """The pool under test and the weights that it was sent, by version."""
+
+    def __init__(self, pool: VLLMPool, folder: Path) -> None:
+        self.pool = pool
+        self.model = load_trainer_model(folder)
+        self.models: dict[int, nn.Module] = {}
+
+    def load(self, version: int, source: Callable[[nn.Module], ModuleWeights] = ModuleWeights) -> None:
+        """Change the weights and send them."""
+        train_a_little(self.model, seed=version)
+        self.models[version] = copy.deepcopy(self.model)
+        self.pool.load(source(self.model), version)
+
+    def member(self, number: int) -> Member:
+        """The process that is this engine now."""
+        assert self.pool._fleet is not None
+        return self.pool._fleet.members[number]
+
+    def send(self, number: int, what: signal.Signals) -> int:
+        """Send an engine's process a signal; returns its pid."""
+        pid = self.member(number).info["pid"]
+        with contextlib.suppress(ProcessLookupError):  # the accident before was its last
+            os.kill(pid, what)
+        return pid
+
+    def until(self, number: int, state: State, limit: float) -> None:
+        """Wait until an engine is in a state."""
+        end = time.monotonic() + limit
+        while self.member(number).state is not state:
+            assert time.monotonic() < end, self.pool._fleet.report() if self.pool._fleet else ""
+            time.sleep(0.05)
+
+    def strike(self, number: int, what: signal.Signals, iteration: int) -> list[Sample]:
+        """Samples that were being made when a signal hit one of the engines that had a part of them."""
+        with ThreadPoolExecutor(1) as threads:
+            future = threads.submit(self.pool.generate, PROMPTS, SPEC, iteration=iteration)
+            end = time.monotonic() + 20
+            while self.member(number).load < 10 and time.monotonic() < end:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            assert not future.done(), "the samples were made before the accident"
+            self.send(number, what)
+            return future.result(timeout=120)
+
+    def check(self, samples: list[Sample], spec: SamplingSpec = SPEC) -> None:
+        """Every token's log-prob is that of the version it says it is of."""
+        for sample in samples:
+            for version in set(sample.versions):
+                rows = [i for i, of in enumerate(sample.versions) if of == version]
+                logits: Tensor = trainer_logits(self.models[version], sample)
+                expected = logits.log_softmax(-1)
+                chosen = expected.gather(-1, torch.tensor(sample.token_ids)[:, None])[rows, 0]
+                assert float((chosen - torch.tensor(sample.logprobs)[rows]).abs().max()) <= EXACT
+
+
+@pytest.fixture(scope="module")
+def fleet(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Two engines of an untied model that were sent version 1."""
+    folder = tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
+    pool = VLLMPool(
+        num_engines=2,
+        device="cpu",
+        colocate=True,  # placed beside this process; nothing else differs on a CPU
+        kv_cache_gib=1 / 16,
+        engine_arguments={"block_size": 32},
+        start_timeout=240,
+        generate_timeout=100,
+        sync_timeout=60,
+        bucket_bytes=2**15,
+        health=HealthPolicy(probe_period=1, probe_timeout=5, probe_failures=3, recovery_timeout=60, max_restarts=20),
+    )
+    with pytest.raises(RuntimeError, match=r"before VLLMPool\.start"):
+        pool.load(ModuleWeights(load_trainer_model(folder)), 0)
+    assert pool.arrange_logprobs(SPEC)
+    pool.start(str(folder), dtype=torch.float32)
+    try:
+        made = Scene(pool, folder)
+        made.load(1)
+        yield made
+    finally:
+        pool.close()
+
+
+def same(samples: list[Sample], others: list[Sample]) -> bool:
+    """Whether two runs have made the same tokens of the same samples in the same order."""
+    return [(one.prompt.index, one.sample_index, one.token_ids) for one in samples] == [
+        (one.prompt.index, one.sample_index, one.token_ids) for one in others
+    ]
+
+
+def test_a_killed_engines_requests_are_finished_by_the_other_and_come_out_the_same(fleet: Scene) -> None:
+    undisturbed = fleet.pool.generate(PROMPTS, SPEC, iteration=1)
+    fleet.check(undisturbed)
+    disturbed = fleet.strike(0, signal.SIGKILL, iteration=1)
+    assert same(disturbed, undisturbed)
+    assert fleet.member(0).restarts == 1
+
+
+def test_the_engine_started_again_serves_only_after_the_next_load(fleet: Scene) -> None:
+    fleet.until(0, State.STALE, limit=120)
+    before = fleet.pool.generate(PROMPTS[:4], SPEC, iteration=2)
+    assert fleet.member(0).load == 0
+    assert not fleet.member(0).takes_requests(time.monotonic())
+    fleet.check(before)  # a stale engine's weights are random: its log-probs would show
+    fleet.load(2)
+    assert fleet.member(0).state is State.SERVING
+    assert fleet.member(0).version == fleet.pool.version == 2
+    after = fleet.pool.generate(PROMPTS, SPEC, iteration=2)
+    fleet.check(after)
+    assert {version for sample in after for version in sample.versions} == {2}
+    fleet.pool.score([list(range(10, 60))])  # both engines, compared
+
+
+def test_a_stopped_engine_is_found_out_killed_and_its_requests_rerun(fleet: Scene) -> None:
+    undisturbed = fleet.pool.generate(PROMPTS, SPEC, iteration=3)
+    stopped, start = fleet.member(1).info["pid"], time.monotonic()
+    assert same(fleet.strike(1, signal.SIGSTOP, iteration=3), undisturbed)
+    assert time.monotonic() - start < 60
+    end = time.monotonic() + 10
+    while Path(f"/proc/{stopped}").exists() and "Z" not in Path(f"/proc/{stopped}/stat").read_text():
+        assert time.monotonic() < end, "the stopped process was left behind"
+        time.sleep(0.05)
+
+
+def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(fleet: Scene) -> None:
+    fleet.until(1, State.STALE, limit=120)
+    fleet.load(3)
+    seen: list[State] = []
+
+    class KillsOne(ModuleWeights):
+        def __iter__(self) -> Any:
+            for number, (name, tensor) in enumerate(super().__iter__()):
+                if number == 5 and not seen:
+                    seen.extend(fleet.member(engine).state for engine in (0, 1))
+                    fleet.send(0, signal.SIGKILL)
+                yield name, tensor
+
+    with ThreadPoolExecutor(1) as threads:  # requests that are under way live through it
+        running = threads.submit(fleet.pool.generate, PROMPTS, SPEC, iteration=4)
+        end = time.monotonic() + 20
+        while min(fleet.member(engine).load for engine in (0, 1)) < 10 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.2)  # on an idle machine they are done in little more than a second
+        assert not running.done()
+        fleet.load(4, KillsOne)
+        kept = running.result(timeout=60)
+    assert seen == [State.SYNCING, State.SYNCING]  # nobody served while it happened
+    assert fleet.pool.version == 4
+    assert [fleet.member(engine).version for engine in (0, 1)] == [None, 4]
+    fleet.check(kept)
+    versions = {version for sample in kept for version in sample.versions}
+    assert versions == {3, 4}
+    assert all(sample.versions == sorted(sample.versions) for sample in kept)
+    fleet.check(fleet.pool.generate(PROMPTS, SPEC, iteration=5))
+
+
+def test_two_deaths_within_one_restart_end_in_a_load_not_in_the_end_of_the_run(fleet: Scene) -> None:
+    """Engine 0 is up again and waits for weights when engine 1 dies: what the trainer has is all that is missing."""
+    fleet.until(0, State.STALE, limit=120)
+    assert fleet.pool._fleet is not None
+    undisturbed = fleet.pool.generate(PROMPTS[:2], SPEC, iteration=6)
+    policy, fleet.pool._fleet.policy = fleet.pool.health, dataclasses.replace(fleet.pool.health, recovery_timeout=1)
+    try:
+        fleet.send(1, signal.SIGKILL)
+        with pytest.raises(WeightsNeededError, match=r"(?s)no vLLM engine serves.*engine 0 of 2.*waiting for weights"):
+            fleet.pool.generate(PROMPTS[:2], SPEC, iteration=6)
+    finally:
+        fleet.pool._fleet.policy = policy
+    fleet.pool.version = None  # what RolloutCallback does then
+    fleet.pool.load(ModuleWeights(fleet.model), 4)
+    assert fleet.member(0).state is State.SERVING
+    assert same(fleet.pool.generate(PROMPTS[:2], SPEC, iteration=6), undisturbed)
+
+
+def test_two_thousand_samples_through_accidents_are_all_there_once(fleet: Scene) -> None:
+    """Several callers at once, loads in between, prompts that are refused, engines that are killed or stopped."""
+    chance, spec = random.Random(7), SamplingSpec(group_size=4, max_new_tokens=12)
+    fleet.until(1, State.STALE, limit=120)
+    fleet.load(5)
+    finished = threading.Event()
+    refused = 0
+
+    def ask(caller: int) -> list[Sample]:
+        made: list[Sample] = []
+        for turn in range(25):
+            rows = [Prompt(index=caller * 1000 + turn * 5 + row, token_ids=[10 + row] * 20) for row in range(5)]
+            made += fleet.pool.generate(rows, spec, iteration=turn)
+            time.sleep(1.0)  # an episode's tools
+        return made
+
+    def ask_nonsense() -> int:
+        count = 0
+        while not finished.wait(1.0):
+            with pytest.raises(RequestError, match="has the token 100000"):
+                fleet.pool.generate([Prompt(index=0, token_ids=[100_000])], spec, iteration=0)
+            count += 1
+        return count
+
+    accidents: list[str] = []
+
+    def cause_accidents() -> None:
+        while not finished.wait(chance.uniform(2, 4)):
+            alive = [number for number in (0, 1) if fleet.member(number).state is State.SERVING]
+            kind = chance.choice(["kill", "stop", "hiccup"])
+            if not alive:
+                continue
+            victim = chance.choice(alive)
+            if kind == "hiccup":  # shorter than what counts as dead
+                fleet.send(victim, signal.SIGSTOP)
+                time.sleep(1.5)
+                fleet.send(victim, signal.SIGCONT)
+            elif len(alive) == 2:
+                fleet.send(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            else:
+                continue
+            accidents.append(kind)
+
+    with ThreadPoolExecutor(7) as threads:
+        callers: list[Future[list[Sample]]] = [threads.submit(ask, caller) for caller in range(4)]
+        nonsense, villain = threads.submit(ask_nonsense), threads.submit(cause_accidents)
+        version = 6
+        try:
+            while not all(caller.done() for caller in callers):
+                time.sleep(3)
+                fleet.load(version)
+                version += 1
+            samples = [sample for caller in callers for sample in caller.result()]
+        finally:
+            finished.set()
+        refused = nonsense.result()
+        villain.result()
+    assert len(samples) == 2000
+    assert len(keyed(samples)) == 2000
+    assert refused > 3
+    assert len(accidents) > 2
+    assert set(accidents) & {"kill", "stop"}
+    fleet.check(samples[::20], spec)
+    assert all(sample.versions == sorted(sample.versions) for sample in samples)
+
+
+def test_all_engines_dead_is_an_error_that_says_so(fleet: Scene) -> None:
+    assert fleet.pool._fleet is not None
+    policy = fleet.pool._fleet.policy = dataclasses.replace(fleet.pool.health, recovery_timeout=5)
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(fleet.pool.generate, PROMPTS, SPEC, iteration=9)
+        time.sleep(0.5)
+        start = time.monotonic()
+        for number in (0, 1):
+            if fleet.member(number).state is State.SERVING:
+                fleet.send(number, signal.SIGKILL if number else signal.SIGSTOP)
+        with pytest.raises(EngineError, match=r"(?s)no vLLM engine serves.*engine 0 of 2.*engine 1 of 2"):
+            future.result(timeout=60)
+    assert time.monotonic() - start < policy.detection_seconds + policy.recovery_timeout + 10
+    with pytest.raises(EngineError, match="no vLLM engine serves"):
+        fleet.pool.score([[10, 11, 12]])
+    fleet.pool.close()
+    with pytest.raises(RuntimeError, match="not running"):
+        fleet.pool.generate(PROMPTS, SPEC, iteration=0)

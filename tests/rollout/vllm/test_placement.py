@@ -1,0 +1,189 @@
+"""Where engines go: beside ranks, or on devices that no rank has; and what travels together to those beside a rank."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from strategies import ranks
+
+from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.vllm.placement import Seat, seats_of_engines
+from rlhfkit.rollout.weight_sync.cuda_ipc import chunks
+
+
+def machines(counts: list[int], gpus: bool = True) -> list[Seat]:
+    """Ranks of several machines, machine by machine."""
+    return [
+        Seat(f"machine{machine}", str(gpu) if gpus else None, on_ray=False)
+        for machine, count in enumerate(counts)
+        for gpu in range(count)
+    ]
+
+
+class TestColocatedEngines:
+    """Each on the GPUs of ranks that are neighbours."""
+
+    @given(
+        counts=st.lists(st.integers(min_value=1, max_value=4), min_size=1, max_size=4),
+        size=st.integers(min_value=1, max_value=4),
+    )
+    def test_no_gpu_has_two_engines_and_no_engine_two_machines(self, counts: list[int], size: int) -> None:
+        counts = [count * size for count in counts]  # so many ranks on each machine
+        seats = machines(counts)
+        shares = seats_of_engines(seats, sum(counts) // size, size)
+        assert [seat for share in shares for seat in share] == seats
+        assert all(len({seat.host for seat in share}) == 1 for share in shares)
+
+    def test_an_engine_across_machines_is_refused(self) -> None:
+        with pytest.raises(EngineError, match=r"engine 1 would share the GPUs of ranks that are on 2 machines"):
+            seats_of_engines(machines([3, 3]), 3, 2)
+
+    def test_more_engines_than_gpus_are_refused(self) -> None:
+        with pytest.raises(EngineError, match=r"puts 3 engine\(s\) of 2 GPU\(s\) on the GPUs .* there are 4"):
+            seats_of_engines(machines([4]), 3, 2)
+
+    def test_without_gpus_engines_share_the_ranks_cores(self) -> None:
+        assert [len(share) for share in seats_of_engines(machines([1], gpus=False), 3, 1)] == [1, 1, 1]
+
+
+def test_one_gpu_is_known_by_its_uuid_else_by_machine_and_id() -> None:
+    """Two tasks of Slurm may call different GPUs 0, and two containers of one machine have different names for it."""
+    here = Seat("a", "0", on_ray=False, uuid="x")
+    assert here.is_gpu_of(Seat("container", "3", on_ray=True, uuid="x"))
+    assert not here.is_gpu_of(Seat("a", "0", on_ray=True, uuid="y"))
+    assert here.is_gpu_of(Seat("a", "0", on_ray=True))
+    assert not here.is_gpu_of(Seat("a", "1", on_ray=True))
+    assert not here.is_gpu_of(Seat("b", "0", on_ray=True))
+    assert not Seat("a", None, on_ray=False).is_gpu_of(Seat("a", None, on_ray=True))
+
+
+@given(
+    sizes=st.lists(st.integers(min_value=1, max_value=50), min_size=1, max_size=20),
+    capacity=st.integers(min_value=1, max_value=200),
+)
+def test_what_travels_by_handle_is_every_tensor_once_in_order_and_fits(sizes: list[int], capacity: int) -> None:
+    infos = [WeightInfo(str(number), (size,), torch.float32) for number, size in enumerate(sizes)]
+    parts = chunks(infos, capacity)
+    assert [index for part in parts for index in part] == list(range(len(sizes)))
+    for part in parts:
+        assert len(part) == 1 or sum(infos[index].num_bytes for index in part) <= capacity
+    for part, following in itertools.pairwise(parts):  # none was closed with room for the next tensor
+        assert sum(infos[index].num_bytes for index in [*part, following[0]]) > capacity
+
+
+@pytest.mark.ray
+def test_engines_apart_spread_over_the_machines_of_an_existing_cluster() -> None:
+    script = Path(__file__).with_name("two_machines.py")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    assert report["machines"] == 2
+    assert not report["loopback"]  # engines of another machine must reach the trainer
+    for name, message in (
+        ("too_many", "3 engine(s) need 3 CPU(s), but Ray's cluster has 2"),
+        ("no_gpu", "1 engine(s) need 1 GPU(s), but Ray's cluster has 0"),
+        ("taken", "could not place 2 engine(s) of {'CPU': 1.0} within 1 s; free are {'CPU': 0"),
+    ):
+        text, seconds = report[name]
+        assert message in text
+        assert seconds < 10
+
+
+class Cluster:
+    """A Ray node that declares eight GPUs, in a process of its own (``gpu_ranks.py``)."""
+
+    def __init__(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("gpu_ranks.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment | {"RAY_AUTH_MODE": "disabled"},
+            text=True,
+        )
+        self.address: str = self.answer()["address"]
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        while True:
+            line = self.process.stdout.readline()
+            assert line, "the cluster's process has ended"
+            if line.startswith("{"):  # Ray prints too
+                return json.loads(line)
+
+    def ranks_of_its_own(self, count: int) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Shared by the tests of this file."""
+    made = Cluster()
+    yield made
+    made.process.communicate(timeout=60)
+
+
+def check_apart(gpus: list[str], report: dict[str, Any]) -> None:
+    """Engines have GPUs, each its own, and none of a rank's; one more than there are is refused at once."""
+    assert len(set(gpus)) == len(gpus)
+    assert report["device"] == "cuda"
+    assert len(set(report["engines"])) == 4
+    assert not set(report["engines"]) & set(gpus)
+    assert set(report["not_on"]) == set(gpus)
+    used = rf", {len(gpus)} of which the training ranks use" if "has 8" in report["error"] else ""
+    assert re.search(
+        rf"7 engine\(s\) need 7 GPU\(s\), but Ray's cluster has [68]{used}: .*share them: VLLMPool\(colocate=True\)",
+        report["error"],
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.distributed
+class TestEnginesApart:
+    """No engine gets a GPU of a training rank's, whoever has started the ranks, on a node that declares eight."""
+
+    def test_from_ranks_of_slurm_that_see_their_own_gpu_alone(self, cluster: Cluster, tmp_path: Path) -> None:
+        first, second = ranks.run("rollout.gpu_ranks:place", 2, tmp_path, address=cluster.address, own_gpu_only=True)
+        assert [first["gpu"], second["gpu"]] == ["0", "1"]
+        check_apart(["0", "1"], first)
+
+    def test_from_ranks_of_a_script_that_starts_ray_itself(self, tmp_path: Path) -> None:
+        first, _ = ranks.run("rollout.gpu_ranks:place", 2, tmp_path)
+        check_apart(["0", "1"], first)
+        assert set(first["engines"]) <= set("234567")
+        assert re.match(rf"RuntimeError: Ray gave this engine GPU {first['engines'][0]} of .*, which", first["refusal"])
+
+    def test_ranks_that_see_their_own_gpu_alone_leave_no_gpu_for_a_ray_of_theirs(self, tmp_path: Path) -> None:
+        first, _ = ranks.run("rollout.gpu_ranks:place", 2, tmp_path, own_gpu_only=True)
+        assert "engines" not in first
+        assert re.search(r"4 engine\(s\) need 4 GPU\(s\), but Ray's cluster has 0: .*train on fewer", first["error"])
+
+    def test_from_ranks_of_torchrun(self, cluster: Cluster, tmp_path: Path) -> None:
+        script = Path(__file__).with_name("gpu_ranks.py")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        done = subprocess.run(
+            [*command, cluster.address, tmp_path / "r"], capture_output=True, text=True, timeout=150
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        first, second = (json.loads((tmp_path / f"r.{rank}").read_text()) for rank in (0, 1))
+        check_apart([first["gpu"], second["gpu"]], first)
+
+    def test_from_ranks_that_ray_has_started(self, cluster: Cluster) -> None:
+        report = cluster.ranks_of_its_own(2)
+        assert len(report["not_on"]) == 2
+        check_apart(report["not_on"], report)

@@ -1,0 +1,443 @@
+"""``VLLMPool`` on real engines: samples, weights, and what happens when something breaks."""
+
+import copy
+import dataclasses
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from shared_pool import SharedPool
+from tiny_models import tiny_model, tiny_tokenizer
+from torch import Tensor, nn
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.models import LoRA, load_causal_lm
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
+from rlhfkit.rollout.errors import EngineError, RequestError
+from rlhfkit.rollout.local.sampling import truncate
+from rlhfkit.rollout.supervision.handle import Members
+from rlhfkit.rollout.vllm.pool import VLLMPool
+from rlhfkit.rollout.vllm.scheduler import split_into_jobs
+from rlhfkit.rollout.weight_sync.sender import GlooSender
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
+from rollout.zero3_ranks import run_ranks
+
+EXACT = 1e-5  # float32 on both sides; what is left is the order of summation
+
+vllm = pytest.mark.vllm
+
+
+def load_trainer_model(folder: Path) -> nn.Module:
+    """The Hugging Face model that plays the trainer's policy."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def train_a_little(model: nn.Module, seed: int) -> None:
+    """Change every weight by something an engine that kept an old one would show."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+
+
+@torch.no_grad()
+def trainer_logits(model: nn.Module, sample: Sample) -> Tensor:
+    """(T, V) logits that the completion's tokens were drawn from, computed in one pass without a cache."""
+    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
+
+
+def worst_difference(model: nn.Module, samples: list[Sample]) -> float:
+    """Largest difference between the engine's and the trainer's log-probs of sampled tokens."""
+    worst = 0.0
+    for sample in samples:
+        logprobs = trainer_logits(model, sample).log_softmax(-1)
+        expected = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        worst = max(worst, float((expected - torch.tensor(sample.logprobs)).abs().max()))
+    return worst
+
+
+def score_difference(model: nn.Module, pool: VLLMPool, tokens: list[int]) -> float:
+    """Largest difference between ``pool.score`` and the trainer's log-probs."""
+    with torch.no_grad():
+        logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    return float((expected - torch.tensor(pool.score([tokens])[0])).abs().max())
+
+
+def keyed(samples: list[Sample]) -> dict[tuple[int, int], Sample]:
+    """Samples by what they are."""
+    return {(sample.prompt.index, sample.sample_index): sample for sample in samples}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    """Eight prompts of 10 to 80 tokens; the longer ones fill two blocks of the prefix cache."""
+    tokenizer = tiny_tokenizer()
+    texts = [f"{number} + {number * 7} = " + "abc " * (2 * number) for number in range(2, 10)]
+    return [Prompt(index=index, token_ids=tokenizer(text).input_ids) for index, text in enumerate(texts)]
+
+
+@pytest.fixture
+def pool(vllm_pool: SharedPool, vllm_model: Path) -> SharedPool:
+    """The shared engines serving the saved weights as version 0."""
+    vllm_pool.load(ModuleWeights(load_trainer_model(vllm_model)), 0)
+    return vllm_pool
+
+
+SPEC = SamplingSpec(group_size=4, max_new_tokens=24)
+
+
+@vllm
+class TestWeights:
+    """What the engines serve is what the trainer has."""
+
+    def test_logprobs_equal_the_trainers_after_each_of_three_updates(
+        self, vllm_pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
+    ) -> None:
+        model = load_trainer_model(vllm_model)
+        for version in (1, 2, 3):
+            train_a_little(model, seed=version)
+            vllm_pool.load(ModuleWeights(model), version)
+            assert vllm_pool.version == version
+            # The same prompts each time: cached keys and values of old weights would show.
+            samples = vllm_pool.generate(prompts, SPEC, iteration=version)
+            assert worst_difference(model, samples) <= EXACT
+            assert {token_version for sample in samples for token_version in sample.versions} == {version}
+            assert score_difference(model, vllm_pool, prompts[-1].token_ids) <= EXACT
+
+    def test_adapters_arrive_merged(self, vllm_pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
+        for version, (dora, quantization) in enumerate([(True, None), (False, "nf4")], start=1):
+            lora = LoRA(rank=4, dora=dora)
+            model = load_causal_lm(str(vllm_model), attention="sdpa", lora=lora, quantization=quantization)
+            generator = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            vllm_pool.load(ModuleWeights(model), version)
+            assert worst_difference(model, vllm_pool.generate(prompts[:3], SPEC, iteration=version)) <= EXACT
+
+    def test_a_tampered_transfer_is_noticed_by_score(
+        self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
+    ) -> None:
+        model = load_trainer_model(vllm_model)
+
+        class Tampered(ModuleWeights):
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+                for name, tensor in super().__iter__():
+                    yield name, tensor * 1.05 if name.endswith("layers.1.mlp.up_proj.weight") else tensor
+
+        tokens = prompts[-1].token_ids
+        assert score_difference(model, pool, tokens) <= EXACT
+        pool.load(Tampered(model), 1)
+        assert score_difference(model, pool, tokens) > 100 * EXACT
+
+    def test_one_engine_with_other_weights_is_noticed_by_score(
+        self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
+    ) -> None:
+        model = load_trainer_model(vllm_model)
+        train_a_little(model, seed=9)
+        assert pool._fleet is not None
+        assert pool._sync is not None
+        send_by_hand(Members(tuple(pool._fleet.members[1:]), 1, "127.0.0.1", 30.0), model)
+        pool._sync._connected = ()  # that took engine 1 out of the pool's group
+        with pytest.raises(EngineError, match="engines 0 and 1 serve different weights"):
+            pool.score([prompts[-1].token_ids])
+
+    def test_weights_that_are_not_finite_change_nothing(
+        self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
+    ) -> None:
+        healthy = load_trainer_model(vllm_model)
+        diverged = copy.deepcopy(healthy)
+        with torch.no_grad():
+            diverged.get_parameter("model.layers.1.mlp.down_proj.weight")[3, 5] = float("nan")
+        with pytest.raises(ValueError, match=r"not finite .*layers\.1\.mlp\.down_proj\.weight"):
+            pool.load(ModuleWeights(diverged), 1)
+        assert pool.version == 0
+        assert score_difference(healthy, pool, prompts[-1].token_ids) <= EXACT
+
+    def test_a_transfer_that_breaks_off_serves_nothing_and_the_next_one_heals(
+        self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
+    ) -> None:
+        model = load_trainer_model(vllm_model)
+        train_a_little(model, seed=5)
+
+        class BreaksOff(ModuleWeights):
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+                for name, tensor in super().__iter__():
+                    if name.endswith("layers.0.self_attn.v_proj.weight"):  # q and k of this layer have left
+                        raise OSError("the disk is gone")
+                    yield name, tensor + 1.0
+
+        start = time.monotonic()
+        with pytest.raises(OSError, match="the disk is gone"):
+            pool.load(BreaksOff(model), 1)
+        assert time.monotonic() - start < pool.sync_timeout / 2  # engines are released, not left to their time limit
+        assert pool.version is None
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            pool.generate(prompts, SPEC, iteration=0)
+        pool.load(ModuleWeights(model), 2)
+        samples = pool.generate(prompts, SPEC, iteration=0)
+        assert worst_difference(model, samples) <= EXACT
+
+    def test_a_source_that_yields_other_than_it_announced_is_refused(self, pool: SharedPool, vllm_model: Path) -> None:
+        class Mislabelled(ModuleWeights):
+            def metadata(self) -> list[WeightInfo]:
+                infos = super().metadata()
+                infos[3] = WeightInfo(infos[3].name, (1, *infos[3].shape), infos[3].dtype)
+                return infos
+
+        with pytest.raises(ValueError, match="announced WeightInfo"):
+            pool.load(Mislabelled(load_trainer_model(vllm_model)), 1)
+        assert pool.version is None
+
+
+def send_by_hand(members: Members, model: nn.Module) -> None:
+    """Give the weights to engines without a pool."""
+    sender, weights = GlooSender(timeout=30), ModuleWeights(model)
+    sender.connect(members)
+    members.submit("pause", doing="pausing").result()
+    members.submit("begin_update", doing="beginning").result()
+    sender.send(members, weights.metadata(), iter(weights))
+    members.submit("finish_update", 0, doing="finishing").result()
+    members.submit("resume", doing="resuming").result()
+    sender.close()
+
+
+@vllm
+class TestSamples:
+    """What is sampled, and that it depends on nothing but the weights and the seed."""
+
+    def test_order_is_by_prompt_then_by_position_in_the_group(self, pool: SharedPool, prompts: list[Prompt]) -> None:
+        samples = pool.generate(prompts, SPEC, iteration=0)
+        expected = [(prompt.index, index) for prompt in prompts for index in range(SPEC.group_size)]
+        assert [(sample.prompt.index, sample.sample_index) for sample in samples] == expected
+
+    def test_samples_depend_neither_on_the_number_of_engines_nor_on_order(
+        self, pool: SharedPool, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        both = keyed(pool.generate(prompts, SPEC, iteration=3))
+        backwards = keyed(pool.generate(prompts[::-1], SPEC, iteration=3))
+        alone = keyed(pool.generate(prompts[5:6], SPEC, iteration=3))
+        assert pool._fleet is not None
+        monkeypatch.setattr(pool._fleet.members[1], "takes_requests", lambda now: False)
+        one = keyed(pool.generate(prompts, SPEC, iteration=3))
+        assert backwards.keys() == both.keys() == one.keys()
+        for others in (backwards, alone, one):
+            for key, sample in others.items():
+                assert sample.token_ids == both[key].token_ids
+                assert torch.allclose(torch.tensor(sample.logprobs), torch.tensor(both[key].logprobs), atol=EXACT)
+
+    def test_every_sample_has_a_seed_of_its_own(self, pool: SharedPool, prompts: list[Prompt]) -> None:
+        first = keyed(pool.generate(prompts, SPEC, iteration=0))
+        again = keyed(pool.generate(prompts, SPEC, iteration=0))
+        later = keyed(pool.generate(prompts, SPEC, iteration=1))
+        other = keyed(pool.generate(prompts, SamplingSpec(group_size=4, max_new_tokens=24, seed=1), iteration=0))
+        assert all(again[key].token_ids == first[key].token_ids for key in first)
+        for changed in (later, other):
+            assert sum(changed[key].token_ids != first[key].token_ids for key in first) > len(first) * 3 // 4
+        for prompt in prompts:
+            assert len({tuple(first[prompt.index, index].token_ids) for index in range(4)}) > 1
+
+    def test_greedy_equals_the_trainers_greedy(self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
+        model = load_trainer_model(vllm_model)
+        spec = SamplingSpec(group_size=1, max_new_tokens=20, temperature=0.0)
+        for sample in pool.generate(prompts, spec, iteration=0):
+            ids = torch.tensor([sample.prompt.token_ids])
+            made = model.generate(  # type: ignore[operator]
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+            )
+            assert sample.token_ids == made[0, ids.shape[1] :].tolist()
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            SamplingSpec(group_size=2, max_new_tokens=16, top_k=20),
+            SamplingSpec(group_size=2, max_new_tokens=16, top_p=0.8),
+            SamplingSpec(group_size=2, max_new_tokens=16, min_p=0.05),
+            SamplingSpec(group_size=2, max_new_tokens=16, min_new_tokens=10),
+            SamplingSpec(group_size=2, max_new_tokens=16, temperature=0.0),
+            SamplingSpec(group_size=2, max_new_tokens=16, temperature=0.8, top_k=30, top_p=0.9, min_p=0.02),
+        ],
+        ids=["top_k", "top_p", "min_p", "min_new_tokens", "greedy", "all"],
+    )
+    def test_tokens_are_truncated_and_their_logprobs_are_those_before(
+        self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt], spec: SamplingSpec
+    ) -> None:
+        model, samples = load_trainer_model(vllm_model), pool.generate(prompts, spec, iteration=0)
+        if spec.temperature in (0.0, 1.0):
+            assert worst_difference(model, samples) <= EXACT
+        else:  # vLLM reports log-probs at temperature 1 in this mode, which are no use
+            assert all(math.isnan(logprob) for sample in samples for logprob in sample.logprobs)
+        for sample in samples:
+            left = truncate(trainer_logits(model, sample), dataclasses.replace(spec, temperature=spec.temperature or 1))
+            assert left.gather(-1, torch.tensor(sample.token_ids)[:, None]).isfinite().all()
+
+    def test_stops_keep_the_token_that_ended_the_completion(self, pool: SharedPool, prompts: list[Prompt]) -> None:
+        tokenizer = tiny_tokenizer()
+        plain = pool.generate(prompts, SamplingSpec(group_size=8, max_new_tokens=40), iteration=0)
+        for sample in plain:
+            ended = sample.token_ids[-1] == tokenizer.eos_token_id
+            assert sample.finish_reason == ("stop" if ended else "length")
+            assert ended or len(sample.token_ids) == 40
+            assert tokenizer.eos_token_id not in sample.token_ids[:-1]
+        assert {sample.finish_reason for sample in plain} == {"stop", "length"}
+
+        letter = next(token for token in plain[0].token_ids[8:] if len(tokenizer.decode([token])) == 1)
+        spec = SamplingSpec(group_size=8, max_new_tokens=40, stop_token_ids=(letter,))
+        by_token = pool.generate(prompts, spec, iteration=0)
+        spec = SamplingSpec(group_size=8, max_new_tokens=40, stop=(tokenizer.decode([letter]),))
+        by_text = pool.generate(prompts, spec, iteration=0)
+        for sample, token, text in zip(plain, by_token, by_text, strict=True):
+            cut = sample.token_ids.index(letter) + 1 if letter in sample.token_ids else len(sample.token_ids)
+            assert token.token_ids == sample.token_ids[:cut] == text.token_ids
+            assert token.finish_reason == text.finish_reason
+        assert any(len(token.token_ids) < len(sample.token_ids) for sample, token in zip(plain, by_token, strict=True))
+
+    def test_more_prompt_tokens_than_fit_into_a_step(self, pool: SharedPool, vllm_model: Path) -> None:
+        """An engine on a CPU dies of it when it may divide a prompt (see engine_arguments)."""
+        many = [Prompt(index=index, token_ids=[10 + index % 80] * 200 + [20 + index]) for index in range(60)]
+        samples = pool.generate(many, SamplingSpec(group_size=1, max_new_tokens=4), iteration=0)
+        assert worst_difference(load_trainer_model(vllm_model), samples[-10:]) <= EXACT
+
+    def test_no_end_before_min_new_tokens(self, pool: SharedPool, prompts: list[Prompt]) -> None:
+        free = pool.generate(prompts, SamplingSpec(group_size=8, max_new_tokens=40), iteration=0)
+        assert min(len(sample.token_ids) for sample in free) < 20
+        spec = SamplingSpec(group_size=8, max_new_tokens=40, min_new_tokens=20)
+        assert min(len(sample.token_ids) for sample in pool.generate(prompts, spec, iteration=0)) >= 20
+
+
+@vllm
+class TestBadInput:
+    """One clear error, at once."""
+
+    def test_a_prompt_that_leaves_no_room_is_named(self, pool: SharedPool) -> None:
+        prompt = Prompt(index=41, token_ids=[7] * 500)
+        with pytest.raises(ValueError, match=r"prompt 41 has 500 tokens .* context is 512"):
+            pool.generate([prompt], SPEC, iteration=0)
+
+    @pytest.mark.parametrize("temperature", [0.001, 2.5])
+    def test_a_temperature_that_vllm_would_change_is_refused(
+        self, pool: SharedPool, prompts: list[Prompt], temperature: float
+    ) -> None:
+        with pytest.raises(ValueError, match=rf"0\.01 to 2\.0, got SamplingSpec\.temperature={temperature}"):
+            pool.generate(prompts, SamplingSpec(temperature=temperature), iteration=0)
+
+    @pytest.mark.parametrize("length", [1, 512])
+    def test_score_refuses_lengths_it_cannot_serve(self, pool: SharedPool, length: int) -> None:
+        with pytest.raises(ValueError, match=f"2 to 511 tokens .* got one of {length}"):
+            pool.score([[7] * length])
+
+    def test_a_token_that_the_model_does_not_know_is_named(self, pool: SharedPool) -> None:
+        with pytest.raises(RequestError, match=r"prompt 0 has the token 100000, and the model knows .* 0 to 127"):
+            pool.generate([Prompt(index=0, token_ids=[100_000])], SPEC, iteration=0)
+        pool.generate([Prompt(index=0, token_ids=[10])], SPEC, iteration=0)  # the engine survived it
+
+    def test_nothing_is_served_before_weights(self, vllm_pool: SharedPool, prompts: list[Prompt]) -> None:
+        vllm_pool.close()
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            vllm_pool.generate(prompts, SPEC, iteration=0)
+
+    def test_a_cluster_that_is_too_small_says_so_at_once(self, ray_session: None, vllm_model: Path) -> None:
+        pool = VLLMPool(num_engines=500, device="cpu")
+        with pytest.raises(EngineError, match=r"500 engine\(s\) need 500 CPU\(s\), but Ray's cluster has 4"):
+            pool.start(str(vllm_model), dtype=torch.float32)
+        pool.close()
+
+
+@vllm
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_zero3_ranks_publish_and_notice_every_failure_alike(tmp_path: Path) -> None:
+    first, second = run_ranks("serve", tiny_model(tmp_path / "model"), tmp_path)
+    assert len(first["differences"]) == 2
+    assert max(first["differences"]) <= EXACT
+    assert first["at_temperature_0.5"] <= 2 * EXACT  # logits divided by T bring their rounding errors with them
+    # After a failure between the ranks nobody knows a version, and the next load heals it. So does the load that finds
+    # the engine dead: it waits for the new one. The second death is one too many (max_restarts=1).
+    assert first["versions"] == second["versions"] == [1, 2, None, 5, None]
+    assert first["after_restart"] <= EXACT
+    assert "9 engine(s) need 9 CPU(s), but Ray's cluster has 2" in first["too_small"]
+    assert second["too_small"].startswith("EngineError: rank 0 failed: EngineError: 9 engine(s) need")
+    assert "the engines have no complete weights" in first["only_rank_0"]
+    assert "only rank 0 may ask the engines, as they are shared; this is rank 1" in second["only_rank_0"]
+    assert second["last_rank_fails"] == "OSError: the last rank's disk is gone"
+    assert first["last_rank_fails"] == "EngineError: rank 1 failed: OSError: the last rank's disk is gone"
+    assert "vLLM engine 0 of 1" in first["dead_engine"]
+    assert "died while" in first["dead_engine"]
+    assert second["dead_engine"].startswith("EngineError: rank 0 failed: EngineFailure: vLLM engine 0 of 1")
+
+
+class TestWithoutEngines:
+    """What needs no vLLM."""
+
+    def test_logprobs_before_truncation_are_arranged_where_vllm_can_report_them(self) -> None:
+        pool = VLLMPool()
+        specs = [SamplingSpec(), SamplingSpec(top_p=0.9), SamplingSpec(temperature=0.7)]
+        assert [pool.arrange_logprobs(spec) for spec in specs] == [True, True, True]
+        assert not pool.arrange_logprobs(SamplingSpec(temperature=0.7, top_p=0.9))
+        chosen = VLLMPool(engine_arguments={"logprobs_mode": "processed_logprobs"})
+        assert [chosen.arrange_logprobs(spec) for spec in specs] == [True, False, True]
+
+    def test_it_is_a_rollout_engine(self) -> None:
+        assert isinstance(VLLMPool(), RolloutEngine)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"num_engines": 0}, "num_engines must be an integer of at least 1, got 0"),
+            ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
+            ({"max_model_len": 1}, "max_model_len must be an integer of at least 2 or None"),
+            (
+                {"gpu_memory_utilization": 1.5},
+                "gpu_memory_utilization must be a finite number above 0 and at most 1 or None, got 1.5",
+            ),
+            ({"kv_cache_gib": 0}, "kv_cache_gib must be a finite number above 0 or None"),
+            ({"device": "tpu"}, "device must be None, 'cpu' or 'cuda', got 'tpu'"),
+            ({"sleep_level": 3}, "sleep_level must be an integer of at least 1 and at most 2, got 3"),
+            ({"sync_timeout": 0}, "sync_timeout must be a finite number above 0"),
+            ({"engine_arguments": {"pipeline_parallel_size": 2}}, "must leave pipeline_parallel_size out"),
+            ({"engine_arguments": {"tensor_parallel_size": 2}}, "must leave tensor_parallel_size out"),
+        ],
+    )
+    def test_bad_arguments_name_value_and_rule(self, arguments: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            VLLMPool(**arguments)
+
+    def test_missing_packages_name_the_extras(self, monkeypatch: pytest.MonkeyPatch, vllm_model: Path) -> None:
+        monkeypatch.setattr("rlhfkit.rollout.vllm.ray_session.importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ImportError, match=r"ray and vllm.*rlhfkit\[rollout\].*rlhfkit\[cpu\].*LocalEngine"):
+            VLLMPool().start(str(vllm_model), dtype=torch.float32)
+
+    def test_using_it_before_start_says_so(self) -> None:
+        with pytest.raises(RuntimeError, match="not running"):
+            VLLMPool().generate([], SPEC, iteration=0)
+
+    @pytest.mark.parametrize("engines", [1, 2, 3, 8])
+    @pytest.mark.parametrize("prompts", [1, 2, 5])
+    @pytest.mark.parametrize("group_size", [1, 3, 8])
+    def test_jobs_hold_every_sample_once_and_keep_engines_busy(
+        self, engines: int, prompts: int, group_size: int
+    ) -> None:
+        jobs = split_into_jobs(prompts, group_size, engines)
+        samples = [(row, index) for row, indices in jobs for index in indices]
+        assert samples == [(row, index) for row in range(prompts) for index in range(group_size)]
+        assert len(jobs) >= min(engines, prompts * group_size)
+        assert all(len(indices) for _, indices in jobs)
+
+    def test_importing_and_constructing_loads_neither_ray_nor_vllm(self) -> None:
+        code = (
+            "import sys; from rlhfkit import VLLMPool; VLLMPool(num_engines=2); "
+            "print([name for name in ('ray', 'vllm', 'deepspeed', 'transformers') if name in sys.modules])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout.strip() == "[]"
