@@ -200,9 +200,9 @@ def serve_and_recover(millions: int, prompts: int, repeats: int) -> dict[str, An
 
 def recover(pool: VLLMPool, weights: ModuleWeights, prompts: int) -> dict[str, Any]:
     """Kill one of two engines at work."""
-    fleet = pool._fleet
+    fleet = pool._manager
     assert fleet is not None
-    victim = fleet.members[0]
+    victim = fleet.handles[0]
     with ThreadPoolExecutor(1) as threads:
         run = threads.submit(generating, pool, prompts, 100)
         while victim.load == 0:
@@ -211,13 +211,13 @@ def recover(pool: VLLMPool, weights: ModuleWeights, prompts: int) -> dict[str, A
         os.kill(victim.info["pid"], signal.SIGKILL)
         killed = time.perf_counter()
         seconds, _ = run.result()
-    while fleet.members[0] is victim or fleet.members[0].state is State.STARTING:
+    while fleet.handles[0] is victim or fleet.handles[0].state is State.STARTING:
         time.sleep(0.1)
     restarted = time.perf_counter() - killed
     start = time.perf_counter()
     pool.load(weights, 1)
     loaded = time.perf_counter() - start
-    assert [member.state for member in fleet.members] == [State.SERVING] * 2
+    assert [member.state for member in fleet.handles] == [State.SERVING] * 2
     times = {"disturbed_seconds": seconds, "restart_seconds": restarted, "load_seconds": loaded}
     return {name: round(value, 2) for name, value in times.items()}
 

@@ -152,7 +152,7 @@ def run_ours(
         ),
     )
     steps = [end - start for start, end in zip(clock.ends[warm_up:], clock.ends[warm_up + 1 :], strict=False)]
-    phases = [rollouts.phases.metrics(warm_up + number) for number in range(options.iterations)]
+    phases = [rollouts.timing.metrics(warm_up + number) for number in range(options.iterations)]
     by_phase = {name: statistics.median(each.get(name, 0.0) for each in phases) for name in phases[0]}
     return {"seconds": statistics.median(steps), "phases": by_phase}
 

@@ -85,7 +85,7 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     (ANY, "seed"): ((-1,), "any integer seeds"),
     ("RolloutCallback", "probe_tolerance"): ((math.inf,), "switches the probe off"),
     ("VLLMPool", "probe_tolerance"): ((math.inf,), "switches the probe off"),
-    ("RolloutCallback", "success"): ((-1.0,), "rewards may be negative"),
+    ("RolloutCallback", "success_threshold"): ((-1.0,), "rewards may be negative"),
     ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),
     (ANY, "entropy_coef"): ((-1.0,), "an entropy penalty"),
     (ANY, "on_failure"): ((-1.0,), "a reward may be negative"),

@@ -11,7 +11,7 @@ from rlhfkit.validation import check_integer
 
 DEFAULT_CURVES = (
     ("reward", ("rollout/reward", "val/reward")),
-    ("KL (nats per token)", ("policy/kl", "policy/approx_kl")),
+    ("KL (nats per token)", ("policy/ref_kl", "policy/approx_kl")),
     ("entropy (nats per token)", ("policy/entropy",)),
     ("completion length (tokens)", ("rollout/length",)),
     ("|log-prob, trainer - engine|", ("rollout/logprob_difference",)),

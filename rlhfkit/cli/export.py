@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhfkit.cli.folders import DType, new_folder, weight_type
 from rlhfkit.models.load import base_model_name
-from rlhfkit.modules.checkpointing import CLASSES, SavedModule
+from rlhfkit.modules.checkpointing import CLASSES, CheckpointMixin
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _read_directory(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str
     return about, saved_weights(path, child)
 
 
-def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> SavedModule:
+def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> CheckpointMixin:
     """The module, or the nearest of its base classes that can be imported here and takes its hyperparameters."""
     failures: list[str] = []
     for name in classes:
@@ -116,7 +116,7 @@ def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> Saved
     raise ValueError(f"no class of the module can be made: {'; '.join(failures)}")
 
 
-def _build(module: SavedModule, child: str) -> None:
+def _build(module: CheckpointMixin, child: str) -> None:
     """Build a child alone where the module has a method for it: all of them may not fit."""
     if hasattr(module, f"build_{child}"):
         setattr(module, child, getattr(module, f"build_{child}")())
@@ -124,7 +124,7 @@ def _build(module: SavedModule, child: str) -> None:
         module.configure_model()
 
 
-def _load(module: SavedModule, child: str, weights: dict[str, Tensor], path: Path) -> None:
+def _load(module: CheckpointMixin, child: str, weights: dict[str, Tensor], path: Path) -> None:
     """Fill a child; what can be loaded by name may be missing."""
     if not weights:
         raise ValueError(f"{path} holds no weights of {child!r}")

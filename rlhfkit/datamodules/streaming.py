@@ -191,7 +191,7 @@ class _SourceStream:
             counts = {"truncated": 0, "dropped": 0, "empty": 0}
             places = [first + turn for turn in range(len(block)) if first + turn >= row]
             chosen = [(first + order[place - first], block[order[place - first]]) for place in places]
-            tokenised = self.builder.cooked(chosen, self._recipes)
+            tokenised = self.builder.tokenized(chosen, self._recipes)
             for place, (index, _), example in zip(places, chosen, tokenised, strict=True):
                 where = f"{self.source}, row {index},"
                 fitting = self.builder.fit(example, where, counts)

@@ -128,7 +128,7 @@ def kl_loss(
         max_length: Tokens; only for ``aggregation="constant-length"``.
 
     Returns:
-        The loss with metric ``policy/kl``, the mean of ``kl_t`` (nats per token).
+        The loss with metric ``policy/ref_kl``, the mean of ``kl_t`` (nats per token).
 
     Raises:
         ValueError: If shapes differ or a knob is unknown or out of range.
@@ -141,4 +141,4 @@ def kl_loss(
         logprobs, ref_logprobs, estimator=estimator, clamp=clamp, importance_weight=importance_weight, mask=mask
     )
     loss = coef * aggregate(kl, mask, aggregation, denominator, max_length=max_length)
-    return LossOutput(loss if coef > 0.0 else loss.detach(), {"policy/kl": masked_mean(kl.detach(), mask)})
+    return LossOutput(loss if coef > 0.0 else loss.detach(), {"policy/ref_kl": masked_mean(kl.detach(), mask)})

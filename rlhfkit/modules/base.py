@@ -27,14 +27,14 @@ from rlhfkit.models.adapters import remember_start
 from rlhfkit.models.load import context_length, load_config, precision_dtype
 from rlhfkit.models.quantization import Quantization
 from rlhfkit.models.row_check import ROW_TOLERANCES, Unpadded, row_difference
-from rlhfkit.modules.checkpointing import SavedModule
+from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.clipping import clip_each_child
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
 from rlhfkit.modules.optim import SCHEDULES, learning_rate_factor
 from rlhfkit.validation import check_integer, check_number
 
 
-class PolicyModule(SavedModule):
+class PolicyModule(CheckpointMixin):
     """A LightningModule around one causal language model, ``self.policy``.
 
     Subclasses write ``training_step`` (and usually a short ``loss``). Automatic optimization; the network is built in

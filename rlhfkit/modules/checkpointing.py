@@ -1,4 +1,4 @@
-"""``SavedModule``: what of a module goes into checkpoints, and how its models become Hugging Face folders."""
+"""``CheckpointMixin``: what of a module goes into checkpoints, and how its models become Hugging Face folders."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ CLASSES = "module_classes"
 """Key of a checkpoint: names of the module's class and its bases, for whoever makes it again."""
 
 
-class SavedModule(L.LightningModule):
+class CheckpointMixin(L.LightningModule):
     """The saving half of :class:`~rlhfkit.modules.base.PolicyModule`.
 
     Its children are Hugging Face models, built by name in ``configure_model``. What can be loaded again by name is left
@@ -112,7 +112,9 @@ class SavedModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out what is loaded by name: frozen children, and what adapters leave as it was. Note the classes."""
-        ours = [kind for kind in type(self).__mro__ if issubclass(kind, SavedModule) and kind is not SavedModule]
+        ours = [
+            kind for kind in type(self).__mro__ if issubclass(kind, CheckpointMixin) and kind is not CheckpointMixin
+        ]
         checkpoint[CLASSES] = [f"{kind.__module__}:{kind.__qualname__}" for kind in ours]
         by_name = self.loaded_by_name()
         state = checkpoint.get("state_dict") or {}

@@ -1,4 +1,4 @@
-"""``fill_iteration``: groups until an iteration is full: which are asked for, which are kept, which prompts come again.
+"""``collect_groups``: groups until an iteration is full: which are asked for, which are kept, which prompts come again.
 
 One loop for every way of sampling. Without selection the prompts of the iteration are asked for and all their groups
 taken. With dynamic sampling a group that is turned down is replaced by that of the next prompt. With oversampling more
@@ -26,7 +26,7 @@ class Draws(Protocol):
         """The next prompts."""
         ...
 
-    def put_back(self, prompts: Sequence[Prompt]) -> None:
+    def requeue(self, prompts: Sequence[Prompt]) -> None:
         """Have prompts come first in the next iteration."""
         ...
 
@@ -41,8 +41,8 @@ class Draws(Protocol):
 
 
 @dataclass(frozen=True)
-class FilledIteration:
-    """What :func:`fill_iteration` found."""
+class CollectedGroups:
+    """What :func:`collect_groups` found."""
 
     groups: list[list[Sample]]
     """As many as were wanted: the accepted ones in the order of their prompts, then what they were filled up with."""
@@ -50,7 +50,7 @@ class FilledIteration:
     """Groups that were accepted; the rest of ``groups`` was not."""
     sampled: int
     """Groups that were sampled to their end and judged."""
-    put_back: int
+    requeue: int
     """Prompts whose groups were begun and dropped."""
     reward: float
     """Mean reward of all groups that were sampled, the rejected ones included; NaN if none has one."""
@@ -58,7 +58,7 @@ class FilledIteration:
     """Where the next iteration's draws begin."""
 
 
-def fill_iteration(
+def collect_groups(
     wanted: int,
     draws: Draws,
     groups: GroupStream,
@@ -66,7 +66,7 @@ def fill_iteration(
     keep: Callable[[Sequence[Sample]], bool] | None = None,
     most: int | None = None,
     spare: int = 0,
-) -> FilledIteration:
+) -> CollectedGroups:
     """Sample until enough groups are accepted, or nothing is left that may be sampled.
 
     Without ``spare``, which groups are accepted does not depend on which are finished first: the prompts drawn are the
@@ -115,17 +115,17 @@ def fill_iteration(
             f"{len(drawn)} groups were asked for, and the engine ended with {len(accepted) + len(rejected)} of them"
         )
     begun = [prompt for prompt in drawn if prompt.index not in accepted and prompt.index not in rejected]
-    draws.put_back(begun)
+    draws.requeue(begun)
     in_order = [prompt.index for prompt in drawn]
     kept = [accepted[index] for index in in_order if index in accepted]
     turned_down = [rejected[index] for index in in_order if index in rejected]
     draws.record([*kept, *turned_down])
     rewards = [s.reward for group in [*kept, *turned_down] for s in group if s.reward is not None]
-    return FilledIteration(
+    return CollectedGroups(
         groups=kept + turned_down[: wanted - len(kept)],
         accepted=len(kept),
         sampled=len(kept) + len(turned_down),
-        put_back=len(begun),
+        requeue=len(begun),
         reward=sum(rewards) / len(rewards) if rewards else math.nan,
         after=draws.after,
     )

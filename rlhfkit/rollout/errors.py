@@ -17,7 +17,7 @@ class EngineFailure(EngineError):
 
     Args:
         message: What happened.
-        engine: The :class:`~rlhfkit.rollout.supervision.handle.Member`.
+        engine: The :class:`~rlhfkit.rollout.supervision.handle.EngineHandle`.
     """
 
     def __init__(self, message: str, engine: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Groups as they are finished: ``GroupStream``, engines that have one, and ``Rounds``, which makes one of any other.
+"""Groups of samples as they are finished: ``GroupStream``, and ``BatchedGroupStream`` for engines that have none.
 
 What fills an iteration asks for prompts' groups, takes those that are complete, asks for more, and closes the stream
 when it has enough. Whatever is not complete then is dropped.
@@ -54,7 +54,7 @@ class StreamingEngine(Protocol):
         ...
 
 
-class Rounds:
+class BatchedGroupStream:
     """A stream of whatever gives groups all at once: what was submitted since the last round is the next one.
 
     Args:

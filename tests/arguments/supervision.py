@@ -12,26 +12,26 @@ from rlhfkit import SamplingSpec, VLLMPool
 from rlhfkit.rollout import HealthPolicy
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.supervision import health_monitor
-from rlhfkit.rollout.supervision.handle import Member
+from rlhfkit.rollout.supervision.handle import EngineHandle
 from rlhfkit.rollout.supervision.health import Probes, State
-from rlhfkit.rollout.supervision.manager import Fleet
+from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm import pool
-from rlhfkit.rollout.vllm.placement import Place
-from rlhfkit.rollout.vllm.scheduler import Jobs
+from rlhfkit.rollout.vllm.placement import ActorPlacement
+from rlhfkit.rollout.vllm.scheduler import RequestScheduler
 
 
-class Idle(Fleet):
-    """A fleet in every respect, but its engines have no processes: they are up at once, and two scores differ."""
+class Idle(EngineManager):
+    """A manager in every respect, but its engines have no processes: they are up at once, and two scores differ."""
 
-    def _launch(self, number: int, restarts: int) -> Member:
-        return Member(number, len(self._places), None, None, restarts, self.policy, self._start_timeout)
+    def _launch(self, number: int, restarts: int) -> EngineHandle:
+        return EngineHandle(number, len(self._places), None, None, restarts, self.policy, self._start_timeout)
 
     def start(self) -> None:
         self.asked: list[Any] = []
         self.max_model_len, self.vocabulary = 64, 128
-        self._members.extend(self._launch(number, 0) for number in range(len(self._places)))
-        for member in self._members:
-            self.is_up(member, {})
+        self._handles.extend(self._launch(number, 0) for number in range(len(self._places)))
+        for handle in self._handles:
+            self.is_up(handle, {})
 
     def ask(self, state: State, method: str, *args: Any, doing: str, timeout: float) -> dict[int, Any]:
         self.asked.append((method, args, timeout))
@@ -42,10 +42,10 @@ def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
     """All that a pool hands to its engines, their sender and those who wait for them; or its error."""
     engines = VLLMPool(**arguments)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "Fleet", Idle)
+        patch.setattr(pool, "EngineManager", Idle)
         try:
             engines.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
-            fleet: Any = engines._fleet
+            manager: Any = engines._manager
             sender: Any = engines._sender
             stream = engines.stream(SamplingSpec(), iteration=0)
             try:
@@ -55,13 +55,13 @@ def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
             stream.close()
             engines.sleep()
             return {
-                "vllm": (fleet._arguments, fleet._environment, fleet._in_process, fleet._workers_each),
-                "limits": (fleet._start_timeout, fleet._sync_timeout, fleet.policy),
+                "vllm": (manager._arguments, manager._environment, manager._in_process, manager._workers_each),
+                "limits": (manager._start_timeout, manager._sync_timeout, manager.policy),
                 "waits": stream._jobs._watchdog._timeout,
-                "places": [(*place_of(place), place.environment) for place in fleet._places],
+                "places": [(*place_of(place), place.environment) for place in manager._places],
                 "sender": (type(sender).__name__, sender.bucket_bytes, getattr(sender, "timeout", None)),
                 "score": score,
-                "asked": fleet.asked,
+                "asked": manager.asked,
             }
         except (ValueError, TypeError, RuntimeError) as error:
             return {"error": str(error)}
@@ -69,7 +69,7 @@ def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
             engines.close()
 
 
-def place_of(place: Place) -> tuple[Any, ...]:
+def place_of(place: ActorPlacement) -> tuple[Any, ...]:
     """What is asked of Ray for an engine."""
     strategy = place.options["scheduling_strategy"]
     return place.options["num_cpus"], place.options["num_gpus"], type(strategy).__name__
@@ -77,12 +77,12 @@ def place_of(place: Place) -> tuple[Any, ...]:
 
 def fleet_of(policy: HealthPolicy, *, serves_at_once: bool) -> Idle:
     """One engine, up."""
-    fleet = Idle(
-        [Place({})], {}, in_process=True, environment={}, workers_each=1, sync_timeout=1.0, start_timeout=1.0,
+    manager = Idle(
+        [ActorPlacement({})], {}, in_process=True, environment={}, workers_each=1, sync_timeout=1.0, start_timeout=1.0,
         policy=policy, serves_at_once=serves_at_once,
     )  # fmt: skip
-    fleet.start()
-    return fleet
+    manager.start()
+    return manager
 
 
 def watched(arguments: Mapping[str, Any]) -> Any:
@@ -94,45 +94,45 @@ def watched(arguments: Mapping[str, Any]) -> Any:
     due = [probes.due(now) for now in seconds]
     probes.asked(0.0)
     missed = [(probes.missed(now), probes.dead(now)) for now in seconds]
-    fleet = fleet_of(policy, serves_at_once=True)
-    (silent,) = fleet.members
-    health_monitor._take_answer(fleet, silent, ray.put({"silent": 200.0, "paused": False}))
+    manager = fleet_of(policy, serves_at_once=True)
+    (silent,) = manager.handles
+    health_monitor._take_answer(manager, silent, ray.put({"silent": 200.0, "paused": False}))
     given_up = silent.state
-    fleet.close()
+    manager.close()
     return due, missed, given_up, lives(policy), attempts(policy), patience(policy)
 
 
 def lives(policy: HealthPolicy) -> int:
     """Processes of an engine that always dies."""
-    fleet = fleet_of(policy, serves_at_once=True)
+    manager = fleet_of(policy, serves_at_once=True)
     count = 0
-    while not fleet.hopeless:
-        fleet.bury(fleet.members[0], "it dies")
+    while not manager.hopeless:
+        manager.mark_dead(manager.handles[0], "it dies")
         count += 1
     return count
 
 
 def attempts(policy: HealthPolicy) -> int:
     """Times that a request which kills engines is given out."""
-    fleet = fleet_of(policy, serves_at_once=False)
-    jobs = Jobs(fleet, timeout=1e9)
+    manager = fleet_of(policy, serves_at_once=False)
+    jobs = RequestScheduler(manager, timeout=1e9)
     job = jobs.add([{}])  # type: ignore[list-item]
     count = 0
     try:
         while True:
             count += 1
-            jobs._failed(job, fleet.members[0], "it dies")
+            jobs._failed(job, manager.handles[0], "it dies")
     except EngineError:
         return count
     finally:
         jobs.close()
-        fleet.close()
+        manager.close()
 
 
 def patience(policy: HealthPolicy) -> tuple[str, int]:
     """What becomes of requests that no engine has served for 30 seconds, and the reports after 200 seconds."""
-    fleet = fleet_of(policy, serves_at_once=False)
-    jobs = Jobs(fleet, timeout=1e9)
+    manager = fleet_of(policy, serves_at_once=False)
+    jobs = RequestScheduler(manager, timeout=1e9)
     jobs._unserved = time.monotonic() - 30.0
     jobs._watchdog._last -= 200.0
     outcome = "waits"
@@ -141,5 +141,5 @@ def patience(policy: HealthPolicy) -> tuple[str, int]:
     except EngineError as error:
         outcome = type(error).__name__
     jobs.close()
-    fleet.close()
+    manager.close()
     return outcome, jobs._watchdog._reports

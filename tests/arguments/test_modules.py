@@ -76,7 +76,7 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "kl_estimator": Change("k2", given=KL),
     "kl_target": Change(0.01, given=KL | {"kl_horizon": 10}),
     "kl_horizon": Change(20, given=KL | {"kl_target": 0.01}, around={"epochs": 2}),
-    "kl_stop": Change(1e-6),
+    "kl_early_stop": Change(1e-6),
     "kl_in_reward": Change("token", given=KL),
     "entropy_coef": Change(0.1),
     "ptx_coef": Change(0.3, given={"ptx_coef": 0.1}, around={"text": True}),

@@ -201,7 +201,9 @@ TABLE: dict[type, Rows] = {
         "engine": Change(Cut()),
         "sampling": Change(SamplingSpec(**SAMPLING | {"max_new_tokens": 2})),
         "validation_sampling": Change(SamplingSpec(**SAMPLING)),
-        "success": Change(0.1, given={"validation_sampling": SamplingSpec(**SAMPLING), "success": 1e9}),
+        "success_threshold": Change(
+            0.1, given={"validation_sampling": SamplingSpec(**SAMPLING), "success_threshold": 1e9}
+        ),
         "dynamic_sampling": Change(DynamicSampling(keep=never, max_rounds=2)),
         "oversampling": Change(0.5),
         "max_staleness": Change(1),

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit import DynamicSampling, Prompt, Sample, SamplingSpec
-from rlhfkit.callbacks.rollout.async_rollouts import RolloutsAhead
+from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
 from rlhfkit.callbacks.rollout.generation import Generation
-from rlhfkit.callbacks.rollout.group_collector import IterationFiller
-from rlhfkit.callbacks.rollout.timing import Phases
+from rlhfkit.callbacks.rollout.group_collector import GroupCollector
+from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
 
 TOTAL, WANTED = 11, 3
@@ -52,7 +52,7 @@ class Data:
         cursor = self.cursor if after is None else PromptCursor.from_state_dict(after)
         return PromptDraws(self.order, lambda row: Prompt(row, [5]), cursor)
 
-    def move_to(self, after: dict[str, Any]) -> None:
+    def set_cursor(self, after: dict[str, Any]) -> None:
         self.cursor = PromptCursor.from_state_dict(after)
 
 
@@ -83,9 +83,9 @@ def test_a_run_ahead_is_trained_on_what_a_run_that_takes_turns_is(
             datamodule=data,
             lightning_module=SimpleNamespace(tokenizer=tokenizer),
         )
-        generation = Generation(engine, reward, Phases())  # type: ignore[arg-type]
-        filler = IterationFiller(generation, DynamicSampling() if select else None, 0.0)
-        ahead = RolloutsAhead(filler, staleness, 30.0, in_flight=in_flight) if staleness else None
+        generation = Generation(engine, reward, Timing())  # type: ignore[arg-type]
+        filler = GroupCollector(generation, DynamicSampling() if select else None, 0.0)
+        ahead = AsyncRollouts(filler, staleness, 30.0, in_flight=in_flight) if staleness else None
         trained: list[list[int]] = []
         for iteration in range(iterations):
             trainer.current_epoch = iteration
@@ -103,7 +103,7 @@ def test_a_run_ahead_is_trained_on_what_a_run_that_takes_turns_is(
             assert {sample.token_ids[1] for sample in samples} == {iteration}  # the seeds of this iteration
             assert in_flight or all(len(set(sample.versions)) == 1 for sample in samples)
             trained.append([group[0].prompt.index for group in filled.groups])
-            data.move_to(filled.after)
+            data.set_cursor(filled.after)
             if ahead is not None and iteration in stops:  # killed, and resumed from a checkpoint of this moment
                 ahead.close()
                 ahead = ahead.fresh()

@@ -36,7 +36,7 @@ def test_the_best_checkpoint_is_the_one_with_the_best_evaluation(tmp_path: Path)
                 "greedy": SamplingSpec(group_size=1, max_new_tokens=8, temperature=0.0),
                 "sampled": SamplingSpec(group_size=4, max_new_tokens=8, seed=7),
             },
-            success=0.5,
+            success_threshold=0.5,
         )
         data = {"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"}
         return *setup_run(

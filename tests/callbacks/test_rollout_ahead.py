@@ -122,9 +122,9 @@ def test_generating_overlaps_with_training_and_the_trace_shows_it(tmp_path: Path
         tmp_path, rollouts=rollouts, callbacks=[Training(handshake)], max_epochs=handshake.last + 1
     )
     trainer.fit(module, data)
-    assert [event.iteration for event in rollouts.phases.events if event.name == "generate"] == [0, 1, 2, 3]
+    assert [event.iteration for event in rollouts.timing.events if event.name == "generate"] == [0, 1, 2, 3]
     assert float(trainer.callback_metrics["time/generate"]) > 0
-    path = rollouts.phases.write_trace(tmp_path / "trace.json")
+    path = rollouts.timing.write_trace(tmp_path / "trace.json")
     assert {"generate", "score", "wait", "prepare", "publish"} <= {
         event["name"] for event in json.loads(path.read_text())["traceEvents"]
     }
@@ -340,5 +340,5 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
 def test_oversampling_needs_one_place_that_sees_which_group_is_first() -> None:
     rollouts = RolloutCallback(digits, oversampling=0.5)
     with pytest.raises(ValueError, match="an engine in each of 2 ranks"):
-        rollouts.filler.check(SimpleNamespace(world_size=2, lightning_module=None, datamodule=None))
-    rollouts.filler.check(SimpleNamespace(world_size=1, lightning_module=None, datamodule=None))
+        rollouts.collector.check(SimpleNamespace(world_size=2, lightning_module=None, datamodule=None))
+    rollouts.collector.check(SimpleNamespace(world_size=1, lightning_module=None, datamodule=None))

@@ -83,8 +83,8 @@ def test_reference_is_the_policy_at_step_zero(watched: tuple[Watched, Recorder, 
     module, _, _ = watched
     batch, logprobs, metrics = module.seen[0]
     torch.testing.assert_close(batch.ref_logprobs, logprobs, rtol=0, atol=2e-5)
-    assert abs(float(metrics["policy/kl"])) < 1e-9
-    assert float(module.seen[-1][2]["policy/kl"]) > 1e-6
+    assert abs(float(metrics["policy/ref_kl"])) < 1e-9
+    assert float(module.seen[-1][2]["policy/ref_kl"]) > 1e-6
 
 
 def test_engine_serves_the_newest_policy_and_tokens_know_it(watched: tuple[Watched, Recorder, RolloutCallback]) -> None:

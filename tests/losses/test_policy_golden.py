@@ -110,7 +110,7 @@ def test_trl_grpo_trainer(name):
         penalty = kl_loss(
             leaf, TRL_INPUTS["ref_per_token_logps"], mask, coef=args["beta"], importance_weight=weight, **reduction
         )
-        assert penalty.metrics["policy/kl"].item() == pytest.approx(case["metrics"]["kl"], rel=1e-6)
+        assert penalty.metrics["policy/ref_kl"].item() == pytest.approx(case["metrics"]["kl"], rel=1e-6)
         output = sum_losses(output, penalty)
     if args.get("entropy_coef"):
         # Quirk: TRL's bonus is a mean over the tokens that pass the quantile, whatever the loss averages over.

@@ -183,7 +183,7 @@ def test_engines_sample_from_the_trained_experts(folders: dict[str, str], tmp_pa
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
     )
     trainer.fit(module, data)  # after each sync a probe compares the engine's log-probs with the trainer's
-    assert rollouts.publisher.difference < 1e-4
+    assert rollouts.weight_synchronizer.difference < 1e-4
     trained = {name for name, parameter in module.policy.named_parameters() if ".lora_B" in name and parameter.any()}
     assert sum(".experts" in name for name in trained) == 4
 

@@ -54,7 +54,7 @@ class Watch(L.Callback):
         if trainer.current_epoch == 0:
             difference = (experience.ref_logprobs - experience.rollout_logprobs)[experience.action_mask]
             self.report["reference"].append(float(difference.abs().max()))
-        self.report["probes"].append(trainer.callbacks[0].publisher.difference)
+        self.report["probes"].append(trainer.callbacks[0].weight_synchronizer.difference)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.report["children"] = [name for name, _ in pl_module.named_children()]

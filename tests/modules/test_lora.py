@@ -116,9 +116,9 @@ def rl_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             experience = trainer.callbacks[0].experience
-            seen["kl"].append(float(trainer.callback_metrics["policy/kl"]))
+            seen["kl"].append(float(trainer.callback_metrics["policy/ref_kl"]))
             seen["rewards"].append(float(experience.rewards.mean()))
-            seen["probes"].append(trainer.callbacks[0].publisher.difference)
+            seen["probes"].append(trainer.callbacks[0].weight_synchronizer.difference)
 
     rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
     trainer, module, data, _ = setup_run(

@@ -1,4 +1,4 @@
-"""Jobs beside the training loop: none lost, none doubled, in order, and never while they are held."""
+"""RequestScheduler beside the training loop: none lost, none doubled, in order, and never while they are held."""
 
 import pickle
 import threading

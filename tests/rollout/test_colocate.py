@@ -14,7 +14,7 @@ from shared_pool import SharedPool
 from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.supervision.handle import Members
+from rlhfkit.rollout.supervision.handle import EngineHandles
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender, _announcement
 from rlhfkit.rollout.weight_sync.sender import GlooSender
@@ -36,13 +36,13 @@ def colocated(vllm_pool: SharedPool, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def doing(pool: SharedPool) -> tuple[set[State], set[bool]]:
-    """What the engines do: in the fleet's books, and whether they say themselves that they are paused."""
+    """What the engines do: in the manager's books, and whether they say themselves that they are paused."""
     import ray
 
-    assert pool._fleet is not None
-    members = pool._fleet.members
-    answers = ray.get([member.actor.health.remote() for member in members])
-    return {member.state for member in members}, {answer["paused"] for answer in answers}
+    assert pool._manager is not None
+    handles = pool._manager.handles
+    answers = ray.get([handle.actor.health.remote() for handle in handles])
+    return {handle.state for handle in handles}, {answer["paused"] for answer in answers}
 
 
 def test_weights_that_were_kept_serve_again_after_waking(
@@ -123,11 +123,11 @@ def test_what_each_sender_announces_is_what_vllm_takes(vllm_pool: SharedPool) ->
     """Every transfer's handshake and announcement, read by vLLM's own classes in a process that has vLLM."""
     import ray
 
-    assert vllm_pool._fleet is not None
-    member = vllm_pool._fleet.members[0]
+    assert vllm_pool._manager is not None
+    handle = vllm_pool._manager.handles[0]
     infos = [WeightInfo("a", (2, 3), torch.float32), WeightInfo("b", (4,), torch.bfloat16)]
 
-    class Listening(Members):
+    class Listening(EngineHandles):
         """Two engines of two processes each that write down what they are told."""
 
         @property
@@ -139,7 +139,7 @@ def test_what_each_sender_announces_is_what_vllm_takes(vllm_pool: SharedPool) ->
             return SimpleNamespace(result=list, poll=lambda: None)
 
     told: list[tuple[str, list[tuple[Any, ...]]]] = []
-    listening = Listening((member, member), 2, "127.0.0.1", 5.0)
+    listening = Listening((handle, handle), 2, "127.0.0.1", 5.0)
     IPCSender().connect(listening)
     listening.update(_announcement(infos, {"GPU-0": (1, 2)}))
     gloo = GlooSender(timeout=5.0)
@@ -164,7 +164,7 @@ def test_what_each_sender_announces_is_what_vllm_takes(vllm_pool: SharedPool) ->
         return read
 
     sent = [(engine, *what) for engine, what in zip(("ipc", "ipc", "gloo"), told, strict=True)]
-    first, second, update, _, *rendezvous = ray.get(member.actor.__ray_call__.remote(understood, sent))
+    first, second, update, _, *rendezvous = ray.get(handle.actor.__ray_call__.remote(understood, sent))
     assert first == second == {"packed": True}
     assert update["ipc_handles"] == {"GPU-0": (1, 2)}
     assert (update["names"], update["tensor_sizes"]) == (["a", "b"], [24, 8])

@@ -147,8 +147,8 @@ def pool(vllm_pool: SharedPool, vllm_model: Path) -> Iterator[SharedPool]:
 
 def processes(pool: SharedPool) -> list[tuple[int, int]]:
     """Process and number of restarts of every engine."""
-    assert pool._fleet is not None
-    return [(member.info["pid"], member.restarts) for member in pool._fleet.members]
+    assert pool._manager is not None
+    return [(handle.info["pid"], handle.restarts) for handle in pool._manager.handles]
 
 
 @pytest.mark.vllm
@@ -183,8 +183,8 @@ class TestVLLM:
 
     def test_what_vllm_itself_refuses_is_an_error_of_that_request_on_that_engine(self, pool: SharedPool) -> None:
         """Requests as they would reach an engine if none of our own checks stood before it."""
-        assert pool._fleet is not None
-        member = pool._fleet.members[0]
+        assert pool._manager is not None
+        handle = pool._manager.handles[0]
         ids, good = sample_request(Prompt(0, [10, 11]), 0, SamplingSpec(max_new_tokens=4), 0, (1,))
         wrong = [
             (ids, good | {"stop": [""]}),
@@ -202,16 +202,16 @@ class TestVLLM:
             (["x"], good),
             ([5] * 600, good),
         ]
-        expected = member.actor.generate.remote("right", [(ids, good)])
-        refs = [member.actor.generate.remote(f"wrong {number}", [one]) for number, one in enumerate(wrong)]
+        expected = handle.actor.generate.remote("right", [(ids, good)])
+        refs = [handle.actor.generate.remote(f"wrong {number}", [one]) for number, one in enumerate(wrong)]
         for ref in refs:
             with pytest.raises(RequestError, match=r"vLLM engine 0 of 2 .* refused a request while generating"):
-                fetch(ref, member, "generating")
-        (beside,) = fetch(expected, member, "generating")  # under way at the same time
-        (again,) = fetch(member.actor.generate.remote("again", [(ids, good)]), member, "generating")
+                fetch(ref, handle, "generating")
+        (beside,) = fetch(expected, handle, "generating")  # under way at the same time
+        (again,) = fetch(handle.actor.generate.remote("again", [(ids, good)]), handle, "generating")
         assert beside[0] == again[0]
         with pytest.raises(EngineFailure, match="failed while pausing"):  # what is no request's fault is the engine's
-            fetch(member.actor.abort.remote(7), member, "pausing")
+            fetch(handle.actor.abort.remote(7), handle, "pausing")
 
     def test_every_request_to_the_endpoint_gets_its_own_answer(self, pool: SharedPool) -> None:
         tokenizer = tiny_tokenizer()

@@ -8,11 +8,11 @@ from ray.cluster_utils import Cluster
 
 
 def main() -> None:
-    """Place engines on it, and print what came of it."""
+    """ActorPlacement engines on it, and print what came of it."""
     import ray
 
     from rlhfkit.rollout.errors import EngineError
-    from rlhfkit.rollout.vllm.placement import Apart
+    from rlhfkit.rollout.vllm.placement import DedicatedPlacement
     from rlhfkit.rollout.vllm.ray_session import cluster_address, join_or_start_ray
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -23,17 +23,17 @@ def main() -> None:
         join_or_start_ray(num_cpus=1)
         cluster.wait_for_nodes()
         report["loopback"] = cluster_address() == "127.0.0.1"
-        apart = Apart(2, cpus=1, gpus=0, timeout=60)
+        apart = DedicatedPlacement(2, cpus=1, gpus=0, timeout=60)
         placed = ray.util.placement_group_table(apart._group)["bundles_to_node_id"]
         report["machines"] = len(set(placed.values()))
         for name, engines, gpus in (("too_many", 3, 0), ("taken", 2, 0), ("no_gpu", 1, 1)):
             start = time.monotonic()
             try:
-                Apart(engines, cpus=1, gpus=gpus, timeout=1)
+                DedicatedPlacement(engines, cpus=1, gpus=gpus, timeout=1)
             except EngineError as error:
                 report[name] = [str(error), time.monotonic() - start]
         apart.close()
-        Apart(2, cpus=1, gpus=0, timeout=60).close()  # what was given back can be had again
+        DedicatedPlacement(2, cpus=1, gpus=0, timeout=60).close()  # what was given back can be had again
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -1,4 +1,4 @@
-"""``RolloutsAhead``: asynchronous rollouts: while the trainer learns from one iteration, a thread samples the next."""
+"""``AsyncRollouts``: asynchronous rollouts: while the trainer learns from one iteration, a thread samples the next."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,16 +7,16 @@ from typing import Any
 
 import torch.distributed
 
-from rlhfkit.callbacks.rollout.group_collector import IterationFiller
+from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.ranks import everywhere
 from rlhfkit.rollout.background import BackgroundRollouts
-from rlhfkit.rollout.collector import FilledIteration
+from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.validation import check_integer, check_number
 
 
-class RolloutsAhead:
+class AsyncRollouts:
     """While the trainer learns from iteration i, a thread samples up to i + ``max_staleness``.
 
     Iteration j is queued when iteration ``j - max_staleness`` begins to be trained on, after its weights were
@@ -30,7 +30,7 @@ class RolloutsAhead:
     With an engine in every rank the ranks' threads exchange their samples, in a process group of their own.
 
     Args:
-        filler: Samples and scores.
+        collector: Samples and scores.
         max_staleness: Iterations, at least 1.
         timeout: Seconds that one iteration may take.
         in_flight: Publish while sampling.
@@ -39,8 +39,10 @@ class RolloutsAhead:
         ValueError: If an argument is out of range, or the engine cannot change its weights while it generates.
     """
 
-    def __init__(self, filler: IterationFiller, max_staleness: int, timeout: float, *, in_flight: bool = False) -> None:
-        engine = filler.generation.engine
+    def __init__(
+        self, collector: GroupCollector, max_staleness: int, timeout: float, *, in_flight: bool = False
+    ) -> None:
+        engine = collector.generation.engine
         check_integer("max_staleness", max_staleness, minimum=1, why="sampling ahead needs some")
         check_number("rollout_timeout", timeout, above=0, why="it is in seconds")
         if in_flight and not engine.updates_in_flight:
@@ -48,17 +50,17 @@ class RolloutsAhead:
                 f"in_flight=True changes the weights while the engine generates, and {type(engine).__name__} does not "
                 "say that it can (updates_in_flight): use LocalEngine or VLLMPool, or in_flight=False"
             )
-        self.filler = filler
+        self.collector = collector
         self.max_staleness = max_staleness
         self.timeout = timeout
         self.in_flight = in_flight
-        self._jobs: BackgroundRollouts[FilledIteration] = BackgroundRollouts()
+        self._jobs: BackgroundRollouts[CollectedGroups] = BackgroundRollouts()
         self._submitted = -1
         self._after: dict[str, Any] | None = None  # where the draws of the next job begin; the thread's
         self._failure: BaseException | None = None  # of a job; those behind it fail as well
         self._group: Any = None
 
-    def sample(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> FilledIteration:
+    def sample(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
         """Queue what may be sampled from the current weights, and wait for this iteration. A collective.
 
         Args:
@@ -73,7 +75,7 @@ class RolloutsAhead:
         for number in range(self._submitted + 1, iteration + self.max_staleness + 1):
             if number - iteration < left:
                 self._submit(trainer, wanted, sampling, number)
-        with self.filler.generation.phases.record("wait", iteration):
+        with self.collector.generation.timing.record("wait", iteration):
             try:
                 parts = everywhere(trainer, lambda: self._result(trainer, iteration))  # an error here is one everywhere
             except WeightsNeededError:
@@ -88,15 +90,15 @@ class RolloutsAhead:
         """Nothing is queued: the first iteration of this run, or of a run that goes on from a checkpoint."""
         self._submitted, self._after = iteration - 1, trainer.datamodule.draws().after
         self._failure = None
-        if self.filler.per_rank(trainer) and self._group is None:
+        if self.collector.per_rank(trainer) and self._group is None:
             self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def _submit(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> None:
-        def job() -> FilledIteration:
+        def job() -> CollectedGroups:
             if self._failure is not None:  # it would begin with the prompts of the iteration that failed
                 raise self._failure
             try:
-                filled = self.filler.fill(trainer, wanted, sampling, iteration, after=self._after, group=self._group)
+                filled = self.collector.fill(trainer, wanted, sampling, iteration, after=self._after, group=self._group)
             except BaseException as error:
                 self._failure = error
                 raise
@@ -104,12 +106,12 @@ class RolloutsAhead:
             return filled
 
         self._submitted = iteration
-        if self.filler.takes_part(trainer):
+        if self.collector.takes_part(trainer):
             self._jobs.submit(iteration, job)
 
-    def _result(self, trainer: Any, iteration: int) -> FilledIteration | None:
+    def _result(self, trainer: Any, iteration: int) -> CollectedGroups | None:
         """This rank's wait; rank 0's result is everybody's."""
-        if not self.filler.takes_part(trainer):
+        if not self.collector.takes_part(trainer):
             return None
         filled = self._jobs.result(iteration, self.timeout)
         return filled if trainer.global_rank == 0 else None
@@ -135,6 +137,6 @@ class RolloutsAhead:
         """Forget what is queued; its prompts come again in the next run, as the cursor has not passed them."""
         self._jobs.close()
 
-    def fresh(self) -> "RolloutsAhead":
+    def fresh(self) -> "AsyncRollouts":
         """One for another run, with nothing queued."""
-        return RolloutsAhead(self.filler, self.max_staleness, self.timeout, in_flight=self.in_flight)
+        return AsyncRollouts(self.collector, self.max_staleness, self.timeout, in_flight=self.in_flight)

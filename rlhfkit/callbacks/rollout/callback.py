@@ -16,16 +16,16 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
-from rlhfkit.callbacks.rollout.async_rollouts import RolloutsAhead
+from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
 from rlhfkit.callbacks.rollout.generation import Generation
-from rlhfkit.callbacks.rollout.group_collector import IterationFiller
+from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.metrics import iteration_metrics, staleness_metrics, validation_metrics
 from rlhfkit.callbacks.rollout.micro_batching import deal, micro_batch, shape_of
 from rlhfkit.callbacks.rollout.model_scores import add_model_scores, scores_samples
 from rlhfkit.callbacks.rollout.prompt_check import check_prompts
 from rlhfkit.callbacks.rollout.ranks import everywhere, same_everywhere
-from rlhfkit.callbacks.rollout.timing import Phases, slowest
-from rlhfkit.callbacks.rollout.weight_sync import WeightPublisher
+from rlhfkit.callbacks.rollout.timing import Timing, slowest
+from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
@@ -56,7 +56,7 @@ class RolloutCallback(Callback):
         sampling: How to sample in training.
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
             Several ways by name: the metrics of each are ``val/<name>/reward`` and so on.
-        success: A validation sample with at least this reward is right; what ``val/pass@k`` counts where
+        success_threshold: A validation sample with at least this reward is right; what ``val/pass@k`` counts where
             ``validation_sampling`` takes several samples per prompt.
         dynamic_sampling: Sample further prompts in place of those whose groups teach nothing (DAPO); ``None``: train on
             every group.
@@ -86,7 +86,7 @@ class RolloutCallback(Callback):
         engine: RolloutEngine | None = None,
         sampling: SamplingSpec | None = None,
         validation_sampling: SamplingSpec | Mapping[str, SamplingSpec] | None = None,
-        success: float = 1.0,
+        success_threshold: float = 1.0,
         dynamic_sampling: DynamicSampling | None = None,
         oversampling: float = 0.0,
         max_staleness: int = 0,
@@ -110,8 +110,8 @@ class RolloutCallback(Callback):
         self.validation_sampling = validation_sampling or greedy
         ways = self.validation_sampling
         self._validations = dict(ways) if isinstance(ways, Mapping) else {"": ways}
-        self.success = success
-        check_number("success", success)
+        self.success_threshold = success_threshold
+        check_number("success_threshold", success_threshold)
         check_integer("max_staleness", max_staleness, minimum=0, why="0 takes turns")
         check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
         check_number("rollout_timeout", rollout_timeout, above=0, why="it is in seconds")
@@ -119,15 +119,15 @@ class RolloutCallback(Callback):
         if in_flight and not max_staleness:
             raise ValueError("in_flight=True publishes while sampling ahead: give max_staleness=1 or more")
         self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)
-        self.phases = Phases()
-        """How long each part of each iteration took on this rank; ``phases.write_trace(path)`` draws it."""
-        self.generation = Generation(engine, reward, self.phases)
-        self.filler = IterationFiller(self.generation, dynamic_sampling, oversampling)
-        self.ahead: RolloutsAhead | None = None
+        self.timing = Timing()
+        """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` draws it."""
+        self.generation = Generation(engine, reward, self.timing)
+        self.collector = GroupCollector(self.generation, dynamic_sampling, oversampling)
+        self.ahead: AsyncRollouts | None = None
         """What samples in a thread; ``None``: sampling and learning take turns."""
         if max_staleness:
-            self.ahead = RolloutsAhead(self.filler, max_staleness, rollout_timeout, in_flight=in_flight)
-        self.publisher = WeightPublisher(engine, probe_tolerance)
+            self.ahead = AsyncRollouts(self.collector, max_staleness, rollout_timeout, in_flight=in_flight)
+        self.weight_synchronizer = WeightSynchronizer(engine, probe_tolerance)
         self.iteration = 0
         self.samples: list[Sample] = []
         """The samples of the current iteration, rewards and all, the same on every rank."""
@@ -170,27 +170,27 @@ class RolloutCallback(Callback):
         shape, sampling = shape_of(trainer, self.group_size), self._training_sampling()
         self.publish()
         started = trainer.global_step
-        source = self.filler if self.ahead is None else self.ahead
+        source = self.collector if self.ahead is None else self.ahead
         with trainer.profiler.profile("rollout.generate_and_score"):
             wanted = shape.sequences // sampling.group_size
             filled = self._with_weights(lambda: source.sample(trainer, wanted, sampling, self.iteration))
         if self.ahead is None:
             self.engine.sleep()  # until the next publish: engines on the ranks' GPUs make room for training
         self.samples = [sample for group in filled.groups for sample in group]
-        if scores_samples(trainer) and not self.filler.scores_early(trainer):
-            with self.phases.record("score", self.iteration):
+        if scores_samples(trainer) and not self.collector.scores_early(trainer):
+            with self.timing.record("score", self.iteration):
                 add_model_scores(trainer, self.samples)
         experience = Experience.from_samples(self.samples, temperature=sampling.temperature or 1.0)
         plan = deal(experience, shape, trainer.world_size)
-        with trainer.profiler.profile("rollout.prepare"), self.phases.record("prepare", self.iteration):
+        with trainer.profiler.profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
             self.experience = module.prepare(experience)
-        probe = {"rollout/probe_difference": self.publisher.difference}
+        probe = {"rollout/probe_difference": self.weight_synchronizer.difference}
         reward = self.reward
         of_reward = {} if reward is None else mean_metrics(everywhere(trainer, lambda: reward_metrics(reward)))
         shown = iteration_metrics(
             self.samples, self.experience, rewarded=reward is not None or bool(self.experience.reward_parts)
         )
-        self._metrics = shown | probe | of_reward | self.filler.metrics(filled)
+        self._metrics = shown | probe | of_reward | self.collector.metrics(filled)
         if self.ahead is not None:
             self._metrics |= staleness_metrics(self.samples, started)
         self._after = filled.after
@@ -219,8 +219,8 @@ class RolloutCallback(Callback):
         """Give the engine the current weights, if it has others, and check that they arrived. A collective."""
         trainer = self._attached()
         allowed = nullcontext() if self.ahead is None else self.ahead.publishing(trainer)
-        with allowed, self.phases.record("publish", self.iteration):
-            self.publisher.publish(trainer)
+        with allowed, self.timing.record("publish", self.iteration):
+            self.weight_synchronizer.publish(trainer)
 
     def _with_weights(self, sample: Callable[[], T]) -> T:
         """Sample; engines that have lost their weights over it get them again, and it begins anew. A collective.
@@ -274,7 +274,7 @@ class RolloutCallback(Callback):
                 )
             self._check_logprobs(pl_module)
             shape_of(trainer, self.group_size)
-            self.filler.check(trainer, ahead=self.ahead is not None)
+            self.collector.check(trainer, ahead=self.ahead is not None)
             if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
                 raise ValueError(
                     f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
@@ -306,7 +306,7 @@ class RolloutCallback(Callback):
         Not in ``on_train_epoch_end``: a checkpoint saved between the two resumes behind that hook.
         """
         if trainer.is_last_batch:
-            trainer.datamodule.move_to(self._after)
+            trainer.datamodule.set_cursor(self._after)
             self.iteration += 1
             self._inside = False
 
@@ -315,7 +315,7 @@ class RolloutCallback(Callback):
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
         pl_module.log_dict(self._metrics, sync_dist=True)
         pl_module.log_dict(
-            slowest(everywhere(trainer, lambda: self.phases.metrics(self.iteration - 1))), sync_dist=True
+            slowest(everywhere(trainer, lambda: self.timing.metrics(self.iteration - 1))), sync_dist=True
         )
         metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
         if trainer.is_global_zero:
@@ -343,7 +343,9 @@ class RolloutCallback(Callback):
                 add_model_scores(trainer, samples)
             self.validation_samples += samples
             prefix = f"val/{way}/" if way else "val/"
-            metrics = validation_metrics(samples, success=self.success, rewarded=scored or self.reward is not None)
+            metrics = validation_metrics(
+                samples, success_threshold=self.success_threshold, rewarded=scored or self.reward is not None
+            )
             for name, (mean, count) in metrics.items():
                 pl_module.log(prefix + name, mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfkit.callbacks.rollout.ranks import everywhere
-from rlhfkit.callbacks.rollout.timing import Phases
+from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards.base import Reward, score_samples
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
@@ -17,13 +17,13 @@ class Generation:
     Args:
         engine: What generates.
         reward: What scores; ``None``: every sample gets 0, for modules that need no reward.
-        phases: Told how long it takes.
+        timing: Told how long it takes.
     """
 
-    def __init__(self, engine: RolloutEngine, reward: Reward | None, phases: Phases) -> None:
+    def __init__(self, engine: RolloutEngine, reward: Reward | None, timing: Timing) -> None:
         self.engine = engine
         self.reward = reward
-        self.phases = phases
+        self.timing = timing
 
     def sample(
         self, trainer: Any, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int, *, group: Any = None
@@ -56,7 +56,7 @@ class Generation:
         """Sample and score on this rank. No collective."""
         if not prompts:
             return []
-        with self.phases.record("generate", iteration):
+        with self.timing.record("generate", iteration):
             samples = self.engine.generate(prompts, sampling, iteration=iteration)
         if len(samples) != len(prompts) * sampling.group_size:
             raise RuntimeError(
@@ -81,7 +81,7 @@ class Generation:
             for sample in samples:
                 sample.reward = 0.0
             return
-        with self.phases.record("score", iteration):
+        with self.timing.record("score", iteration):
             score_samples(self.reward, samples)
 
 
@@ -126,7 +126,7 @@ class ScoredStream:
 
     def collect(self, most: int) -> list[list[Sample]]:
         """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
-        with self._generation.phases.record("generate", self._iteration):
+        with self._generation.timing.record("generate", self._iteration):
             groups = self._stream.collect(most)
         if groups:
             samples = [sample for group in groups for sample in group]

@@ -1,4 +1,4 @@
-"""``IterationFiller``: the groups of an iteration, by whichever ranks have an engine, the same on every rank."""
+"""``GroupCollector``: the groups of an iteration, by whichever ranks have an engine, the same on every rank."""
 
 import logging
 import math
@@ -9,16 +9,16 @@ from rlhfkit.callbacks.rollout.model_scores import add_model_scores, scores_samp
 from rlhfkit.callbacks.rollout.ranks import everywhere
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards.base import part_names
-from rlhfkit.rollout.collector import FilledIteration, fill_iteration
+from rlhfkit.rollout.collector import CollectedGroups, collect_groups
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.streams import GroupStream, Rounds, StreamingEngine
+from rlhfkit.rollout.streams import BatchedGroupStream, GroupStream, StreamingEngine
 from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
 
 
-class IterationFiller:
+class GroupCollector:
     """Draws prompts, samples, scores and selects.
 
     Args:
@@ -89,7 +89,7 @@ class IterationFiller:
         """Whether this rank calls :meth:`fill`."""
         return trainer.global_rank == 0 or self.per_rank(trainer)
 
-    def sample(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> FilledIteration:
+    def sample(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
         """Fill an iteration from the DataModule's cursor on. A collective.
 
         Args:
@@ -117,7 +117,7 @@ class IterationFiller:
         *,
         after: dict[str, Any] | None = None,
         group: Any = None,
-    ) -> FilledIteration:
+    ) -> CollectedGroups:
         """Fill an iteration on this rank, or, where each has an engine, on all ranks together.
 
         Args:
@@ -129,7 +129,7 @@ class IterationFiller:
             group: The ranks' process group; ``None``: the default one.
         """
         selection, spare = self.dynamic_sampling, math.ceil(self.oversampling * wanted)
-        filled = fill_iteration(
+        filled = collect_groups(
             wanted,
             trainer.datamodule.draws(after),
             self._stream(trainer, sampling, iteration, group),
@@ -152,7 +152,7 @@ class IterationFiller:
 
         def score(samples: list[Sample]) -> None:
             if early:
-                with generation.phases.record("score", iteration):
+                with generation.timing.record("score", iteration):
                     add_model_scores(trainer, samples)
 
         def sample(prompts: list[Prompt]) -> list[list[Sample]]:
@@ -169,14 +169,14 @@ class IterationFiller:
             stream = streaming.stream(sampling, iteration=iteration)
             return ScoredStream(stream, generation, trainer, iteration, score)
         # All at once, and scored all at once: rewards that work in batches are faster so.
-        return Rounds(sample)
+        return BatchedGroupStream(sample)
 
-    def metrics(self, filled: FilledIteration) -> dict[str, float]:
+    def metrics(self, filled: CollectedGroups) -> dict[str, float]:
         """What selecting has done, as far as there was any."""
         metrics = {}
         if self.dynamic_sampling is not None:
             metrics["rollout/accepted_fraction"] = filled.accepted / max(filled.sampled, 1)
             metrics["rollout/reward_before_selection"] = filled.reward
         if self.oversampling:
-            metrics["rollout/dropped_fraction"] = filled.put_back / (filled.put_back + filled.sampled)
+            metrics["rollout/dropped_fraction"] = filled.requeue / (filled.requeue + filled.sampled)
         return metrics

@@ -101,7 +101,7 @@ def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def validation_metrics(
-    samples: Sequence[Sample], *, success: float = 1.0, rewarded: bool = True
+    samples: Sequence[Sample], *, success_threshold: float = 1.0, rewarded: bool = True
 ) -> dict[str, tuple[float, int]]:
     """Metrics of validation samples, of each source too, and how many samples or prompts each is a mean over.
 
@@ -110,19 +110,21 @@ def validation_metrics(
 
     Args:
         samples: Of some prompts, all samples of each.
-        success: A sample with at least this reward is right; one without a reward is not.
+        success_threshold: A sample with at least this reward is right; one without a reward is not.
         rewarded: Whether there was a reward at all.
 
     Returns:
         ``reward`` and its parts, ``pass@k``, ``length`` in tokens, ``truncated_fraction``; each with ``/<source>``.
     """
-    metrics = _of_one_source(samples, success, rewarded)
+    metrics = _of_one_source(samples, success_threshold, rewarded)
     for name, chosen in by_source(samples).items():
-        metrics |= {f"{key}/{name}": value for key, value in _of_one_source(chosen, success, rewarded).items()}
+        metrics |= {
+            f"{key}/{name}": value for key, value in _of_one_source(chosen, success_threshold, rewarded).items()
+        }
     return metrics
 
 
-def _of_one_source(samples: Sequence[Sample], success: float, rewarded: bool) -> dict[str, tuple[float, int]]:
+def _of_one_source(samples: Sequence[Sample], success_threshold: float, rewarded: bool) -> dict[str, tuple[float, int]]:
     metrics = {
         "length": (fmean(len(sample.token_ids) for sample in samples), len(samples)),
         "truncated_fraction": (fmean(sample.finish_reason == "length" for sample in samples), len(samples)),
@@ -135,7 +137,7 @@ def _of_one_source(samples: Sequence[Sample], success: float, rewarded: bool) ->
         groups.setdefault(sample.prompt.index, []).append(sample)
     size = min(map(len, groups.values()), default=0)
     right = [
-        (len(group), sum(sample.reward is not None and sample.reward >= success for sample in group))
+        (len(group), sum(sample.reward is not None and sample.reward >= success_threshold for sample in group))
         for group in groups.values()
     ]
     k = 1

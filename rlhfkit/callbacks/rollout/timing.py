@@ -1,4 +1,4 @@
-"""``Phases``: where the time of an iteration goes, as metrics and as a trace for a browser."""
+"""``Timing``: where the time of an iteration goes, as metrics and as a trace for a browser."""
 
 import json
 import os
@@ -22,7 +22,7 @@ class Phase(NamedTuple):
     iteration: int
 
 
-class Phases:
+class Timing:
     """Records named stretches of work, from any thread; they may overlap."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def slowest(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Seconds by phase on the rank that took the longest. Ranks differ in what they do: rank 0 asks a shared engine.
 
     Args:
-        times: :meth:`Phases.metrics` of each rank.
+        times: :meth:`Timing.metrics` of each rank.
     """
     names = sorted({name for each in times for name in each})
     return {name: max(each.get(name, 0.0) for each in times) for name in names}

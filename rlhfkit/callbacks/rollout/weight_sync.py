@@ -1,4 +1,4 @@
-"""``WeightPublisher``: the policy's weights into the engine, and the proof that they arrived."""
+"""``WeightSynchronizer``: the policy's weights into the engine, and the proof that they arrived."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _LOW_PRECISION_TOLERANCE = 0.3
 _PROBE_LENGTH = 32
 
 
-class WeightPublisher:
+class WeightSynchronizer:
     """Publishes to one engine, and probes it afterwards: equal parameters do not prove equal models.
 
     Args:

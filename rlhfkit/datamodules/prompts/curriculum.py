@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from rlhfkit.validation import check_integer, check_number
 
 
-class Worth(NamedTuple):
+class PromptStats(NamedTuple):
     """What the samples of a prompt were worth."""
 
     samples: int
@@ -30,7 +30,7 @@ class PromptPass:
     """Passes before it."""
     rows: Sequence[int]
     """In the order that they have without a curriculum: shuffled, mixed."""
-    history: Mapping[int, Worth]
+    history: Mapping[int, PromptStats]
     """By row, of the prompts that were sampled."""
     column: Callable[[str], Sequence[Any]]
     """The values of a column of the data, by row."""

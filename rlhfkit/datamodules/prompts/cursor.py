@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from rlhfkit.data.shuffling import permutation
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.datamodules.prompts.curriculum import Order, PromptPass, Worth
+from rlhfkit.datamodules.prompts.curriculum import Order, PromptPass, PromptStats
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class PromptCursor(NamedTuple):
     """Rows before the offset that were put off: the batch that reached them had them already, or gave them back."""
     rows: Sequence[int] | None = None
     """The current pass as a curriculum has ordered it; ``None``: there is none."""
-    history: Mapping[int, Worth] | None = None
+    history: Mapping[int, PromptStats] | None = None
     """What a curriculum knows of each row that was sampled."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class PromptCursor(NamedTuple):
             state: May have other entries too.
         """
         history = state.get("history")
-        known = None if history is None else {row: Worth(*worth) for row, *worth in history}
+        known = None if history is None else {row: PromptStats(*worth) for row, *worth in history}
         return cls(state["pass"], state["offset"], tuple(state["postponed"]), state.get("rows"), known)
 
 
@@ -200,7 +200,7 @@ class PromptDraws:
         self._rows |= {prompt.index: row for prompt, row in zip(prompts, rows, strict=True)}
         return prompts
 
-    def put_back(self, prompts: Iterable[Prompt]) -> None:
+    def requeue(self, prompts: Iterable[Prompt]) -> None:
         """Have prompts come first in the next iteration, in the order in which they were drawn here.
 
         Args:
@@ -222,7 +222,7 @@ class PromptDraws:
             if rewards:
                 row = self._rows[group[0].prompt.index]
                 before = history[row].samples if row in history else 0
-                history[row] = Worth(before + len(rewards), sum(rewards) / len(rewards))
+                history[row] = PromptStats(before + len(rewards), sum(rewards) / len(rewards))
         self._cursor = self._cursor._replace(history=history)
 
     @property

@@ -50,7 +50,7 @@ class PromptDataModule(L.LightningDataModule):
     """Prompts from a file, a ``datasets`` folder, the hub or memory; a chat template when the tokenizer has one.
 
     ``train_dataloader`` yields the experience that the trainer's rollout callback makes of the prompts; the callback
-    asks for :meth:`draws` and, when all that they gave was trained on, calls :meth:`move_to`.
+    asks for :meth:`draws` and, when all that they gave was trained on, calls :meth:`set_cursor`.
 
     Example::
 
@@ -244,7 +244,7 @@ class PromptDataModule(L.LightningDataModule):
         cursor = self._cursor if after is None else PromptCursor.from_state_dict(after)
         return PromptDraws(self._order, rows.__getitem__, cursor, rows.fingerprint())
 
-    def move_to(self, after: dict[str, Any]) -> None:
+    def set_cursor(self, after: dict[str, Any]) -> None:
         """Move the cursor behind an iteration that was trained on; not if it was drawn from data of another checkpoint.
 
         Args:
@@ -272,7 +272,7 @@ class PromptDataModule(L.LightningDataModule):
         """
         draws = self.draws()
         draws.take(count)
-        self.move_to(draws.after)
+        self.set_cursor(draws.after)
 
     def validation_prompts(self) -> list[Prompt]:
         """All validation prompts, in the order of the file; none without ``validation_data``."""

@@ -180,12 +180,12 @@ class ExampleBuilder:
         """
 
         def tokenise(chunk: list[dict[str, Any]], first: int) -> list[TokenExample]:
-            return list(self.cooked(enumerate(chunk, first), recipes))
+            return list(self.tokenized(enumerate(chunk, first), recipes))
 
         num_proc = 1 if self.cache is None else self.cache.num_proc
         return tokenise_rows(rows, tokenise, num_proc=num_proc, title=f"Tokenising {self.source}")
 
-    def cooked(
+    def tokenized(
         self,
         rows: Iterable[tuple[int, Mapping[str, Any]]],
         recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]],

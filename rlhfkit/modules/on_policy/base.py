@@ -28,7 +28,7 @@ from rlhfkit.losses import (
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.on_policy.advantages import AdvantageFunction
-from rlhfkit.modules.on_policy.kl_control import KLStop, pass_by
+from rlhfkit.modules.on_policy.kl_control import KLEarlyStopping, skip_update
 from rlhfkit.modules.on_policy.mismatch import rollout_mismatch
 from rlhfkit.modules.on_policy.policy_loss import PolicyLoss
 from rlhfkit.modules.on_policy.pretraining import check_pretraining_data, pretraining_loss
@@ -75,10 +75,10 @@ class OnPolicyModule(RewardedModule):
             ``β *= 1 + clip(KL / target - 1, ±0.2) n / horizon`` for n samples (Ziegler et al., 2019, arXiv:1909.08593,
             section 2.2, whose KL is that of a whole answer); ``None``: ``kl_coef`` stays. ``policy/kl_coef`` is logged.
         kl_horizon: Samples in which the coefficient may change by a fifth (10000: OpenRLHF's and the paper's).
-        kl_stop: Nats per token: once the policy has gone so far from the one that began the iteration (k3, over an
-            update's tokens), that update and the later ones of the iteration leave it as it is, bitwise; the critic
+        kl_early_stop: Nats per token: once the policy has gone so far from the one that began the iteration (k3, over
+            an update's tokens), that update and the later ones of the iteration leave it as it is, bitwise; the critic
             goes on, unless it shares the policy's trunk. 0.015 in Spinning Up; ``None``: never, as in OpenRLHF.
-            ``policy/kl_stopped`` is the share of updates that were not made.
+            ``policy/kl_early_stopped`` is the share of updates that were not made.
         kl_in_reward: Subtract the penalty from the reward instead of adding it to the loss: ``token``, from the reward
             of each token (InstructGPT, OpenRLHF's default for PPO), after any baseline of its sample; ``sequence``, the
             answer's total from the reward of the sample, before the baseline (RLOO; TRL's, and verl's for all that
@@ -118,7 +118,7 @@ class OnPolicyModule(RewardedModule):
         kl_estimator: KLEstimator | None = None,
         kl_target: float | None = None,
         kl_horizon: int = 10000,
-        kl_stop: float | None = None,
+        kl_early_stop: float | None = None,
         kl_in_reward: bool | KLPlace | None = None,
         entropy_coef: float = 0.0,
         ptx_coef: float = 0.0,
@@ -151,7 +151,7 @@ class OnPolicyModule(RewardedModule):
         self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")
         if kl_target is not None and not kl_coef:
             raise ValueError(f"kl_target={kl_target} needs a positive kl_coef to start from, got kl_coef={kl_coef}")
-        self.kl_stop = KLStop(kl_stop)
+        self.kl_early_stop = KLEarlyStopping(kl_early_stop)
         self.kl_coef = kl_coef
         """Weight of the KL penalty now; moves when there is a ``kl_target``."""
         if isinstance(correction, str) and correction not in CORRECTION_PRESETS:
@@ -262,12 +262,12 @@ class OnPolicyModule(RewardedModule):
             are the old ones) and reference log-probs. Rewards are the samples' and the reward model's, before
             penalties, normalisation and clipping, which :meth:`advantages` sees.
         """
-        self.kl_stop.begin()
-        scored = self.scored(experience)
-        prepared = self.without_truncated(self.fill_in(self.shaped(scored)))
+        self.kl_early_stop.begin()
+        scored = self.add_reward_model_scores(experience)
+        prepared = self.mask_truncated_samples(self.compute_advantages(self.process_rewards(scored)))
         return dataclasses.replace(prepared, rewards=scored.rewards, token_rewards=scored.token_rewards)
 
-    def fill_in(self, experience: Experience) -> Experience:
+    def compute_advantages(self, experience: Experience) -> Experience:
         """Log-probs and advantages; override it to fill in more.
 
         Args:
@@ -298,13 +298,13 @@ class OnPolicyModule(RewardedModule):
         """Remember the weight of the KL penalty, and whether the policy stands still."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["kl_coef"] = self.kl_coef
-        checkpoint["kl_stopped"] = self.kl_stop.stopped
+        checkpoint["kl_early_stopped"] = self.kl_early_stop.stopped
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue with the weight of the KL penalty that was reached."""
         super().on_load_checkpoint(checkpoint)
         self.kl_coef = checkpoint.get("kl_coef", self.kl_coef)
-        self.kl_stop.stopped = checkpoint.get("kl_stopped", False)
+        self.kl_early_stop.stopped = checkpoint.get("kl_early_stopped", False)
 
     def reference_logprobs(self, experience: Experience) -> Tensor:
         """Log-probs under the model that training started from. A collective.
@@ -441,7 +441,7 @@ class OnPolicyModule(RewardedModule):
         """One micro-batch of an iteration."""
         out = self.policy_output(batch)
         result = self.objective(batch, out)
-        self.kl_stop.measure(batch, out.logprobs)
+        self.kl_early_stop.measure(batch, out.logprobs)
         loss, metrics = result.loss, {**result.metrics, **self.rollout_metrics(batch, out)}
         shares: dict[str, Tensor] = {}
         if self.hparams["ptx_coef"]:
@@ -466,11 +466,11 @@ class OnPolicyModule(RewardedModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Let the step pass by what is not to learn now."""
         super().on_before_optimizer_step(optimizer)
-        stopped = self.kl_stop.decide(self)
-        if self.kl_stop.limit is not None:
-            self.log_means({"policy/kl_stopped": torch.tensor(float(stopped), device=self.device)})
+        stopped = self.kl_early_stop.decide(self)
+        if self.kl_early_stop.limit is not None:
+            self.log_means({"policy/kl_early_stopped": torch.tensor(float(stopped), device=self.device)})
         if stopped:
-            pass_by(self, "policy")
+            skip_update(self, "policy")
 
     def setup(self, stage: str) -> None:
         """Check that text is there if and only if it is learned from."""

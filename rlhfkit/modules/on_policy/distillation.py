@@ -192,12 +192,12 @@ class OnPolicyDistillationModule(GRPOModule):
 
     # ------------------------------------------------------------------ one iteration
 
-    def fill_in(self, experience: Experience) -> Experience:
-        """Let the teacher speak about the sampled tokens, too; see :meth:`OnPolicyModule.fill_in`."""
+    def compute_advantages(self, experience: Experience) -> Experience:
+        """Let the teacher speak about the sampled tokens, too; see :meth:`OnPolicyModule.compute_advantages`."""
         if self.divergence is None:
             teacher_logprobs = self.sharded_logprobs(self.teacher, experience)
             experience = dataclasses.replace(experience, teacher_logprobs=teacher_logprobs)
-        filled = super().fill_in(experience)
+        filled = super().compute_advantages(experience)
         unused = self.divergence is not None and not self.hparams["reward_coef"]
         return dataclasses.replace(filled, advantages=None) if unused else filled
 

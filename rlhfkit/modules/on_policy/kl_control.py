@@ -10,7 +10,7 @@ from rlhfkit.losses import kl_estimate
 from rlhfkit.validation import check_number
 
 
-class KLStop:
+class KLEarlyStopping:
     """Says when the policy has gone far enough from the one that began the iteration.
 
     The distance is k3 of old to new over all tokens of an update, as measured while its gradient is computed and so
@@ -25,7 +25,7 @@ class KLStop:
     """
 
     def __init__(self, limit: float | None) -> None:
-        check_number("kl_stop", limit, above=0, optional=True)
+        check_number("kl_early_stop", limit, above=0, optional=True)
         self.limit = limit
         self.stopped = False
         """Whether the policy stands still for the rest of the iteration."""
@@ -62,7 +62,7 @@ class KLStop:
         return self.stopped
 
 
-def pass_by(module: Any, child: str) -> None:
+def skip_update(module: Any, child: str) -> None:
     """Let the optimizer step that is about to be made leave a child alone; for ``on_before_optimizer_step``.
 
     Its gradients are dropped. Weights and optimizer state stay bitwise as they are: no weight decay, and no momentum of
@@ -72,9 +72,11 @@ def pass_by(module: Any, child: str) -> None:
         module: The LightningModule.
         child: Name of one of its children that is trained.
     """
-    leave_out = getattr(module.trainer.strategy, "leave_out", None)  # RLHFDeepSpeedStrategy: gradients are its engine's
-    if leave_out is not None:
-        leave_out(child)
+    skip_update = getattr(
+        module.trainer.strategy, "skip_update", None
+    )  # RLHFDeepSpeedStrategy: gradients are its engine's
+    if skip_update is not None:
+        skip_update(child)
         return
     for parameter in getattr(module, child).parameters():
         parameter.grad = None  # an optimizer leaves parameters without gradient alone

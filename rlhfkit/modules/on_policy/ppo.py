@@ -14,7 +14,7 @@ from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forwa
 from rlhfkit.models.load import base_model_name
 from rlhfkit.models.router_loss import has_router
 from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.modules.on_policy.kl_control import pass_by
+from rlhfkit.modules.on_policy.kl_control import skip_update
 from rlhfkit.modules.router_loss import with_router_loss
 from rlhfkit.validation import check_integer, check_number
 
@@ -136,7 +136,7 @@ class PPOModule(OnPolicyModule):
 
     # ------------------------------------------------------------------ one iteration
 
-    def fill_in(self, experience: Experience) -> Experience:
+    def compute_advantages(self, experience: Experience) -> Experience:
         """Values, log-probs, advantages and returns.
 
         Args:
@@ -153,7 +153,7 @@ class PPOModule(OnPolicyModule):
         mask, values = experience.action_mask, predicted
         if self.hparams["normalize_values"]:
             values = (predicted * self.return_moments.std + self.return_moments.mean).to(predicted.dtype) * mask
-        experience = super().fill_in(dataclasses.replace(experience, values=values))
+        experience = super().compute_advantages(dataclasses.replace(experience, values=values))
         lam = self.hparams["lam"] if self.hparams["critic_lam"] is None else self.hparams["critic_lam"]
         returns = self._gae(experience, lam)[1]
         if self.hparams["normalize_values"]:
@@ -260,7 +260,7 @@ class PPOModule(OnPolicyModule):
         """Let the step pass by the policy while the critic warms up; see :class:`OnPolicyModule`."""
         super().on_before_optimizer_step(optimizer)
         if self.global_step < self.hparams["critic_warmup_steps"]:
-            pass_by(self, "policy")
+            skip_update(self, "policy")
 
     # ------------------------------------------------------------------ saving
 

@@ -128,7 +128,7 @@ class RewardedModule(PolicyModule):
 
         return self.sharded(self.reward_model, scores, experience)[:, 0]
 
-    def scored(self, experience: Experience) -> Experience:
+    def add_reward_model_scores(self, experience: Experience) -> Experience:
         """With the reward model's score in the rewards, and among their parts as ``model``. A collective.
 
         Args:
@@ -212,7 +212,7 @@ class RewardedModule(PolicyModule):
 
     # ------------------------------------------------------------------ penalties and scale
 
-    def shaped(self, experience: Experience) -> Experience:
+    def process_rewards(self, experience: Experience) -> Experience:
         """With the rewards that are learned from; override for another order or another penalty.
 
         Args:
@@ -231,7 +231,7 @@ class RewardedModule(PolicyModule):
             rewards = clip_rewards(rewards, low=-hparams["reward_clip"], high=hparams["reward_clip"])
         return dataclasses.replace(experience, rewards=rewards, token_rewards=earned)
 
-    def without_truncated(self, experience: Experience) -> Experience:
+    def mask_truncated_samples(self, experience: Experience) -> Experience:
         """Without the tokens of answers that were cut off, if nothing is to be learned from them.
 
         Args:

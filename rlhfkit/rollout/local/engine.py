@@ -20,7 +20,7 @@ from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
 from rlhfkit.rollout.local.caching import cache_problem
 from rlhfkit.rollout.local.generator import Completed, Decoding
-from rlhfkit.rollout.local.read_write_lock import StepGate
+from rlhfkit.rollout.local.read_write_lock import ReadWriteLock
 from rlhfkit.rollout.streams import sample_all
 from rlhfkit.validation import check_integer
 
@@ -57,7 +57,7 @@ class LocalEngine(RolloutEngine):
         self._stops: tuple[int, ...] = ()
         self._dtype = torch.float32
         self._cached = True
-        self._gate = StepGate()
+        self._gate = ReadWriteLock()
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False

@@ -1,4 +1,4 @@
-"""``StepGate``: weights that are read step by step, and changed between two steps."""
+"""``ReadWriteLock``: weights that are read step by step, and changed between two steps."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class StepGate:
+class ReadWriteLock:
     """Any number of readers, one at a time that changes, and whoever wants to change goes first.
 
     A decode loop holds the gate for one token at a time, so that new weights never wait for a whole completion, and no

@@ -1,4 +1,4 @@
-"""``Member``: one engine process of a fleet, from its start to its end, and calls to several of them at once."""
+"""``EngineHandle``: one engine process, from its start to its end, and calls to several of them at once."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,12 @@ from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, RefusedRequ
 from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, may_follow
 
 
-class Member:
+class EngineHandle:
     """An engine process. When it dies, another with the same number takes its place; this one stays dead.
 
     Args:
-        number: Of the engine in its fleet.
-        size: Engines of the fleet, for messages.
+        number: Of the engine in its manager.
+        size: Engines of the manager, for messages.
         actor: The Ray actor; its ``start`` was called.
         started: Will hold what ``start`` returns.
         restarts: Processes that this engine has used up before.
@@ -101,12 +101,12 @@ class Member:
         return words + (f", restarted {self.restarts} times" if self.restarts else "")
 
 
-def fetch(ref: Any, member: Member, doing: str) -> Any:
+def fetch(ref: Any, handle: EngineHandle, doing: str) -> Any:
     """The result of a call that has ended.
 
     Args:
         ref: What :func:`ray.wait` found ready.
-        member: Where it ran.
+        handle: Where it ran.
         doing: For the message.
 
     Raises:
@@ -120,13 +120,13 @@ def fetch(ref: Any, member: Member, doing: str) -> Any:
     except ray.exceptions.RayTaskError as error:
         cause, failure = error.cause, None
         if isinstance(cause, RefusedRequest):
-            failure = RequestError(f"{member} refused a request while {doing}: {cause}")
+            failure = RequestError(f"{handle} refused a request while {doing}: {cause}")
     except ray.exceptions.RayError as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EngineFailure(
-            f"{member} died while {doing} (is the machine out of memory?): {reason} {CURE}", member
+            f"{handle} died while {doing} (is the machine out of memory?): {reason} {CURE}", handle
         ) from None
-    raise failure or EngineFailure(f"{member} failed while {doing}: {cause}. {CURE}", member)
+    raise failure or EngineFailure(f"{handle} failed while {doing}: {cause}. {CURE}", handle)
 
 
 class RemoteCall:
@@ -138,7 +138,7 @@ class RemoteCall:
         timeout: Seconds from now.
     """
 
-    def __init__(self, waiting: dict[Any, Member], doing: str, timeout: float) -> None:
+    def __init__(self, waiting: dict[Any, EngineHandle], doing: str, timeout: float) -> None:
         self._waiting = waiting
         self._results: dict[int, Any] = {}
         self._doing, self._timeout = doing, timeout
@@ -157,7 +157,7 @@ class RemoteCall:
         while self._waiting:
             left = self._deadline - time.monotonic()
             if left <= 0:
-                late = sorted(member.number for member in self._waiting.values())
+                late = sorted(handle.number for handle in self._waiting.values())
                 raise EngineError(
                     f"vLLM engine(s) {late} did not finish {self._doing} within {self._timeout:g} s: stopped, "
                     f"overloaded, or the limit is too low (VLLMPool(..._timeout=...)). {CURE}"
@@ -173,20 +173,20 @@ class RemoteCall:
             return
         ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=timeout)
         for ref in ready:
-            member = self._waiting.pop(ref)
-            self._results[member.number] = fetch(ref, member, self._doing)
-        for member in self._waiting.values():  # Ray may need a while to notice that a machine is gone
-            if member.state is State.DEAD:
-                raise EngineFailure(f"{member} died while {self._doing}: {member.reason}. {CURE}", member)
+            handle = self._waiting.pop(ref)
+            self._results[handle.number] = fetch(ref, handle, self._doing)
+        for handle in self._waiting.values():  # Ray may need a while to notice that a machine is gone
+            if handle.state is State.DEAD:
+                raise EngineFailure(f"{handle} died while {self._doing}: {handle.reason}. {CURE}", handle)
 
 
 @dataclass(frozen=True)
-class Members:
-    """Several engines: what a weight sender sees of a fleet
+class EngineHandles:
+    """Several engines: what a weight sender sees of a manager
     (:class:`~rlhfkit.rollout.weight_sync.sender.Receivers`).
     """
 
-    members: tuple[Member, ...]
+    handles: tuple[EngineHandle, ...]
     workers_each: int
     """Processes that hold weights, per engine."""
     address: str
@@ -197,7 +197,7 @@ class Members:
     @property
     def num_workers(self) -> int:
         """Processes that hold weights."""
-        return len(self.members) * self.workers_each
+        return len(self.handles) * self.workers_each
 
     def submit(
         self,
@@ -217,8 +217,8 @@ class Members:
             each: Arguments per engine instead.
         """
         refs = {}
-        for place, member in enumerate(self.members):
-            refs[getattr(member.actor, method).remote(*(args if each is None else each[place]))] = member
+        for place, handle in enumerate(self.handles):
+            refs[getattr(handle.actor, method).remote(*(args if each is None else each[place]))] = handle
         return RemoteCall(refs, doing, self.timeout if timeout is None else timeout)
 
     def connect(self, rendezvous: dict[str, Any], *, ranked: bool = True) -> RemoteCall:
@@ -229,7 +229,7 @@ class Members:
             ranked: The workers join a group, in which those of the i-th engine are ranks 1 + i * ``workers_each`` on;
                 each engine is told its first as ``rank_offset``.
         """
-        offsets = [{"rank_offset": 1 + i * self.workers_each} if ranked else {} for i in range(len(self.members))]
+        offsets = [{"rank_offset": 1 + i * self.workers_each} if ranked else {} for i in range(len(self.handles))]
         each = [(rendezvous | offset,) for offset in offsets]
         return self.submit("connect", doing="joining the weight transfer", each=each)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.supervision.handle import Member, fetch
+from rlhfkit.rollout.supervision.handle import EngineHandle, fetch
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 
 log = logging.getLogger(__name__)
@@ -17,120 +17,120 @@ _TICK_SECONDS = 0.25
 
 
 class Watched(Protocol):
-    """What watching needs of a :class:`~rlhfkit.rollout.supervision.manager.Fleet`."""
+    """What watching needs of a :class:`~rlhfkit.rollout.supervision.manager.EngineManager`."""
 
     policy: HealthPolicy
 
     @property
-    def members(self) -> list[Member]:
+    def handles(self) -> list[EngineHandle]:
         """The engines."""
         ...
 
-    def is_up(self, member: Member, info: dict[str, Any]) -> None:
+    def is_up(self, handle: EngineHandle, info: dict[str, Any]) -> None:
         """An engine has started."""
         ...
 
-    def bury(self, member: Member, reason: str) -> None:
+    def mark_dead(self, handle: EngineHandle, reason: str) -> None:
         """An engine has died."""
         ...
 
 
 def watch(fleet_reference: "ref[Watched]", closed: threading.Event) -> None:
-    """Body of the watching thread; it ends with the fleet.
+    """Body of the watching thread; it ends with the manager.
 
     Args:
-        fleet_reference: The fleet, not kept alive.
+        fleet_reference: The manager, not kept alive.
         closed: Set when there is nothing to watch any more.
     """
     before = time.monotonic()
     while not closed.wait(_TICK_SECONDS):
-        fleet, now = fleet_reference(), time.monotonic()
-        if fleet is None:
+        manager, now = fleet_reference(), time.monotonic()
+        if manager is None:
             return
         if now - before > 4 * _TICK_SECONDS:  # this process itself stood still: nobody's answer could be seen
-            for member in fleet.members:
-                member.probes.excuse(now - before)
+            for handle in manager.handles:
+                handle.probes.excuse(now - before)
         before = now
         try:
-            watch_once(fleet, now)
+            watch_once(manager, now)
         except Exception:
             if closed.is_set():
                 return
             log.exception("watching the engines failed; it goes on")
-        del fleet
+        del manager
 
 
-def watch_once(fleet: Watched, now: float) -> None:
-    """Take answers that have come, send questions that are due, and bury who did not answer.
+def watch_once(manager: Watched, now: float) -> None:
+    """Take answers that have come, send questions that are due, and mark_dead who did not answer.
 
     Args:
-        fleet: The engines.
+        manager: The engines.
         now: Seconds, monotonic.
     """
-    for member in fleet.members:
-        if member.state is State.DEAD:
+    for handle in manager.handles:
+        if handle.state is State.DEAD:
             continue
-        if member.state is State.STARTING:
-            _watch_start(fleet, member, now)
-        elif member.probe is not None:
-            if _is_ready(member.probe):
-                answer, member.probe = member.probe, None
-                _take_answer(fleet, member, answer)
-            elif member.probes.dead(now):
-                fleet.bury(member, f"it did not answer for {now - member.probes.last_answer:.0f} s")
-        elif member.probes.due(now):
-            member.probe = member.actor.health.remote()
-            member.probes.asked(now)
+        if handle.state is State.STARTING:
+            _watch_start(manager, handle, now)
+        elif handle.probe is not None:
+            if _is_ready(handle.probe):
+                answer, handle.probe = handle.probe, None
+                _take_answer(manager, handle, answer)
+            elif handle.probes.dead(now):
+                manager.mark_dead(handle, f"it did not answer for {now - handle.probes.last_answer:.0f} s")
+        elif handle.probes.due(now):
+            handle.probe = handle.actor.health.remote()
+            handle.probes.asked(now)
 
 
-def examine(fleet: Watched, members: Sequence[Member]) -> bool:
+def examine(manager: Watched, handles: Sequence[EngineHandle]) -> bool:
     """Ask engines at once whether they live, after something has failed.
 
     Args:
-        fleet: Theirs.
-        members: The engines.
+        manager: Theirs.
+        handles: The engines.
 
     Returns:
         Whether some are dead now.
     """
     import ray
 
-    limit = fleet.policy.probe_timeout * fleet.policy.probe_failures
-    up = [member for member in members if member.state not in (State.DEAD, State.STARTING)]
-    asked = {member.actor.health.remote(): member for member in up}
+    limit = manager.policy.probe_timeout * manager.policy.probe_failures
+    up = [handle for handle in handles if handle.state not in (State.DEAD, State.STARTING)]
+    asked = {handle.actor.health.remote(): handle for handle in up}
     if asked:
         ray.wait(list(asked), num_returns=len(asked), timeout=limit)
-    for answer, member in asked.items():
+    for answer, handle in asked.items():
         if _is_ready(answer):
-            _take_answer(fleet, member, answer)
+            _take_answer(manager, handle, answer)
         else:
-            fleet.bury(member, f"it did not answer for {limit:g} s")
-    return any(member.state is State.DEAD for member in members)
+            manager.mark_dead(handle, f"it did not answer for {limit:g} s")
+    return any(handle.state is State.DEAD for handle in handles)
 
 
-def _watch_start(fleet: Watched, member: Member, now: float) -> None:
-    if _is_ready(member.started):
+def _watch_start(manager: Watched, handle: EngineHandle, now: float) -> None:
+    if _is_ready(handle.started):
         try:
-            info = fetch(member.started, member, "starting again")
+            info = fetch(handle.started, handle, "starting again")
         except EngineError as error:
-            fleet.bury(member, str(error))
+            manager.mark_dead(handle, str(error))
         else:
-            log.info("%s is up again and gets weights with the next sync", member)
-            fleet.is_up(member, info)
-    elif now > member.start_by:
-        fleet.bury(member, "it took too long to start")
+            log.info("%s is up again and gets weights with the next sync", handle)
+            manager.is_up(handle, info)
+    elif now > handle.start_by:
+        manager.mark_dead(handle, "it took too long to start")
 
 
-def _take_answer(fleet: Watched, member: Member, answer: Any) -> None:
+def _take_answer(manager: Watched, handle: EngineHandle, answer: Any) -> None:
     try:
-        health = fetch(answer, member, "being asked whether it lives")
+        health = fetch(answer, handle, "being asked whether it lives")
     except EngineError as error:
-        fleet.bury(member, str(error))
+        manager.mark_dead(handle, str(error))
         return
-    member.probes.answered(time.monotonic())
-    member.silent, member.paused = health["silent"], health["paused"]
-    if member.silent > fleet.policy.silence_timeout:
-        fleet.bury(member, f"its model has not made a step for {member.silent:.0f} s")
+    handle.probes.answered(time.monotonic())
+    handle.silent, handle.paused = health["silent"], health["paused"]
+    if handle.silent > manager.policy.silence_timeout:
+        manager.mark_dead(handle, f"its model has not made a step for {handle.silent:.0f} s")
 
 
 def _is_ready(answer: Any) -> bool:

@@ -1,6 +1,6 @@
-"""``Fleet``: the engines of a pool: started, watched, given work, and started again when they die.
+"""``EngineManager``: the engines of a pool: started, watched, given work, and started again when they die.
 
-All methods may be called from any thread. A thread of the fleet's own asks every engine whether it lives; what an
+All methods may be called from any thread. A thread of the manager's own asks every engine whether it lives; what an
 engine was doing when it died is the business of whoever asked it to.
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure
-from rlhfkit.rollout.supervision.handle import Member, Members, RemoteCall, kill_processes
+from rlhfkit.rollout.supervision.handle import EngineHandle, EngineHandles, RemoteCall, kill_processes
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.health_monitor import watch
 from rlhfkit.rollout.vllm.actor import VLLMActor
-from rlhfkit.rollout.vllm.placement import Place
+from rlhfkit.rollout.vllm.placement import ActorPlacement
 from rlhfkit.rollout.vllm.ray_session import cluster_address
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _UP = (State.STALE, State.SERVING, State.ASLEEP)
 
 
-class Fleet:
+class EngineManager:
     """N vLLM engines, of which some may be dead.
 
     Args:
@@ -42,7 +42,7 @@ class Fleet:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[ActorPlacement],
         arguments: dict[str, Any],
         *,
         in_process: bool,
@@ -65,11 +65,11 @@ class Fleet:
         self._start_timeout = start_timeout
         self._serves_at_once = serves_at_once
         self._changed = threading.Condition(threading.RLock())
-        self._members: list[Member] = []
+        self._handles: list[EngineHandle] = []
         self._queues: dict[int, Callable[[], str]] = {}
         self._closed = threading.Event()
         self._sleep_level: int | None = None  # while engines sleep
-        weakref.finalize(self, _end, self._members, self._closed)  # also at the end of the interpreter
+        weakref.finalize(self, _end, self._handles, self._closed)  # also at the end of the interpreter
 
     # ---------------------------------------------------------------- start and end
 
@@ -79,17 +79,17 @@ class Fleet:
         Raises:
             EngineError: If an engine cannot start, or the time is up.
         """
-        self._members.extend(self._launch(number, restarts=0) for number in range(len(self._places)))
-        starts = {member.started: member for member in self._members}
+        self._handles.extend(self._launch(number, restarts=0) for number in range(len(self._places)))
+        starts = {handle.started: handle for handle in self._handles}
         try:
             call = RemoteCall(starts, "starting (importing vLLM and building the model)", self._start_timeout)
-            for member, info in zip(self._members, call.result(), strict=True):
-                self.is_up(member, info)
+            for handle, info in zip(self._handles, call.result(), strict=True):
+                self.is_up(handle, info)
         except BaseException:
             self.close()
             raise
-        self.max_model_len = min(member.info["max_model_len"] for member in self._members)
-        self.vocabulary = min(member.info["vocabulary"] for member in self._members)
+        self.max_model_len = min(handle.info["max_model_len"] for handle in self._handles)
+        self.vocabulary = min(handle.info["vocabulary"] for handle in self._handles)
         arguments = (weakref.ref(self), self._closed)
         threading.Thread(target=watch, args=arguments, name="engine health", daemon=True).start()
 
@@ -97,16 +97,16 @@ class Fleet:
         """End all engines, also when Ray is gone already. Whoever waits for one is told so."""
         self._closed.set()
         with self._changed:
-            members = list(self._members)
-            for member in members:
-                if member.state is not State.DEAD:
-                    member.reason = "the pool was closed"
-                    member.become(State.DEAD)
+            handles = list(self._handles)
+            for handle in handles:
+                if handle.state is not State.DEAD:
+                    handle.reason = "the pool was closed"
+                    handle.become(State.DEAD)
             self._changed.notify_all()
-        for member in members:
-            _kill(member)
+        for handle in handles:
+            _kill(handle)
 
-    def _launch(self, number: int, restarts: int) -> Member:
+    def _launch(self, number: int, restarts: int) -> EngineHandle:
         """A new process for an engine."""
         import ray
 
@@ -119,38 +119,38 @@ class Fleet:
         )
         actor = remote.remote(self._arguments, self._in_process, place.environment, place.not_on)
         size = len(self._places)
-        return Member(number, size, actor, actor.start.remote(), restarts, self.policy, self._start_timeout)
+        return EngineHandle(number, size, actor, actor.start.remote(), restarts, self.policy, self._start_timeout)
 
-    def is_up(self, member: Member, info: dict[str, Any]) -> None:
+    def is_up(self, handle: EngineHandle, info: dict[str, Any]) -> None:
         """An engine has started.
 
         Args:
-            member: The engine.
+            handle: The engine.
             info: What its ``start`` returned.
         """
         with self._changed:
-            if member.state is State.DEAD:
+            if handle.state is State.DEAD:
                 return
-            member.info = info
-            member.probes.answered(time.monotonic())
-            member.become(State.STALE)
+            handle.info = info
+            handle.probes.answered(time.monotonic())
+            handle.become(State.STALE)
             if self._serves_at_once:
-                member.version = 0
-                member.become(State.SERVING)
+                handle.version = 0
+                handle.become(State.SERVING)
             if self._sleep_level is not None:  # started again in a time that is the training's: nobody waits for it
-                member.become(State.ASLEEP)
-                member.asleep = True
-                member.version = member.version if self._sleep_level == 1 else None
-                member.actor.sleep.remote(self._sleep_level)
+                handle.become(State.ASLEEP)
+                handle.asleep = True
+                handle.version = handle.version if self._sleep_level == 1 else None
+                handle.actor.sleep.remote(self._sleep_level)
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- who is there
 
     @property
-    def members(self) -> list[Member]:
+    def handles(self) -> list[EngineHandle]:
         """The engines as they are now, the dead ones among them."""
         with self._changed:
-            return list(self._members)
+            return list(self._handles)
 
     @property
     def closed(self) -> bool:
@@ -160,19 +160,19 @@ class Fleet:
     @property
     def hopeless(self) -> bool:
         """Whether all engines are dead for good."""
-        return all(member.state is State.DEAD for member in self.members)
+        return all(handle.state is State.DEAD for handle in self.handles)
 
     @property
     def expects_service(self) -> bool:
         """Whether some engine serves, or will when the weight sync under way has ended."""
-        return any(member.state in (State.SERVING, State.SYNCING) for member in self.members)
+        return any(handle.state in (State.SERVING, State.SYNCING) for handle in self.handles)
 
-    def _several(self, members: Iterable[Member]) -> Members:
-        return Members(tuple(members), self._workers_each, cluster_address(), self._sync_timeout)
+    def _several(self, handles: Iterable[EngineHandle]) -> EngineHandles:
+        return EngineHandles(tuple(handles), self._workers_each, cluster_address(), self._sync_timeout)
 
     # ---------------------------------------------------------------- requests
 
-    def acquire(self, requests: int, most: int) -> Member | None:
+    def acquire(self, requests: int, most: int) -> EngineHandle | None:
         """The serving engine with the fewest requests of all callers, now charged with these.
 
         Args:
@@ -184,22 +184,22 @@ class Fleet:
         """
         now = time.monotonic()
         with self._changed:
-            able = [member for member in self._members if member.takes_requests(now) and member.load < most]
+            able = [handle for handle in self._handles if handle.takes_requests(now) and handle.load < most]
             if not able:
                 return None
-            best = min(able, key=lambda member: member.load)
+            best = min(able, key=lambda handle: handle.load)
             best.load += requests
             return best
 
-    def release(self, member: Member, requests: int) -> None:
+    def release(self, handle: EngineHandle, requests: int) -> None:
         """What :meth:`acquire` gave has been answered, or is not waited for any more.
 
         Args:
-            member: The engine.
+            handle: The engine.
             requests: How many.
         """
         with self._changed:
-            member.load -= requests
+            handle.load -= requests
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
@@ -227,12 +227,12 @@ class Fleet:
         """The state of every engine and of every caller's queue, a line each."""
         now = time.monotonic()
         with self._changed:
-            lines = [member.describe(now) for member in self._members] + [one() for one in self._queues.values()]
+            lines = [handle.describe(now) for handle in self._handles] + [one() for one in self._queues.values()]
         return "\n".join(f"  {line}" for line in lines)
 
     # ---------------------------------------------------------------- weight syncs
 
-    def begin_sync(self, *, of_all: bool = False) -> Members:
+    def begin_sync(self, *, of_all: bool = False) -> EngineHandles:
         """Take the engines that are up out of service, for new weights. Those still starting get the next ones.
 
         Args:
@@ -244,34 +244,34 @@ class Fleet:
         deadline = time.monotonic() + self._start_timeout + self.policy.detection_seconds
         with self._changed:
             while True:
-                up = [member for member in self._members if member.state in _UP]
-                starting = any(member.state is State.STARTING for member in self._members)
+                up = [handle for handle in self._handles if handle.state in _UP]
+                starting = any(handle.state is State.STARTING for handle in self._handles)
                 if up and not (of_all and starting):
                     break
                 if self.closed or not starting or time.monotonic() >= deadline:
                     raise EngineError(f"no engine is there to be sent weights:\n{self.report()}\n{CURE}")
                 self._changed.wait(1.0)
             self._serves_at_once, self._sleep_level = False, None
-            for member in up:
-                member.version = None
-                member.become(State.SYNCING)
-            if len(up) < len(self._members):
-                log.warning("weights go to %d of %d engines:\n%s", len(up), len(self._members), self.report())
+            for handle in up:
+                handle.version = None
+                handle.become(State.SYNCING)
+            if len(up) < len(self._handles):
+                log.warning("weights go to %d of %d engines:\n%s", len(up), len(self._handles), self.report())
         return self._several(up)
 
-    def end_sync(self, members: Members, version: int | None) -> None:
+    def end_sync(self, handles: EngineHandles, version: int | None) -> None:
         """Put them into service, or not.
 
         Args:
-            members: What :meth:`begin_sync` returned.
+            handles: What :meth:`begin_sync` returned.
             version: Of the weights they have now; ``None``: the transfer failed, and they hold garbage.
         """
         with self._changed:
-            for member in members.members:
-                if member.state is State.SYNCING:
-                    member.version, member.dirty = version, version is None
-                    member.asleep = member.asleep and member.dirty
-                    member.become(State.STALE if version is None else State.SERVING)
+            for handle in handles.handles:
+                if handle.state is State.SYNCING:
+                    handle.version, handle.dirty = version, version is None
+                    handle.asleep = handle.asleep and handle.dirty
+                    handle.become(State.STALE if version is None else State.SERVING)
             self._changed.notify_all()
 
     def fall_asleep(self, level: int, keep: bool) -> None:
@@ -283,11 +283,11 @@ class Fleet:
         """
         with self._changed:
             self._sleep_level = level
-            for member in self._members:
-                if member.state in (State.SERVING, State.STALE):
-                    member.become(State.ASLEEP)
-                    member.asleep = True
-                    member.version = member.version if keep else None
+            for handle in self._handles:
+                if handle.state in (State.SERVING, State.STALE):
+                    handle.become(State.ASLEEP)
+                    handle.asleep = True
+                    handle.version = handle.version if keep else None
             self._changed.notify_all()
         self.ask(State.ASLEEP, "sleep", level, doing="falling asleep", timeout=self._sync_timeout)
 
@@ -297,10 +297,10 @@ class Fleet:
             self._sleep_level = None
         self.ask(State.ASLEEP, "wake", doing="waking up", timeout=self._sync_timeout)
         with self._changed:
-            for member in self._members:
-                if member.state is State.ASLEEP:
-                    member.asleep = False
-                    member.become(State.STALE if member.version is None else State.SERVING)
+            for handle in self._handles:
+                if handle.state is State.ASLEEP:
+                    handle.asleep = False
+                    handle.become(State.STALE if handle.version is None else State.SERVING)
             self._changed.notify_all()
 
     def ask(self, state: State, method: str, *args: Any, doing: str, timeout: float) -> dict[int, Any]:
@@ -317,68 +317,68 @@ class Fleet:
             Answers by the engines' numbers.
         """
         while True:
-            members = self._several(member for member in self.members if member.state is state)
+            handles = self._several(handle for handle in self.handles if handle.state is state)
             try:
-                answers = members.submit(method, *args, doing=doing, timeout=timeout).result()
+                answers = handles.submit(method, *args, doing=doing, timeout=timeout).result()
             except EngineFailure as error:
-                self.bury(error.engine, str(error))
+                self.mark_dead(error.engine, str(error))
             else:
-                return dict(zip((member.number for member in members.members), answers, strict=True))
+                return dict(zip((handle.number for handle in handles.handles), answers, strict=True))
 
     # ---------------------------------------------------------------- deaths
 
-    def bury(self, member: Member, reason: str) -> None:
+    def mark_dead(self, handle: EngineHandle, reason: str) -> None:
         """Take an engine for dead: it is killed, and started again unless that was done too often.
 
         Args:
-            member: The engine; nothing happens if it is dead already.
+            handle: The engine; nothing happens if it is dead already.
             reason: For logs and reports.
         """
         with self._changed:
-            if member.state is State.DEAD:
+            if handle.state is State.DEAD:
                 return
-            member.reason = reason.replace(CURE, "").strip()
-            member.become(State.DEAD)
-            again = member.restarts < self.policy.max_restarts and not self.closed
+            handle.reason = reason.replace(CURE, "").strip()
+            handle.become(State.DEAD)
+            again = handle.restarts < self.policy.max_restarts and not self.closed
             self._changed.notify_all()
-        log.warning("%s is dead: %s; %s", member, member.reason, "starting it again" if again else "it stays so")
-        _kill(member)
+        log.warning("%s is dead: %s; %s", handle, handle.reason, "starting it again" if again else "it stays so")
+        _kill(handle)
         if again:
-            successor = self._launch(member.number, member.restarts + 1)
+            successor = self._launch(handle.number, handle.restarts + 1)
             with self._changed:
                 late = self.closed
                 if not late:
-                    self._members[member.number] = successor
+                    self._handles[handle.number] = successor
                 self._changed.notify_all()
             if late:
                 _kill(successor)
 
 
-def _end(members: list[Member], closed: threading.Event) -> None:
-    """End what a fleet has left behind."""
+def _end(handles: list[EngineHandle], closed: threading.Event) -> None:
+    """End what a manager has left behind."""
     if not closed.is_set():
         closed.set()
-        for member in members:
-            _kill(member)
+        for handle in handles:
+            _kill(handle)
 
 
-def _kill(member: Member) -> None:
+def _kill(handle: EngineHandle) -> None:
     """End an engine's processes, without waiting, whatever state they are in."""
     import ray
 
     if not ray.is_initialized():
         return
     with contextlib.suppress(Exception):
-        ray.kill(member.actor, no_restart=True)
-    processes = member.info.get("processes")
+        ray.kill(handle.actor, no_restart=True)
+    processes = handle.info.get("processes")
     if not processes:
         return
     # A stopped process does not obey Ray, which asks it to end itself.
     with contextlib.suppress(Exception):
-        if member.info["node"] == ray.get_runtime_context().get_node_id():
+        if handle.info["node"] == ray.get_runtime_context().get_node_id():
             kill_processes(processes)
             return
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        there = NodeAffinitySchedulingStrategy(member.info["node"], soft=False)
+        there = NodeAffinitySchedulingStrategy(handle.info["node"], soft=False)
         ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=there).remote(processes)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.vllm.backends import AsyncBackend, Backend, InProcessBackend
 from rlhfkit.rollout.vllm.gpu_holder import assigned_gpus
-from rlhfkit.rollout.vllm.placement import Seat
+from rlhfkit.rollout.vllm.placement import RankLocation
 
 Result = TypeVar("Result")
 Request = tuple[list[int], dict[str, Any]]
@@ -66,7 +66,7 @@ class VLLMActor:
         arguments: dict[str, Any],
         in_process: bool,
         environment: dict[str, str] | None = None,
-        not_on: Sequence[Seat] = (),
+        not_on: Sequence[RankLocation] = (),
     ) -> None:
         os.environ.update(environment or {})
         self._not_on = tuple(not_on)
@@ -86,7 +86,7 @@ class VLLMActor:
 
         Returns:
             ``max_model_len`` and ``vocabulary``, in tokens; ``pid``, ``node`` and ``processes`` (number and time of
-            creation of each), by which the fleet names and kills them.
+            creation of each), by which the manager names and kills them.
         """
         import psutil
         import ray
@@ -110,7 +110,7 @@ class VLLMActor:
             RuntimeError: If it has one of theirs.
         """
         for gpu in assigned_gpus() if self._not_on else ():
-            mine = Seat(gpu["host"], gpu["gpu"], on_ray=True, uuid=gpu["uuid"])
+            mine = RankLocation(gpu["host"], gpu["gpu"], on_ray=True, uuid=gpu["uuid"])
             for rank, seat in enumerate(self._not_on):
                 if mine.is_gpu_of(seat):
                     raise RuntimeError(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlhfkit.rollout.vllm import gpu_holder
-from rlhfkit.rollout.vllm.placement import Seat
+from rlhfkit.rollout.vllm.placement import RankLocation
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ class Reservation:
         timeout: Seconds that Ray may take, if that is less than a minute.
     """
 
-    def __init__(self, seats: Sequence[Seat], timeout: float) -> None:
+    def __init__(self, seats: Sequence[RankLocation], timeout: float) -> None:
         self._holders: list[Any] = []
-        self.gpus: list[Seat] = []
+        self.gpus: list[RankLocation] = []
         """Those that are held. A rank's GPU that somebody else has claimed, or that Ray does not have, is not."""
         outside = [seat for seat in seats if seat.gpu is not None and not seat.on_ray]
         if not outside:
@@ -45,7 +45,7 @@ class Reservation:
         if self.gpus:
             log.info("held for the training ranks: %s", ", ".join(map(str, self.gpus)))
 
-    def _hold(self, node: str, count: int, ranks: Sequence[Seat], timeout: float) -> None:
+    def _hold(self, node: str, count: int, ranks: Sequence[RankLocation], timeout: float) -> None:
         """Claim all free GPUs of a machine, and keep those of the ranks."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -60,7 +60,7 @@ class Reservation:
                 log.warning("%d GPU(s) that Ray counted as free could not be had within %g s", len(late), timeout)
             for ref in ready:
                 (gpu,) = ray.get(ref)
-                found = Seat(gpu["host"], gpu["gpu"], on_ray=True, uuid=gpu["uuid"])
+                found = RankLocation(gpu["host"], gpu["gpu"], on_ray=True, uuid=gpu["uuid"])
                 if any(found.is_gpu_of(rank) for rank in ranks):
                     self._holders.append(claims.pop(ref))
                     self.gpus.append(found)

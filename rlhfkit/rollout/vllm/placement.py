@@ -1,7 +1,8 @@
 """Where engines run: apart from the training ranks, or on the GPUs of these.
 
-An engine lives on one machine. Apart, all engines form one Ray placement group of one bundle each, spread over the
-machines that have room. Colocated, each is pinned to the devices of as many neighbouring ranks as it has GPUs.
+An engine lives on one machine. With GPUs of their own all engines form one Ray placement group of one bundle each,
+spread over the machines that have room. Colocated, each is pinned to the devices of as many neighbouring ranks as it
+has GPUs.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from rlhfkit.rollout.errors import EngineError
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankLocation:
     """Where a training rank sits."""
 
     host: str
@@ -31,7 +32,7 @@ class Seat:
     def __str__(self) -> str:
         return f"GPU {self.gpu} of {self.host}"
 
-    def is_gpu_of(self, other: "Seat") -> bool:
+    def is_gpu_of(self, other: "RankLocation") -> bool:
         """Whether both have the same GPU.
 
         By UUID where both are known: in containers and under Slurm two processes may number the GPUs of one machine
@@ -48,18 +49,18 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorPlacement:
     """Where one engine runs."""
 
     options: dict[str, Any]
     """Of the Ray actor."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in the engine's process before anything else."""
-    not_on: tuple[Seat, ...] = ()
+    not_on: tuple[RankLocation, ...] = ()
     """Whose GPUs it must not have."""
 
 
-def my_seat(*, colocate: bool = False) -> Seat:
+def my_seat(*, colocate: bool = False) -> RankLocation:
     """Where this rank sits.
 
     Args:
@@ -73,7 +74,7 @@ def my_seat(*, colocate: bool = False) -> Seat:
         index = torch.cuda.current_device()
         gpu = visible_gpus()[index]
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return Seat(socket.gethostname(), gpu, on_ray=gpu in _rays_gpus(), uuid=None if uuid is None else str(uuid))
+    return RankLocation(socket.gethostname(), gpu, on_ray=gpu in _rays_gpus(), uuid=None if uuid is None else str(uuid))
 
 
 def visible_gpus() -> list[str]:
@@ -109,7 +110,9 @@ def _node_of(host: str) -> str:
     return str(names[host])
 
 
-def seats_of_engines(seats: Sequence[Seat], num_engines: int, tensor_parallel_size: int) -> list[list[Seat]]:
+def seats_of_engines(
+    seats: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int
+) -> list[list[RankLocation]]:
     """Which ranks' devices each colocated engine gets: engine i those of ranks i * T to (i + 1) * T - 1.
 
     Args:
@@ -142,7 +145,7 @@ def seats_of_engines(seats: Sequence[Seat], num_engines: int, tensor_parallel_si
     return shares
 
 
-def beside_ranks(seats: Sequence[Seat], num_engines: int, tensor_parallel_size: int) -> list[Place]:
+def beside_ranks(seats: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int) -> list[ActorPlacement]:
     """Places of colocated engines.
 
     Args:
@@ -166,11 +169,11 @@ def beside_ranks(seats: Sequence[Seat], num_engines: int, tensor_parallel_size: 
             "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_of(own[0].host), soft=False),
         }
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(str(seat.gpu) for seat in own)} if on_gpu else {}
-        places.append(Place(options, environment))
+        places.append(ActorPlacement(options, environment))
     return places
 
 
-class Apart:
+class DedicatedPlacement:
     """Devices of their own for engines: one placement group, one bundle per engine, over as many machines as there are.
 
     A bundle is never divided, so the GPUs of an engine are on one machine; ``SPREAD`` puts engines on different ones
@@ -190,7 +193,14 @@ class Apart:
     """
 
     def __init__(
-        self, num_engines: int, cpus: int, gpus: int, timeout: float, *, ranks: Sequence[Seat] = (), held: int = 0
+        self,
+        num_engines: int,
+        cpus: int,
+        gpus: int,
+        timeout: float,
+        *,
+        ranks: Sequence[RankLocation] = (),
+        held: int = 0,
     ) -> None:
         import ray
 
@@ -219,12 +229,12 @@ class Apart:
                 f"{ {name: free.get(name, 0.0) for name in bundle} }: end what else uses the cluster, or add machines"
             )
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[ActorPlacement]:
         """One per engine."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return [
-            Place(
+            ActorPlacement(
                 {
                     "num_cpus": self._bundle["CPU"],
                     "num_gpus": self._bundle.get("GPU", 0),

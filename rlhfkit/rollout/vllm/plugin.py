@@ -24,7 +24,7 @@ from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.gloo import GlooGroup, address_towards
 from rlhfkit.rollout.weight_sync.shared_memory import SharedBlocks
 from rlhfkit.rollout.weight_sync.source import plan_buckets
-from rlhfkit.rollout.weight_sync.transport import Carrier, NetworkCarrier, SharedMemoryCarrier
+from rlhfkit.rollout.weight_sync.transport import NetworkCarrier, SharedMemoryCarrier, Transport
 
 
 @dataclass
@@ -58,7 +58,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._carrier: Carrier | None = None
+        self._carrier: Transport | None = None
         self._bucket_bytes = 0
         self._packed: dict[nn.Module, Any] = {}
 

@@ -24,13 +24,13 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, ch
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.streams import sample_all
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
-from rlhfkit.rollout.supervision.manager import Fleet
+from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment
 from rlhfkit.rollout.vllm.gpu_reservation import Reservation
-from rlhfkit.rollout.vllm.placement import Apart, Place, Seat, beside_ranks, my_seat
+from rlhfkit.rollout.vllm.placement import ActorPlacement, DedicatedPlacement, RankLocation, beside_ranks, my_seat
 from rlhfkit.rollout.vllm.ray_session import join_or_start_ray, require_ray
 from rlhfkit.rollout.vllm.stream import PoolStream
-from rlhfkit.rollout.weight_sync.coordinator import WeightSync, attempt_to_send
+from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_to_send
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.nccl import NcclSender
 from rlhfkit.rollout.weight_sync.sender import GlooSender, WeightSender
@@ -164,10 +164,10 @@ class VLLMPool(RolloutEngine):
         self._started = False
         self._loading = False
         self._asleep = False
-        self._fleet: Fleet | None = None
+        self._manager: EngineManager | None = None
         self._sender: WeightSender | None = None
-        self._sync: WeightSync | None = None
-        self._apart: Apart | None = None
+        self._sync: WeightSyncCoordinator | None = None
+        self._apart: DedicatedPlacement | None = None
         self._reservation: Reservation | None = None
         self._stops: tuple[int, ...] = ()
         self._logprobs_mode = self.engine_arguments.get("logprobs_mode", "processed_logprobs")
@@ -203,7 +203,7 @@ class VLLMPool(RolloutEngine):
             self._sender = IPCSender(bucket_bytes=self.bucket_bytes)
 
     def _start(
-        self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, seats: list[Seat]
+        self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, seats: list[RankLocation]
     ) -> None:
         require_ray()
         from rlhfkit.models.load import load_tokenizer, stop_token_ids
@@ -233,7 +233,7 @@ class VLLMPool(RolloutEngine):
             sleeps=self.colocate,
             logprobs_mode=self._logprobs_mode,
         )
-        self._fleet = Fleet(
+        self._manager = EngineManager(
             self._places(device, seats),
             arguments | self.engine_arguments,
             in_process=in_process,
@@ -244,11 +244,11 @@ class VLLMPool(RolloutEngine):
             policy=self.health,
             serves_at_once=load_weights,
         )
-        self._fleet.start()
+        self._manager.start()
         # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and takes
         # them for those of later calls, so an engine of several processes cannot be trusted any more.
         mendable = self._sender.recoverable and self.tensor_parallel_size == 1
-        self._sync = WeightSync(self._fleet, self._sender, mendable=mendable)
+        self._sync = WeightSyncCoordinator(self._manager, self._sender, mendable=mendable)
 
     def _new_sender(self, device: str) -> WeightSender:
         if device == "cpu":
@@ -257,7 +257,7 @@ class VLLMPool(RolloutEngine):
             return IPCSender(bucket_bytes=self.bucket_bytes)
         return NcclSender(bucket_bytes=self.bucket_bytes)
 
-    def _find_room(self, seats: list[Seat]) -> str:
+    def _find_room(self, seats: list[RankLocation]) -> str:
         """Join or start Ray, and keep the ranks' GPUs out of its hands; returns the engines' kind of device."""
         import ray
 
@@ -269,7 +269,7 @@ class VLLMPool(RolloutEngine):
             self._reservation = Reservation(seats, self.start_timeout)
         return device
 
-    def _places(self, device: str, seats: list[Seat]) -> list[Place]:
+    def _places(self, device: str, seats: list[RankLocation]) -> list[ActorPlacement]:
         """Where the engines go."""
         if self.colocate:
             return beside_ranks(seats, self.num_engines, self.tensor_parallel_size)
@@ -277,20 +277,20 @@ class VLLMPool(RolloutEngine):
         cpus = self.cpus_per_engine * (processes if device == "cpu" else 1)
         gpus = processes if device == "cuda" else 0
         held = 0 if self._reservation is None else len(self._reservation.gpus)
-        self._apart = Apart(self.num_engines, cpus, gpus, self.start_timeout, ranks=seats, held=held)
+        self._apart = DedicatedPlacement(self.num_engines, cpus, gpus, self.start_timeout, ranks=seats, held=held)
         return self._apart.places()
 
     def close(self) -> None:
         """End the engines; :meth:`start` may be called again. A Ray started by this process stays until it ends."""
         if self._sender is not None:
             self._sender.close()
-        if self._fleet is not None:
-            self._fleet.close()
+        if self._manager is not None:
+            self._manager.close()
         if self._apart is not None:
             self._apart.close()
         if self._reservation is not None:
             self._reservation.close()
-        self._fleet, self._sender, self._sync, self._apart, self._reservation = None, None, None, None, None
+        self._manager, self._sender, self._sync, self._apart, self._reservation = None, None, None, None, None
         self._started, self._asleep, self.version = False, False, None
 
     # ---------------------------------------------------------------- sleep
@@ -304,7 +304,7 @@ class VLLMPool(RolloutEngine):
         if not (self.colocate and self._started) or self._asleep:
             return
         keep = self.sleep_level == 1
-        self._on_rank_0(lambda fleet: fleet.fall_asleep(self.sleep_level, keep))
+        self._on_rank_0(lambda manager: manager.fall_asleep(self.sleep_level, keep))
         self._asleep = True
         self.version = self.version if keep else None
 
@@ -312,7 +312,7 @@ class VLLMPool(RolloutEngine):
         """Undo :meth:`sleep`; :meth:`load` does so by itself, when the memory is needed. Every rank calls it."""
         if self._asleep:
             self._make_room()
-            self._on_rank_0(Fleet.wake_up)
+            self._on_rank_0(EngineManager.wake_up)
             self._asleep = False
 
     def _make_room(self) -> None:
@@ -320,15 +320,15 @@ class VLLMPool(RolloutEngine):
         if self.colocate and torch.cuda.is_available():
             together(torch.cuda.empty_cache)  # engines wake up when the last rank has
 
-    def _on_rank_0(self, step: Callable[[Fleet], None]) -> None:
-        """Do something to the fleet; what goes wrong is raised on every rank."""
-        together(lambda: None if self._fleet is None else step(self._fleet))
+    def _on_rank_0(self, step: Callable[[EngineManager], None]) -> None:
+        """Do something to the manager; what goes wrong is raised on every rank."""
+        together(lambda: None if self._manager is None else step(self._manager))
 
-    def _serving(self) -> Fleet:
-        """The fleet, if it has weights to serve, or is about to have."""
+    def _serving(self) -> EngineManager:
+        """The manager, if it has weights to serve, or is about to have."""
         if rank() != 0:
             raise RuntimeError(f"only rank 0 may ask the engines, as they are shared; this is rank {rank()}")
-        if self._fleet is None:
+        if self._manager is None:
             raise RuntimeError("the engines are not running: VLLMPool.start comes first (RolloutCallback calls it)")
         # Looked at twice, as a load in another thread may end between the questions.
         if self.version is None and not self._loading and self.version is None:
@@ -338,7 +338,7 @@ class VLLMPool(RolloutEngine):
             )
         if self._asleep and not self._loading:
             raise RuntimeError("the engines are asleep: call wake() on every rank first")
-        return self._fleet
+        return self._manager
 
     # ---------------------------------------------------------------- weights
 
@@ -411,7 +411,7 @@ class VLLMPool(RolloutEngine):
         Raises:
             ValueError: If vLLM cannot sample at this temperature.
         """
-        fleet = self._serving()
+        manager = self._serving()
         low, high = _TEMPERATURES
         if sampling.temperature > high or 0 < sampling.temperature < low:
             raise ValueError(
@@ -419,7 +419,7 @@ class VLLMPool(RolloutEngine):
                 f"{sampling.temperature}"
             )
         return PoolStream(
-            fleet,
+            manager,
             sampling,
             iteration,
             self._stops,
@@ -436,18 +436,18 @@ class VLLMPool(RolloutEngine):
             ValueError: If a sequence has fewer than 2 tokens or does not fit into the context.
             EngineError: If engines differ by more than ``probe_tolerance``, none is left, or they took too long.
         """
-        fleet = self._serving()
+        manager = self._serving()
         for sequence in sequences:
-            if not 2 <= len(sequence) < fleet.max_model_len:
+            if not 2 <= len(sequence) < manager.max_model_len:
                 raise ValueError(
-                    f"score() takes sequences of 2 to {fleet.max_model_len - 1} tokens (vLLM samples one more), got "
+                    f"score() takes sequences of 2 to {manager.max_model_len - 1} tokens (vLLM samples one more), got "
                     f"one of {len(sequence)}"
                 )
-            check_tokens("a sequence to be scored", sequence, fleet.vocabulary)
+            check_tokens("a sequence to be scored", sequence, manager.vocabulary)
         rows = [list(sequence) for sequence in sequences]
-        scores = fleet.ask(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
+        scores = manager.ask(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
         if not scores:
-            raise EngineError(f"no vLLM engine serves:\n{fleet.report()}")
+            raise EngineError(f"no vLLM engine serves:\n{manager.report()}")
         (reference, expected), *others = scores.items()
         for engine, other in others:
             pairs = itertools.chain.from_iterable(zip(a, b, strict=True) for a, b in zip(expected, other, strict=True))

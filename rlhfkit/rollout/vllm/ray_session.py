@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlhfkit.rollout.vllm.placement import Seat, visible_gpus
+from rlhfkit.rollout.vllm.placement import RankLocation, visible_gpus
 
 
 def require_ray() -> Any:
@@ -27,7 +27,7 @@ def require_ray() -> Any:
     return ray
 
 
-def join_or_start_ray(*, num_cpus: int, ranks: Sequence[Seat] = ()) -> bool:
+def join_or_start_ray(*, num_cpus: int, ranks: Sequence[RankLocation] = ()) -> bool:
     """Use the Ray that this process is connected to, else the cluster in ``RAY_ADDRESS``, else start one here.
 
     A Ray started here lives as long as this process, and has the GPUs that this process sees and no rank uses.
@@ -59,7 +59,7 @@ def join_or_start_ray(*, num_cpus: int, ranks: Sequence[Seat] = ()) -> bool:
     return True
 
 
-def gpus_without_ranks(ranks: Sequence[Seat]) -> list[str] | None:
+def gpus_without_ranks(ranks: Sequence[RankLocation]) -> list[str] | None:
     """The GPUs that this process sees and no rank uses, by their ids; ``None``: no rank uses any, so all are free.
 
     Args:
@@ -72,7 +72,7 @@ def gpus_without_ranks(ranks: Sequence[Seat]) -> list[str] | None:
     host, free = socket.gethostname(), []
     for index, name in enumerate(visible_gpus()):
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        gpu = Seat(host, name, on_ray=False, uuid=None if uuid is None else str(uuid))
+        gpu = RankLocation(host, name, on_ray=False, uuid=None if uuid is None else str(uuid))
         if not any(gpu.is_gpu_of(seat) for seat in ranks):
             free.append(name)
     return free

@@ -10,11 +10,11 @@ from typing import Any
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
 from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, WeightsNeededError
-from rlhfkit.rollout.supervision.handle import Member, fetch
+from rlhfkit.rollout.supervision.handle import EngineHandle, fetch
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.supervision.manager import Fleet
+from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm.actor import Completion, Request
-from rlhfkit.rollout.vllm.stall_detector import StallWatchdog
+from rlhfkit.rollout.vllm.stall_detector import StallDetector
 
 # Requests given to an engine ahead of time. More than any engine runs at once, so none waits for work; few enough that
 # the last ones go to whichever engine is done first.
@@ -68,16 +68,16 @@ def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: in
     }
 
 
-class Jobs:
-    """One caller's requests on their way through a fleet: given out, taken back from engines that die, and finished.
+class RequestScheduler:
+    """One caller's requests on their way through a manager: given out, taken back from engines that die, and finished.
 
     Args:
-        fleet: The engines; other callers may use them at the same time.
+        manager: The engines; other callers may use them at the same time.
         timeout: Seconds without any job being finished, while somebody waits for one.
     """
 
-    def __init__(self, fleet: Fleet, timeout: float) -> None:
-        self._fleet = fleet
+    def __init__(self, manager: EngineManager, timeout: float) -> None:
+        self._manager = manager
         self._jobs: list[list[Request]] = []
         self._name = f"{threading.current_thread().name}-{uuid.uuid4().hex[:8]}"
         self._results: dict[int, list[Completion]] = {}  # not asked for yet
@@ -85,10 +85,10 @@ class Jobs:
         self._failures: list[int] = []
         self._todo: deque[int] = deque()
         self._queued = contextlib.ExitStack()
-        self._queued.enter_context(fleet.queue(self._describe))
-        self._given: dict[Any, tuple[int, Member, str]] = {}  # result -> job, engine, key
+        self._queued.enter_context(manager.queue(self._describe))
+        self._given: dict[Any, tuple[int, EngineHandle, str]] = {}  # result -> job, engine, key
         self._unserved: float | None = None  # since when no engine serves
-        self._watchdog = StallWatchdog(fleet.report, report_after=fleet.policy.report_after, timeout=timeout)
+        self._watchdog = StallDetector(manager.report, report_after=manager.policy.report_after, timeout=timeout)
 
     def add(self, requests: list[Request]) -> int:
         """Queue requests that stay together.
@@ -142,49 +142,49 @@ class Jobs:
         """Hand jobs to engines while these take any."""
         while self._todo:
             requests = self._jobs[self._todo[0]]
-            member = self._fleet.acquire(len(requests), _REQUESTS_AHEAD)
-            if member is None:
+            handle = self._manager.acquire(len(requests), _REQUESTS_AHEAD)
+            if handle is None:
                 return
             job = self._todo.popleft()
             key = f"{self._name}-{job}-{self._failures[job]}"
-            self._given[member.actor.generate.remote(key, requests)] = (job, member, key)
+            self._given[handle.actor.generate.remote(key, requests)] = (job, handle, key)
 
     def _take_back(self) -> None:
         """Queue again what dead engines had, without waiting for Ray to notice that they are."""
-        for ref, (job, member, _) in list(self._given.items()):
-            if member.state is State.DEAD:
+        for ref, (job, handle, _) in list(self._given.items()):
+            if handle.state is State.DEAD:
                 del self._given[ref]
-                self._failed(job, member, member.reason)
+                self._failed(job, handle, handle.reason)
 
-    def _failed(self, job: int, member: Member, reason: str) -> None:
-        self._fleet.release(member, len(self._jobs[job]))
+    def _failed(self, job: int, handle: EngineHandle, reason: str) -> None:
+        self._manager.release(handle, len(self._jobs[job]))
         self._failures[job] += 1
-        limit = self._fleet.policy.request_attempts
+        limit = self._manager.policy.request_attempts
         if self._failures[job] >= limit:
             raise EngineError(
                 f"{limit} engines failed while they worked on the same {len(self._jobs[job])} request(s), which is as "
-                f"many as HealthPolicy(request_attempts=...) allows; the last was {member}: {reason}. {CURE}"
+                f"many as HealthPolicy(request_attempts=...) allows; the last was {handle}: {reason}. {CURE}"
             )
         self._todo.appendleft(job)
 
     def _check(self) -> None:
         """End the waiting when it has become pointless."""
-        fleet = self._fleet
-        if fleet.closed:
+        manager = self._manager
+        if manager.closed:
             raise EngineError("the pool was closed while requests were under way")
         self._watchdog.check(f"{len(self._jobs) - self._finished} of {len(self._jobs)} jobs of {self._name}")
-        if fleet.expects_service:
+        if manager.expects_service:
             self._unserved = None
             return
         now = time.monotonic()
         self._unserved = now if self._unserved is None else self._unserved
-        limit = fleet.policy.recovery_timeout
-        if fleet.hopeless:
-            raise EngineError(f"no vLLM engine serves, and all are dead for good:\n{fleet.report()}\n{CURE}")
+        limit = manager.policy.recovery_timeout
+        if manager.hopeless:
+            raise EngineError(f"no vLLM engine serves, and all are dead for good:\n{manager.report()}\n{CURE}")
         if now - self._unserved >= limit:
             raise WeightsNeededError(
                 f"no vLLM engine serves, and none was brought back by a weight sync within {limit:g} s "
-                f"(HealthPolicy(recovery_timeout=...)):\n{fleet.report()}\n{CURE}"
+                f"(HealthPolicy(recovery_timeout=...)):\n{manager.report()}\n{CURE}"
             )
 
     def _collect(self) -> None:
@@ -193,23 +193,23 @@ class Jobs:
 
         if not self._given:
             if self._todo:
-                self._fleet.wait(0.2)
+                self._manager.wait(0.2)
             return
         ready, _ = ray.wait(list(self._given), num_returns=1, timeout=1.0)
         if ready:  # and whatever else has come meanwhile
             ready, _ = ray.wait(list(self._given), num_returns=len(self._given), timeout=0)
         for ref in ready:
-            job, member, _ = self._given.pop(ref)
+            job, handle, _ = self._given.pop(ref)
             try:
-                self._results[job] = fetch(ref, member, "generating")
+                self._results[job] = fetch(ref, handle, "generating")
             except EngineFailure as error:
-                self._fleet.bury(member, str(error))
-                self._failed(job, member, str(error))
+                self._manager.mark_dead(handle, str(error))
+                self._failed(job, handle, str(error))
                 continue
             except BaseException:
-                self._fleet.release(member, len(self._jobs[job]))
+                self._manager.release(handle, len(self._jobs[job]))
                 raise
-            self._fleet.release(member, len(self._jobs[job]))
+            self._manager.release(handle, len(self._jobs[job]))
             self._finished += 1
             self._watchdog.progress()
 
@@ -217,10 +217,10 @@ class Jobs:
         """Tell engines to forget what nobody waits for any more."""
         given = list(self._given.values())
         self._given = {}
-        keys: dict[Member, list[str]] = {}
-        for job, member, key in given:
-            self._fleet.release(member, len(self._jobs[job]))
-            keys.setdefault(member, []).append(key)
-        for member, own in keys.items():
+        keys: dict[EngineHandle, list[str]] = {}
+        for job, handle, key in given:
+            self._manager.release(handle, len(self._jobs[job]))
+            keys.setdefault(handle, []).append(key)
+        for handle, own in keys.items():
             with contextlib.suppress(Exception):
-                member.actor.abort.remote(own)
+                handle.actor.abort.remote(own)

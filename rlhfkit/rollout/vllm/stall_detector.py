@@ -1,4 +1,4 @@
-"""``StallWatchdog``: says what everybody is doing when nothing gets finished, and ends the waiting at a limit."""
+"""``StallDetector``: says what everybody is doing when nothing gets finished, and ends the waiting at a limit."""
 
 import logging
 import time
@@ -9,7 +9,7 @@ from rlhfkit.rollout.errors import CURE, StallError
 log = logging.getLogger(__name__)
 
 
-class StallWatchdog:
+class StallDetector:
     """Told of progress by whoever waits; asked by him at least once a second.
 
     Args:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, check_requests
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.supervision.manager import Fleet
+from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm.actor import Completion
-from rlhfkit.rollout.vllm.scheduler import Jobs, sample_request, split_into_jobs
+from rlhfkit.rollout.vllm.scheduler import RequestScheduler, sample_request, split_into_jobs
 
 
 class PoolStream:
-    """A :class:`~rlhfkit.rollout.streams.GroupStream` over a fleet: engines work on all that was submitted at once.
+    """A :class:`~rlhfkit.rollout.streams.GroupStream` over a manager: engines work on all that was submitted at once.
 
     Args:
-        fleet: The engines.
+        manager: The engines.
         sampling: How to sample.
         iteration: Goes into each sample's seed.
         stops: The model's end-of-sequence tokens.
@@ -25,7 +25,7 @@ class PoolStream:
 
     def __init__(
         self,
-        fleet: Fleet,
+        manager: EngineManager,
         sampling: SamplingSpec,
         iteration: int,
         stops: tuple[int, ...],
@@ -33,12 +33,12 @@ class PoolStream:
         *,
         knows_logprobs: bool,
     ) -> None:
-        self._fleet = fleet
+        self._manager = manager
         self._sampling = sampling
         self._iteration = iteration
         self._stops = stops
         self._knows_logprobs = knows_logprobs
-        self._jobs = Jobs(fleet, timeout)
+        self._jobs = RequestScheduler(manager, timeout)
         self._prompts: list[Prompt] = []
         self._parts: dict[int, tuple[int, range]] = {}  # job -> prompt and positions in its group
         self._samples: dict[int, list[Sample]] = {}  # by prompt
@@ -50,10 +50,10 @@ class PoolStream:
         Raises:
             RequestError: If a prompt cannot be sampled; nothing is sent then.
         """
-        spec, first, fleet = self._sampling, len(self._prompts), self._fleet
-        check_requests(prompts, spec, context=fleet.max_model_len, vocabulary=fleet.vocabulary)
+        spec, first, manager = self._sampling, len(self._prompts), self._manager
+        check_requests(prompts, spec, context=manager.max_model_len, vocabulary=manager.vocabulary)
         self._prompts += prompts
-        for row, indices in split_into_jobs(len(prompts), spec.group_size, len(self._fleet.members)):
+        for row, indices in split_into_jobs(len(prompts), spec.group_size, len(self._manager.handles)):
             requests = [sample_request(prompts[row], index, spec, self._iteration, self._stops) for index in indices]
             self._parts[self._jobs.add(requests)] = (first + row, indices)
 

@@ -1,4 +1,4 @@
-"""``WeightSync``: rank 0's half of giving a fleet new weights, so that no engine ever serves half of them."""
+"""``WeightSyncCoordinator``: rank 0's half of giving engines new weights, none of which serves half of them."""
 
 import contextlib
 import itertools
@@ -10,29 +10,29 @@ from torch import Tensor
 from rlhfkit.distributed import agree
 from rlhfkit.rollout.engine import WeightInfo, WeightSource
 from rlhfkit.rollout.errors import EngineFailure
-from rlhfkit.rollout.supervision.handle import Member, Members
+from rlhfkit.rollout.supervision.handle import EngineHandle, EngineHandles
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.supervision.health_monitor import examine
-from rlhfkit.rollout.supervision.manager import Fleet
+from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 
 
-class WeightSync:
-    """Transfers to the engines of one fleet, over one sender.
+class WeightSyncCoordinator:
+    """Transfers to the engines of one manager, over one sender.
 
     Args:
-        fleet: The engines.
+        manager: The engines.
         sender: Who sends.
         mendable: Whether engines whose transfer broke off can be sent weights again; else they are started again.
     """
 
-    def __init__(self, fleet: Fleet, sender: WeightSender, *, mendable: bool) -> None:
-        self._fleet = fleet
+    def __init__(self, manager: EngineManager, sender: WeightSender, *, mendable: bool) -> None:
+        self._manager = manager
         self._sender = sender
         self._mendable = mendable
-        self._connected: tuple[Member, ...] = ()
-        self._taking_part: tuple[Member, ...] = ()  # in the last attempt
+        self._connected: tuple[EngineHandle, ...] = ()
+        self._taking_part: tuple[EngineHandle, ...] = ()  # in the last attempt
 
     def publish(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """One attempt: pause, begin, send, finish, resume.
@@ -56,17 +56,17 @@ class WeightSync:
 
     def _publish(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         self._taking_part = ()
-        members = self._members()
-        self._taking_part = members.members
-        asleep = any(member.asleep for member in members.members)
+        handles = self._handles()
+        self._taking_part = handles.handles
+        asleep = any(handle.asleep for handle in handles.handles)
         arrived: int | None = None
         try:
-            self._prepare(members, asleep)
-            self._sender.send(members, infos, weights)
-            members.submit("finish_update", version, doing="finishing the weight update").result()
+            self._prepare(handles, asleep)
+            self._sender.send(handles, infos, weights)
+            handles.submit("finish_update", version, doing="finishing the weight update").result()
             if asleep:
-                members.submit("wake", doing="waking up").result()
-            members.submit("resume", doing="resuming after the weight update").result()
+                handles.submit("wake", doing="waking up").result()
+            handles.submit("resume", doing="resuming after the weight update").result()
             arrived = version
         except BaseException:
             self._connected = ()
@@ -74,28 +74,28 @@ class WeightSync:
                 self._sender.close()  # workers that wait for data fail now, not when their time is up
             raise
         finally:
-            self._fleet.end_sync(members, arrived)
+            self._manager.end_sync(handles, arrived)
 
-    def _members(self) -> Members:
+    def _handles(self) -> EngineHandles:
         """The engines that take part; those that hold garbage and cannot be mended are replaced first."""
-        broken = [member for member in self._fleet.members if member.dirty and member.state is not State.DEAD]
+        broken = [handle for handle in self._manager.handles if handle.dirty and handle.state is not State.DEAD]
         if self._mendable or not broken:
-            return self._fleet.begin_sync()
-        for member in broken:
-            self._fleet.bury(member, "its last weight update broke off")
-        return self._fleet.begin_sync(of_all=True)
+            return self._manager.begin_sync()
+        for handle in broken:
+            self._manager.mark_dead(handle, "its last weight update broke off")
+        return self._manager.begin_sync(of_all=True)
 
-    def _prepare(self, members: Members, asleep: bool) -> None:
+    def _prepare(self, handles: EngineHandles, asleep: bool) -> None:
         """Everything before the first byte. The first call is a roll call: whoever cannot answer is found out here."""
         if asleep:  # memory for cached keys and values is taken when the trainer has sent everything
-            members.submit("wake", ["weights"], doing="waking up").result()
-        members.submit("pause", doing="pausing for new weights").result()
-        if any(member.dirty for member in members.members):
-            members.submit("abandon_update", doing="closing a broken update").result()
-        if self._connected != members.members:
-            self._sender.connect(members)
-            self._connected = members.members
-        members.submit("begin_update", doing="getting ready for new weights").result()
+            handles.submit("wake", ["weights"], doing="waking up").result()
+        handles.submit("pause", doing="pausing for new weights").result()
+        if any(handle.dirty for handle in handles.handles):
+            handles.submit("abandon_update", doing="closing a broken update").result()
+        if self._connected != handles.handles:
+            self._sender.connect(handles)
+            self._connected = handles.handles
+        handles.submit("begin_update", doing="getting ready for new weights").result()
 
     def find_the_dead(self, error: BaseException) -> bool:
         """After an attempt has failed: whether engines died of it, and others are left or coming that can be tried.
@@ -104,8 +104,8 @@ class WeightSync:
             error: What :meth:`publish` raised.
         """
         if isinstance(error, EngineFailure) and error.engine is not None:
-            self._fleet.bury(error.engine, str(error))
-        return examine(self._fleet, self._taking_part) and not self._fleet.hopeless
+            self._manager.mark_dead(error.engine, str(error))
+        return examine(self._manager, self._taking_part) and not self._manager.hopeless
 
     def close(self) -> None:
         """Leave the group."""
@@ -123,7 +123,7 @@ class Outcome(NamedTuple):
 
 
 def attempt_to_send(
-    weights: WeightSource, version: int, sender: WeightSender | None, sync: WeightSync | None
+    weights: WeightSource, version: int, sender: WeightSender | None, sync: WeightSyncCoordinator | None
 ) -> Outcome:
     """Send the weights once. A collective, whatever happens: every rank reads its source to the end.
 

@@ -25,7 +25,7 @@ class Broadcast:
         """Wait for the end.
 
         Raises:
-            RuntimeError: If a member failed, the time is up, or the group was closed.
+            RuntimeError: If a handle failed, the time is up, or the group was closed.
         """
         if self._work is None:
             raise RuntimeError("the group was closed during an broadcast")
@@ -43,7 +43,7 @@ class GlooGroup:
         store: Shared key-value store.
         prefix: Distinguishes this group from earlier ones over the same store.
         rank: Of this process.
-        size: Members.
+        size: EngineHandles.
         timeout: Seconds any broadcast may take.
         address: Address of this machine that the others reach.
     """
@@ -72,7 +72,7 @@ class GlooGroup:
         return broadcast
 
     def close(self) -> None:
-        """Drop all connections, so that members that wait for this one fail now.
+        """Drop all connections, so that handles that wait for this one fail now.
 
         In torch 2.13 ``abort`` and ``shutdown`` leave the sockets of a gloo group open; they are closed when nothing
         refers to the group any more, and a piece of its work does.

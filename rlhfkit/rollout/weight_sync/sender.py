@@ -1,6 +1,6 @@
 """The trainer's half of a weight transfer: what any has, and ``GlooSender`` for CPUs.
 
-Rank 0 of the training is rank 0 of a group of its own whose other members are the engines' workers. One remote call
+Rank 0 of the training is rank 0 of a group of its own whose other handles are the engines' workers. One remote call
 announces all names, types and shapes; the bytes follow, bucket by bucket.
 """
 
@@ -15,7 +15,7 @@ from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.gloo import GlooGroup, open_store
 from rlhfkit.rollout.weight_sync.shared_memory import INVISIBLE, SharedBlocks
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, plan_buckets
-from rlhfkit.rollout.weight_sync.transport import Carrier, NetworkCarrier, SharedMemoryCarrier
+from rlhfkit.rollout.weight_sync.transport import NetworkCarrier, SharedMemoryCarrier, Transport
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class GlooSender:
         self.shared_memory = shared_memory
         self._store: dist.TCPStore | None = None
         self._generation = 0  # groups formed so far; the prefix of the keys of each
-        self._carrier: Carrier | None = None
+        self._carrier: Transport | None = None
         self._connected = False
 
     def connect(self, receivers: Receivers) -> None:

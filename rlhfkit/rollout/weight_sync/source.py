@@ -190,14 +190,14 @@ class SavedWeights(ModuleWeights):
         """Buffers keep their type: a router's correction is float32 in models of 16 bits."""
         return self.dtype if self.dtype is not None and isinstance(weight.parameter, nn.Parameter) else weight.dtype
 
-    def _members(self, group: TensorGroup) -> list[MergedWeight]:
+    def _handles(self, group: TensorGroup) -> list[MergedWeight]:
         return [self._by_name[name] for name in group.members]
 
     def metadata(self) -> list[WeightInfo]:
         """Name, full shape and type of each tensor; gathers nothing."""
         infos = []
         for group in self._groups:
-            empty = [torch.empty(one.shape, dtype=self._type(one), device="meta") for one in self._members(group)]
+            empty = [torch.empty(one.shape, dtype=self._type(one), device="meta") for one in self._handles(group)]
             converted = group.convert(empty)
             infos += [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in converted.items()]
         return infos
@@ -207,9 +207,9 @@ class SavedWeights(ModuleWeights):
         if self.check_finite:
             self._raise_if_not_finite()
         for groups in self._buckets():
-            with _gathered([part for group in groups for one in self._members(group) for part in one.parts]):
+            with _gathered([part for group in groups for one in self._handles(group) for part in one.parts]):
                 for group in groups:
-                    whole = [one.compute().to(self._type(one)) for one in self._members(group)]
+                    whole = [one.compute().to(self._type(one)) for one in self._handles(group)]
                     yield from group.convert(whole).items()
 
     def _buckets(self) -> Iterator[list[TensorGroup]]:
@@ -217,7 +217,7 @@ class SavedWeights(ModuleWeights):
         gathered: list[TensorGroup] = []
         size = 0
         for group in self._groups:
-            own = sum(WeightInfo(one.name, one.shape, one.dtype).num_bytes for one in self._members(group))
+            own = sum(WeightInfo(one.name, one.shape, one.dtype).num_bytes for one in self._handles(group))
             if gathered and size + own > self.bucket_bytes:
                 yield gathered
                 gathered, size = [], 0

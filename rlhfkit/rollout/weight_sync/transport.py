@@ -19,7 +19,7 @@ Poll = Callable[[], None]
 """Raises if a worker has failed already."""
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One way for bytes to travel; the same kind at both ends."""
 
     def outgoing(self, sizes: Sequence[int], poll: Poll) -> Iterator[Tensor]:
@@ -52,7 +52,7 @@ class NetworkCarrier:
         return self._blocks[turn % 2][:num_bytes]
 
     def outgoing(self, sizes: Sequence[int], poll: Poll) -> Iterator[Tensor]:
-        """See :class:`Carrier`; the block before is under way while one is filled."""
+        """See :class:`Transport`; the block before is under way while one is filled."""
         under_way: list[Broadcast | None] = [None, None]
         for turn, num_bytes in enumerate(sizes):
             _wait(under_way[turn % 2], poll)
@@ -63,7 +63,7 @@ class NetworkCarrier:
             _wait(broadcast, poll)
 
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See :class:`Carrier`; the next block is being received while one is loaded."""
+        """See :class:`Transport`; the next block is being received while one is loaded."""
 
         def receive(turn: int) -> tuple[Tensor, Broadcast]:
             block = self._block(turn, sizes[turn])
@@ -78,7 +78,7 @@ class NetworkCarrier:
             yield block
 
     def close(self) -> None:
-        """See :class:`Carrier`."""
+        """See :class:`Transport`."""
         self._group.close()
 
 
@@ -147,7 +147,7 @@ class SharedMemoryCarrier:
         self._turn += 1
 
     def outgoing(self, sizes: Sequence[int], poll: Poll) -> Iterator[Tensor]:
-        """See :class:`Carrier`."""
+        """See :class:`Transport`."""
         self._sends = True
         for num_bytes in sizes:
             if num_bytes <= self._blocks.num_bytes:
@@ -171,7 +171,7 @@ class SharedMemoryCarrier:
         self._turn += 1
 
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See :class:`Carrier`."""
+        """See :class:`Transport`."""
         for num_bytes in sizes:
             if num_bytes <= self._blocks.num_bytes:
                 yield self._load(num_bytes)
@@ -184,6 +184,6 @@ class SharedMemoryCarrier:
             yield whole
 
     def close(self) -> None:
-        """See :class:`Carrier`; a worker that leaves is the business of whoever called it."""
+        """See :class:`Transport`; a worker that leaves is the business of whoever called it."""
         if self._sends:
             self._store.set(f"filled/{self._turn}", "never")

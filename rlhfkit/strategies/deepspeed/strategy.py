@@ -34,7 +34,7 @@ from rlhfkit.strategies.deepspeed.engines import (
 )
 from rlhfkit.strategies.deepspeed.gradients import clip_next_step, discard_gradients, measured_norm
 from rlhfkit.strategies.deepspeed.precision import EnginePrecision
-from rlhfkit.strategies.deepspeed.synchronized_steps import JointSteps, Outcome
+from rlhfkit.strategies.deepspeed.synchronized_steps import Outcome, SynchronizedSteps
 from rlhfkit.strategies.deepspeed.zero3 import full_parameters, hugging_face_sharding, state_of, unshard
 from rlhfkit.strategies.ray.launcher import LaunchedOnRay, RayOptions
 from rlhfkit.validation import check_integer, check_number
@@ -207,7 +207,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
             require_known_children(module, self.engine_configs)
             self.engines, made = training_engines(module, optimizers, self.config_of, self.root_device)
             self.optimizers = [EngineOptimizer(base, engines, self.discard_gradients) for base, engines in made]
-            self._steps = JointSteps(self.engines, self.root_device)
+            self._steps = SynchronizedSteps(self.engines, self.root_device)
         rest = {name for name, _ in module.named_children() if name not in self.engines}
         self._frozen, self.frozen_engines = place_others(
             module, rest, self.config_of, self.root_device, self._training_dtype
@@ -352,7 +352,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
             self._steps.forget(child)
             self._accumulating.discard(child)
 
-    def leave_out(self, child: str) -> None:
+    def skip_update(self, child: str) -> None:
         """Let the optimizer step that is about to be made pass by a child.
 
         For ``on_before_optimizer_step``, on all ranks alike. The child's gradients are dropped, its weights and its
@@ -362,7 +362,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
             child: Name of a child with an engine.
         """
         self.discard_gradients(child)
-        self._steps.leave_out(child)
+        self._steps.skip_update(child)
 
     def _set_clipping(self, optimizer: Optimizer, norm: float) -> None:
         if isinstance(optimizer, LightningOptimizer):

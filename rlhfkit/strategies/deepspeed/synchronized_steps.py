@@ -68,7 +68,7 @@ class GradientWatch:
             handle.remove()
 
 
-class JointSteps:
+class SynchronizedSteps:
     """Steps the engines of one optimizer together or not at all.
 
     A policy that goes on while its critic stands still would train on stale values, and ranks or engines that disagree
@@ -119,7 +119,7 @@ class JointSteps:
             self.forget(name)
         return outcome
 
-    def leave_out(self, name: str) -> None:
+    def skip_update(self, name: str) -> None:
         """Let the coming step pass an engine by, whose gradients were dropped."""
         self._left_out.add(name)
 

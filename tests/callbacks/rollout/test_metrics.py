@@ -29,7 +29,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
 
 
 def test_a_reward_of_zero_is_a_success_where_that_is_enough() -> None:
-    metrics = validation_metrics(samples(0, [0.0, -1.0, None, 0.0]), success=0.0)
+    metrics = validation_metrics(samples(0, [0.0, -1.0, None, 0.0]), success_threshold=0.0)
     assert metrics["pass@1"] == (0.5, 1)
 
 
@@ -49,7 +49,7 @@ def test_a_run_logs_pass_at_k_for_sampled_validation(tmp_path: Path) -> None:
         digits,
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
         validation_sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-        success=0.25,
+        success_threshold=0.25,
     )
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
     held = {"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"}

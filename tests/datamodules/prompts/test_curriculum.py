@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rl_runs import setup_run, weights
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess, Order, PromptPass, Worth
+from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess, Order, PromptPass, PromptStats
 from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
 
 TOTAL = 9
@@ -24,7 +24,7 @@ TOTAL = 9
 
 def one_pass(number: int = 0, rewards: dict[int, float] | None = None) -> PromptPass:
     values = {"level": [2, 0, 1, 0, 2, 1, 0, 1, 2]}
-    history = {row: Worth(4, reward) for row, reward in (rewards or {}).items()}
+    history = {row: PromptStats(4, reward) for row, reward in (rewards or {}).items()}
     return PromptPass(number, [8, 3, 5, 0, 6, 1, 7, 2, 4], history, values.__getitem__)
 
 

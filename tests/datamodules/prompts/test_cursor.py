@@ -34,7 +34,7 @@ def play(
                 drawn += draws.take(min(count, draws.left))
         assert draws.left == TOTAL - len(drawn)
         back = [each for position, each in enumerate(drawn) if position in returned]
-        draws.put_back(reversed(back))
+        draws.requeue(reversed(back))
         used = [each.index - 100 for each in drawn if each not in back]
         played.append((used, [each.index - 100 for each in back]))
         cursor = PromptCursor.from_state_dict(draws.after)

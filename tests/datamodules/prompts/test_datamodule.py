@@ -196,7 +196,7 @@ def test_changed_data_is_noticed_and_a_new_pass_begins(write_rows: Write, caplog
     other = module(write_rows(ROWS[:6], "other.jsonl"))
     other.load_state_dict(state)
     assert "are not those that the checkpoint was saved with (6 rows now)" in caplog.text
-    other.move_to(state)  # the end of an iteration that was drawn from the old rows, and trained on after a resume
+    other.set_cursor(state)  # the end of an iteration that was drawn from the old rows, and trained on after a resume
     assert sorted(taken(other, [6])[0]) == list(range(6))
 
 

@@ -103,7 +103,7 @@ def test_validation_is_told_apart_by_source(tmp_path: Path) -> None:
         digits,
         sampling=SamplingSpec(group_size=4, max_new_tokens=6),
         validation_sampling=SamplingSpec(group_size=2, max_new_tokens=6),
-        success=0.2,
+        success_threshold=0.2,
     )
     held = {"validation_data": sources, "validation_split": "train", "validation_batch_size": 100}
     trainer, module, data, _ = setup_run(tmp_path / "run", rollouts=rollouts, data_arguments=held)

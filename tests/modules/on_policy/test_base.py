@@ -240,7 +240,7 @@ def test_advantages_may_be_a_function_of_rewards_and_groups_for_every_module(kin
     batch = experience()
     module = kind("anywhere", advantages=name, kl_coef=0.0)
     batch.values, batch.ref_logprobs = torch.zeros(6, 6), None
-    filled = OnPolicyModule.fill_in(module, batch)
+    filled = OnPolicyModule.compute_advantages(module, batch)
     if name == "rloo_advantages":
         expected = rloo_advantages(batch.rewards, batch.group)
     else:
@@ -260,7 +260,7 @@ def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_
 
     module = kind("anywhere", advantages=look, kl_coef=0.1, kl_in_reward=True)
     module.reference_logprobs = lambda experience: batch.ref_logprobs
-    filled = OnPolicyModule.fill_in(module, batch)
+    filled = OnPolicyModule.compute_advantages(module, batch)
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     penalty = 0.1 * ((batch.old_logprobs - batch.ref_logprobs) * batch.action_mask).sum(-1)

@@ -159,7 +159,7 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
         ({"reward_clip": 0.0}, "reward_clip must be a finite number above 0 or None"),
         ({"missing_eos_penalty": -1.0}, "missing_eos_penalty"),
         ({"stop_properly_coef": 1.5}, "stop_properly_coef"),
-        ({"kl_stop": 0.0}, "kl_stop"),
+        ({"kl_early_stop": 0.0}, "kl_early_stop"),
         ({"ptx_coef": -0.1}, "ptx_coef"),
     ],
 )

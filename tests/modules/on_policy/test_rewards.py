@@ -91,7 +91,7 @@ def test_rewards_are_penalised_then_normalised_over_all_so_far_then_clipped() ->
     for rewards in ([1.0, 0.0, 0.5, 0.2, 0.9, math.nan], [3.0, -2.0, 0.0, 0.0, 1.0, 1.0]):
         batch = dataclasses.replace(experience(), rewards=torch.tensor(rewards))
         batch.truncated[:2] = True
-        got = module.shaped(batch).rewards.tolist()
+        got = module.process_rewards(batch).rewards.tolist()
         expected = [(r * 0.5 if r > 0 else r) - 0.25 for r in rewards[:2]] + rewards[2:]
         seen += [reward for reward in expected if not math.isnan(reward)]
         mean, std = statistics.fmean(seen), statistics.stdev(seen)

@@ -13,8 +13,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
-from rlhfkit.rollout.local.read_write_lock import StepGate
-from rlhfkit.rollout.streams import Rounds
+from rlhfkit.rollout.local.read_write_lock import ReadWriteLock
+from rlhfkit.rollout.streams import BatchedGroupStream
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
 
@@ -180,7 +180,7 @@ def test_rounds_make_a_stream_of_anything() -> None:
         asked.append([prompt.index for prompt in wanted])
         return [[Sample(prompt, 0, [5], [0.0], [0], "stop")] for prompt in wanted]
 
-    stream = Rounds(sample)
+    stream = BatchedGroupStream(sample)
     assert stream.collect(1) == []
     stream.submit(prompts()[:2])
     first = stream.collect(1)
@@ -194,7 +194,7 @@ def test_rounds_make_a_stream_of_anything() -> None:
 
 
 def test_a_change_goes_first_and_never_meets_a_step() -> None:
-    gate, inside, stop = StepGate(timeout=10), threading.Event(), threading.Event()
+    gate, inside, stop = ReadWriteLock(timeout=10), threading.Event(), threading.Event()
     changing: list[int] = []
     met: list[int] = []
 
@@ -222,7 +222,7 @@ def test_a_change_goes_first_and_never_meets_a_step() -> None:
 
 
 def test_a_step_that_never_ends_is_named() -> None:
-    gate = StepGate(timeout=0.05)
+    gate = ReadWriteLock(timeout=0.05)
     with gate.step(), pytest.raises(TimeoutError, match=r"one token took longer than 0\.05 s"), gate.change():
         pass
     with gate.change(), pytest.raises(TimeoutError, match=r"new weights took longer than 0\.05 s"), gate.step():

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rlhfkit.rollout.errors import EngineFailure, StallError
-from rlhfkit.rollout.supervision.handle import Member
+from rlhfkit.rollout.supervision.handle import EngineHandle
 from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, may_follow
-from rlhfkit.rollout.vllm.stall_detector import StallWatchdog
+from rlhfkit.rollout.vllm.stall_detector import StallDetector
 
 
 class Clock:
@@ -103,24 +103,24 @@ class EngineLife(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.member = Member(0, 1, None, None, 0, HealthPolicy(), 60.0)
+        self.handle = EngineHandle(0, 1, None, None, 0, HealthPolicy(), 60.0)
         self.complete: int | None = None
         self.versions = 0
         self.died = False
 
     def _try(self, state: State) -> bool:
-        before = self.member.state
+        before = self.handle.state
         if may_follow(before, state):
-            self.member.become(state)
+            self.handle.become(state)
             return True
         with pytest.raises(RuntimeError, match="cannot become"):
-            self.member.become(state)
-        assert self.member.state is before
+            self.handle.become(state)
+        assert self.handle.state is before
         return False
 
     @rule()
     def comes_up(self) -> None:
-        if self.member.state is State.STARTING:
+        if self.handle.state is State.STARTING:
             self._try(State.STALE)
 
     @rule(completed=st.booleans())
@@ -128,7 +128,7 @@ class EngineLife(RuleBasedStateMachine):
         if not self._try(State.SYNCING):
             return
         self.complete = None
-        assert not self.member.takes_requests(0.0)
+        assert not self.handle.takes_requests(0.0)
         if completed:
             self.versions += 1
             self.complete = self.versions
@@ -138,10 +138,10 @@ class EngineLife(RuleBasedStateMachine):
 
     @rule()
     def falls_asleep(self) -> None:
-        if self.member.state in (State.SERVING, State.STALE) and self._try(State.ASLEEP):
+        if self.handle.state in (State.SERVING, State.STALE) and self._try(State.ASLEEP):
             self.complete = None
 
-    @precondition(lambda self: self.member.state is State.ASLEEP)
+    @precondition(lambda self: self.handle.state is State.ASLEEP)
     @rule()
     def wakes(self) -> None:
         self._try(State.STALE)
@@ -157,7 +157,7 @@ class EngineLife(RuleBasedStateMachine):
 
     @invariant()
     def serves_only_what_was_sent_completely(self) -> None:
-        if self.member.takes_requests(0.0):
+        if self.handle.takes_requests(0.0):
             assert self.complete is not None
             assert not self.died
 
@@ -170,7 +170,7 @@ class TestStallWatchdog:
 
     def test_state_is_logged_each_time_and_the_end_has_a_name(self, caplog: pytest.LogCaptureFixture) -> None:
         clock = Clock()
-        watchdog = StallWatchdog(lambda: "engine 0: stopped", report_after=10, timeout=35, clock=clock)
+        watchdog = StallDetector(lambda: "engine 0: stopped", report_after=10, timeout=35, clock=clock)
         with caplog.at_level(logging.WARNING):
             for _ in range(34):
                 clock.now += 1
@@ -185,7 +185,7 @@ class TestStallWatchdog:
 
     def test_progress_starts_the_clock_again(self) -> None:
         clock = Clock()
-        watchdog = StallWatchdog(str, report_after=10, timeout=35, clock=clock)
+        watchdog = StallDetector(str, report_after=10, timeout=35, clock=clock)
         clock.now += 34
         watchdog.progress()
         clock.now += 34

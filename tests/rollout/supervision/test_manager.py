@@ -1,6 +1,6 @@
-"""A fleet of two real engines, in one chain of accidents: each test takes it as the one before has left it.
+"""A manager of two real engines, in one chain of accidents: each test takes it as the one before has left it.
 
-An engine needs half a minute to start on a busy machine of two cores, so the accidents share their fleet.
+An engine needs half a minute to start on a busy machine of two cores, so the accidents share their manager.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import EngineError, RequestError, WeightsNeededError
-from rlhfkit.rollout.supervision.handle import Member
+from rlhfkit.rollout.supervision.handle import EngineHandle
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -50,14 +50,14 @@ class Scene:
         self.models[version] = copy.deepcopy(self.model)
         self.pool.load(source(self.model), version)
 
-    def member(self, number: int) -> Member:
+    def handle(self, number: int) -> EngineHandle:
         """The process that is this engine now."""
-        assert self.pool._fleet is not None
-        return self.pool._fleet.members[number]
+        assert self.pool._manager is not None
+        return self.pool._manager.handles[number]
 
     def send(self, number: int, what: signal.Signals) -> int:
         """Send an engine's process a signal; returns its pid."""
-        pid = self.member(number).info["pid"]
+        pid = self.handle(number).info["pid"]
         with contextlib.suppress(ProcessLookupError):  # the accident before was its last
             os.kill(pid, what)
         return pid
@@ -65,8 +65,8 @@ class Scene:
     def until(self, number: int, state: State, limit: float) -> None:
         """Wait until an engine is in a state."""
         end = time.monotonic() + limit
-        while self.member(number).state is not state:
-            assert time.monotonic() < end, self.pool._fleet.report() if self.pool._fleet else ""
+        while self.handle(number).state is not state:
+            assert time.monotonic() < end, self.pool._manager.report() if self.pool._manager else ""
             time.sleep(0.05)
 
     def strike(self, number: int, what: signal.Signals, iteration: int) -> list[Sample]:
@@ -74,7 +74,7 @@ class Scene:
         with ThreadPoolExecutor(1) as threads:
             future = threads.submit(self.pool.generate, PROMPTS, SPEC, iteration=iteration)
             end = time.monotonic() + 20
-            while self.member(number).load < 10 and time.monotonic() < end:
+            while self.handle(number).load < 10 and time.monotonic() < end:
                 time.sleep(0.01)
             time.sleep(0.3)
             assert not future.done(), "the samples were made before the accident"
@@ -93,7 +93,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def fleet(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def manager(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """Two engines of an untied model that were sent version 1."""
     folder = tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
     pool = VLLMPool(
@@ -127,33 +127,33 @@ def same(samples: list[Sample], others: list[Sample]) -> bool:
     ]
 
 
-def test_a_killed_engines_requests_are_finished_by_the_other_and_come_out_the_same(fleet: Scene) -> None:
-    undisturbed = fleet.pool.generate(PROMPTS, SPEC, iteration=1)
-    fleet.check(undisturbed)
-    disturbed = fleet.strike(0, signal.SIGKILL, iteration=1)
+def test_a_killed_engines_requests_are_finished_by_the_other_and_come_out_the_same(manager: Scene) -> None:
+    undisturbed = manager.pool.generate(PROMPTS, SPEC, iteration=1)
+    manager.check(undisturbed)
+    disturbed = manager.strike(0, signal.SIGKILL, iteration=1)
     assert same(disturbed, undisturbed)
-    assert fleet.member(0).restarts == 1
+    assert manager.handle(0).restarts == 1
 
 
-def test_the_engine_started_again_serves_only_after_the_next_load(fleet: Scene) -> None:
-    fleet.until(0, State.STALE, limit=120)
-    before = fleet.pool.generate(PROMPTS[:4], SPEC, iteration=2)
-    assert fleet.member(0).load == 0
-    assert not fleet.member(0).takes_requests(time.monotonic())
-    fleet.check(before)  # a stale engine's weights are random: its log-probs would show
-    fleet.load(2)
-    assert fleet.member(0).state is State.SERVING
-    assert fleet.member(0).version == fleet.pool.version == 2
-    after = fleet.pool.generate(PROMPTS, SPEC, iteration=2)
-    fleet.check(after)
+def test_the_engine_started_again_serves_only_after_the_next_load(manager: Scene) -> None:
+    manager.until(0, State.STALE, limit=120)
+    before = manager.pool.generate(PROMPTS[:4], SPEC, iteration=2)
+    assert manager.handle(0).load == 0
+    assert not manager.handle(0).takes_requests(time.monotonic())
+    manager.check(before)  # a stale engine's weights are random: its log-probs would show
+    manager.load(2)
+    assert manager.handle(0).state is State.SERVING
+    assert manager.handle(0).version == manager.pool.version == 2
+    after = manager.pool.generate(PROMPTS, SPEC, iteration=2)
+    manager.check(after)
     assert {version for sample in after for version in sample.versions} == {2}
-    fleet.pool.score([list(range(10, 60))])  # both engines, compared
+    manager.pool.score([list(range(10, 60))])  # both engines, compared
 
 
-def test_a_stopped_engine_is_found_out_killed_and_its_requests_rerun(fleet: Scene) -> None:
-    undisturbed = fleet.pool.generate(PROMPTS, SPEC, iteration=3)
-    stopped, start = fleet.member(1).info["pid"], time.monotonic()
-    assert same(fleet.strike(1, signal.SIGSTOP, iteration=3), undisturbed)
+def test_a_stopped_engine_is_found_out_killed_and_its_requests_rerun(manager: Scene) -> None:
+    undisturbed = manager.pool.generate(PROMPTS, SPEC, iteration=3)
+    stopped, start = manager.handle(1).info["pid"], time.monotonic()
+    assert same(manager.strike(1, signal.SIGSTOP, iteration=3), undisturbed)
     assert time.monotonic() - start < 60
     end = time.monotonic() + 10
     while Path(f"/proc/{stopped}").exists() and "Z" not in Path(f"/proc/{stopped}/stat").read_text():
@@ -161,61 +161,64 @@ def test_a_stopped_engine_is_found_out_killed_and_its_requests_rerun(fleet: Scen
         time.sleep(0.05)
 
 
-def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(fleet: Scene) -> None:
-    fleet.until(1, State.STALE, limit=120)
-    fleet.load(3)
+def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(manager: Scene) -> None:
+    manager.until(1, State.STALE, limit=120)
+    manager.load(3)
     seen: list[State] = []
 
     class KillsOne(ModuleWeights):
         def __iter__(self) -> Any:
             for number, (name, tensor) in enumerate(super().__iter__()):
                 if number == 5 and not seen:
-                    seen.extend(fleet.member(engine).state for engine in (0, 1))
-                    fleet.send(0, signal.SIGKILL)
+                    seen.extend(manager.handle(engine).state for engine in (0, 1))
+                    manager.send(0, signal.SIGKILL)
                 yield name, tensor
 
     with ThreadPoolExecutor(1) as threads:  # requests that are under way live through it
-        running = threads.submit(fleet.pool.generate, PROMPTS, SPEC, iteration=4)
+        running = threads.submit(manager.pool.generate, PROMPTS, SPEC, iteration=4)
         end = time.monotonic() + 20
-        while min(fleet.member(engine).load for engine in (0, 1)) < 10 and time.monotonic() < end:
+        while min(manager.handle(engine).load for engine in (0, 1)) < 10 and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.2)  # on an idle machine they are done in little more than a second
         assert not running.done()
-        fleet.load(4, KillsOne)
+        manager.load(4, KillsOne)
         kept = running.result(timeout=60)
     assert seen == [State.SYNCING, State.SYNCING]  # nobody served while it happened
-    assert fleet.pool.version == 4
-    assert [fleet.member(engine).version for engine in (0, 1)] == [None, 4]
-    fleet.check(kept)
+    assert manager.pool.version == 4
+    assert [manager.handle(engine).version for engine in (0, 1)] == [None, 4]
+    manager.check(kept)
     versions = {version for sample in kept for version in sample.versions}
     assert versions == {3, 4}
     assert all(sample.versions == sorted(sample.versions) for sample in kept)
-    fleet.check(fleet.pool.generate(PROMPTS, SPEC, iteration=5))
+    manager.check(manager.pool.generate(PROMPTS, SPEC, iteration=5))
 
 
-def test_two_deaths_within_one_restart_end_in_a_load_not_in_the_end_of_the_run(fleet: Scene) -> None:
+def test_two_deaths_within_one_restart_end_in_a_load_not_in_the_end_of_the_run(manager: Scene) -> None:
     """Engine 0 is up again and waits for weights when engine 1 dies: what the trainer has is all that is missing."""
-    fleet.until(0, State.STALE, limit=120)
-    assert fleet.pool._fleet is not None
-    undisturbed = fleet.pool.generate(PROMPTS[:2], SPEC, iteration=6)
-    policy, fleet.pool._fleet.policy = fleet.pool.health, dataclasses.replace(fleet.pool.health, recovery_timeout=1)
+    manager.until(0, State.STALE, limit=120)
+    assert manager.pool._manager is not None
+    undisturbed = manager.pool.generate(PROMPTS[:2], SPEC, iteration=6)
+    policy, manager.pool._manager.policy = (
+        manager.pool.health,
+        dataclasses.replace(manager.pool.health, recovery_timeout=1),
+    )
     try:
-        fleet.send(1, signal.SIGKILL)
+        manager.send(1, signal.SIGKILL)
         with pytest.raises(WeightsNeededError, match=r"(?s)no vLLM engine serves.*engine 0 of 2.*waiting for weights"):
-            fleet.pool.generate(PROMPTS[:2], SPEC, iteration=6)
+            manager.pool.generate(PROMPTS[:2], SPEC, iteration=6)
     finally:
-        fleet.pool._fleet.policy = policy
-    fleet.pool.version = None  # what RolloutCallback does then
-    fleet.pool.load(ModuleWeights(fleet.model), 4)
-    assert fleet.member(0).state is State.SERVING
-    assert same(fleet.pool.generate(PROMPTS[:2], SPEC, iteration=6), undisturbed)
+        manager.pool._manager.policy = policy
+    manager.pool.version = None  # what RolloutCallback does then
+    manager.pool.load(ModuleWeights(manager.model), 4)
+    assert manager.handle(0).state is State.SERVING
+    assert same(manager.pool.generate(PROMPTS[:2], SPEC, iteration=6), undisturbed)
 
 
-def test_two_thousand_samples_through_accidents_are_all_there_once(fleet: Scene) -> None:
+def test_two_thousand_samples_through_accidents_are_all_there_once(manager: Scene) -> None:
     """Several callers at once, loads in between, prompts that are refused, engines that are killed or stopped."""
     chance, spec = random.Random(7), SamplingSpec(group_size=4, max_new_tokens=12)
-    fleet.until(1, State.STALE, limit=120)
-    fleet.load(5)
+    manager.until(1, State.STALE, limit=120)
+    manager.load(5)
     finished = threading.Event()
     refused = 0
 
@@ -223,7 +226,7 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(fleet: Scene)
         made: list[Sample] = []
         for turn in range(25):
             rows = [Prompt(index=caller * 1000 + turn * 5 + row, token_ids=[10 + row] * 20) for row in range(5)]
-            made += fleet.pool.generate(rows, spec, iteration=turn)
+            made += manager.pool.generate(rows, spec, iteration=turn)
             time.sleep(1.0)  # an episode's tools
         return made
 
@@ -231,7 +234,7 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(fleet: Scene)
         count = 0
         while not finished.wait(1.0):
             with pytest.raises(RequestError, match="has the token 100000"):
-                fleet.pool.generate([Prompt(index=0, token_ids=[100_000])], spec, iteration=0)
+                manager.pool.generate([Prompt(index=0, token_ids=[100_000])], spec, iteration=0)
             count += 1
         return count
 
@@ -239,17 +242,17 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(fleet: Scene)
 
     def cause_accidents() -> None:
         while not finished.wait(chance.uniform(2, 4)):
-            alive = [number for number in (0, 1) if fleet.member(number).state is State.SERVING]
+            alive = [number for number in (0, 1) if manager.handle(number).state is State.SERVING]
             kind = chance.choice(["kill", "stop", "hiccup"])
             if not alive:
                 continue
             victim = chance.choice(alive)
             if kind == "hiccup":  # shorter than what counts as dead
-                fleet.send(victim, signal.SIGSTOP)
+                manager.send(victim, signal.SIGSTOP)
                 time.sleep(1.5)
-                fleet.send(victim, signal.SIGCONT)
+                manager.send(victim, signal.SIGCONT)
             elif len(alive) == 2:
-                fleet.send(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                manager.send(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             else:
                 continue
             accidents.append(kind)
@@ -261,7 +264,7 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(fleet: Scene)
         try:
             while not all(caller.done() for caller in callers):
                 time.sleep(3)
-                fleet.load(version)
+                manager.load(version)
                 version += 1
             samples = [sample for caller in callers for sample in caller.result()]
         finally:
@@ -273,25 +276,25 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(fleet: Scene)
     assert refused > 3
     assert len(accidents) > 2
     assert set(accidents) & {"kill", "stop"}
-    fleet.check(samples[::20], spec)
+    manager.check(samples[::20], spec)
     assert all(sample.versions == sorted(sample.versions) for sample in samples)
 
 
-def test_all_engines_dead_is_an_error_that_says_so(fleet: Scene) -> None:
-    assert fleet.pool._fleet is not None
-    policy = fleet.pool._fleet.policy = dataclasses.replace(fleet.pool.health, recovery_timeout=5)
+def test_all_engines_dead_is_an_error_that_says_so(manager: Scene) -> None:
+    assert manager.pool._manager is not None
+    policy = manager.pool._manager.policy = dataclasses.replace(manager.pool.health, recovery_timeout=5)
     with ThreadPoolExecutor(1) as threads:
-        future = threads.submit(fleet.pool.generate, PROMPTS, SPEC, iteration=9)
+        future = threads.submit(manager.pool.generate, PROMPTS, SPEC, iteration=9)
         time.sleep(0.5)
         start = time.monotonic()
         for number in (0, 1):
-            if fleet.member(number).state is State.SERVING:
-                fleet.send(number, signal.SIGKILL if number else signal.SIGSTOP)
+            if manager.handle(number).state is State.SERVING:
+                manager.send(number, signal.SIGKILL if number else signal.SIGSTOP)
         with pytest.raises(EngineError, match=r"(?s)no vLLM engine serves.*engine 0 of 2.*engine 1 of 2"):
             future.result(timeout=60)
     assert time.monotonic() - start < policy.detection_seconds + policy.recovery_timeout + 10
     with pytest.raises(EngineError, match="no vLLM engine serves"):
-        fleet.pool.score([[10, 11, 12]])
-    fleet.pool.close()
+        manager.pool.score([[10, 11, 12]])
+    manager.pool.close()
     with pytest.raises(RuntimeError, match="not running"):
-        fleet.pool.generate(PROMPTS, SPEC, iteration=0)
+        manager.pool.generate(PROMPTS, SPEC, iteration=0)

@@ -18,14 +18,14 @@ from strategies import ranks
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.vllm.placement import Seat, seats_of_engines
+from rlhfkit.rollout.vllm.placement import RankLocation, seats_of_engines
 from rlhfkit.rollout.weight_sync.cuda_ipc import chunks
 
 
-def machines(counts: list[int], gpus: bool = True) -> list[Seat]:
+def machines(counts: list[int], gpus: bool = True) -> list[RankLocation]:
     """Ranks of several machines, machine by machine."""
     return [
-        Seat(f"machine{machine}", str(gpu) if gpus else None, on_ray=False)
+        RankLocation(f"machine{machine}", str(gpu) if gpus else None, on_ray=False)
         for machine, count in enumerate(counts)
         for gpu in range(count)
     ]
@@ -59,13 +59,13 @@ class TestColocatedEngines:
 
 def test_one_gpu_is_known_by_its_uuid_else_by_machine_and_id() -> None:
     """Two tasks of Slurm may call different GPUs 0, and two containers of one machine have different names for it."""
-    here = Seat("a", "0", on_ray=False, uuid="x")
-    assert here.is_gpu_of(Seat("container", "3", on_ray=True, uuid="x"))
-    assert not here.is_gpu_of(Seat("a", "0", on_ray=True, uuid="y"))
-    assert here.is_gpu_of(Seat("a", "0", on_ray=True))
-    assert not here.is_gpu_of(Seat("a", "1", on_ray=True))
-    assert not here.is_gpu_of(Seat("b", "0", on_ray=True))
-    assert not Seat("a", None, on_ray=False).is_gpu_of(Seat("a", None, on_ray=True))
+    here = RankLocation("a", "0", on_ray=False, uuid="x")
+    assert here.is_gpu_of(RankLocation("container", "3", on_ray=True, uuid="x"))
+    assert not here.is_gpu_of(RankLocation("a", "0", on_ray=True, uuid="y"))
+    assert here.is_gpu_of(RankLocation("a", "0", on_ray=True))
+    assert not here.is_gpu_of(RankLocation("a", "1", on_ray=True))
+    assert not here.is_gpu_of(RankLocation("b", "0", on_ray=True))
+    assert not RankLocation("a", None, on_ray=False).is_gpu_of(RankLocation("a", None, on_ray=True))
 
 
 @given(

@@ -21,7 +21,7 @@ from rlhfkit.models import LoRA, load_causal_lm
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
 from rlhfkit.rollout.errors import EngineError, RequestError
 from rlhfkit.rollout.local.sampling import truncate
-from rlhfkit.rollout.supervision.handle import Members
+from rlhfkit.rollout.supervision.handle import EngineHandles
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.vllm.scheduler import split_into_jobs
 from rlhfkit.rollout.weight_sync.sender import GlooSender
@@ -146,9 +146,9 @@ class TestWeights:
     ) -> None:
         model = load_trainer_model(vllm_model)
         train_a_little(model, seed=9)
-        assert pool._fleet is not None
+        assert pool._manager is not None
         assert pool._sync is not None
-        send_by_hand(Members(tuple(pool._fleet.members[1:]), 1, "127.0.0.1", 30.0), model)
+        send_by_hand(EngineHandles(tuple(pool._manager.handles[1:]), 1, "127.0.0.1", 30.0), model)
         pool._sync._connected = ()  # that took engine 1 out of the pool's group
         with pytest.raises(EngineError, match="engines 0 and 1 serve different weights"):
             pool.score([prompts[-1].token_ids])
@@ -201,15 +201,15 @@ class TestWeights:
         assert pool.version is None
 
 
-def send_by_hand(members: Members, model: nn.Module) -> None:
+def send_by_hand(handles: EngineHandles, model: nn.Module) -> None:
     """Give the weights to engines without a pool."""
     sender, weights = GlooSender(timeout=30), ModuleWeights(model)
-    sender.connect(members)
-    members.submit("pause", doing="pausing").result()
-    members.submit("begin_update", doing="beginning").result()
-    sender.send(members, weights.metadata(), iter(weights))
-    members.submit("finish_update", 0, doing="finishing").result()
-    members.submit("resume", doing="resuming").result()
+    sender.connect(handles)
+    handles.submit("pause", doing="pausing").result()
+    handles.submit("begin_update", doing="beginning").result()
+    sender.send(handles, weights.metadata(), iter(weights))
+    handles.submit("finish_update", 0, doing="finishing").result()
+    handles.submit("resume", doing="resuming").result()
     sender.close()
 
 
@@ -228,8 +228,8 @@ class TestSamples:
         both = keyed(pool.generate(prompts, SPEC, iteration=3))
         backwards = keyed(pool.generate(prompts[::-1], SPEC, iteration=3))
         alone = keyed(pool.generate(prompts[5:6], SPEC, iteration=3))
-        assert pool._fleet is not None
-        monkeypatch.setattr(pool._fleet.members[1], "takes_requests", lambda now: False)
+        assert pool._manager is not None
+        monkeypatch.setattr(pool._manager.handles[1], "takes_requests", lambda now: False)
         one = keyed(pool.generate(prompts, SPEC, iteration=3))
         assert backwards.keys() == both.keys() == one.keys()
         for others in (backwards, alone, one):

@@ -20,7 +20,7 @@ from rlhfkit.rollout.weight_sync.gloo import GlooGroup
 from rlhfkit.rollout.weight_sync.sender import GlooSender, checked
 from rlhfkit.rollout.weight_sync.shared_memory import SharedBlocks
 from rlhfkit.rollout.weight_sync.source import ModuleWeights, plan_buckets
-from rlhfkit.rollout.weight_sync.transport import Carrier, NetworkCarrier, SharedMemoryCarrier
+from rlhfkit.rollout.weight_sync.transport import NetworkCarrier, SharedMemoryCarrier, Transport
 from rollout.zero3_ranks import run_ranks
 
 infos = st.lists(
@@ -156,7 +156,7 @@ class ReceiverThreads:
     def __init__(self, num_workers: int, dies_after: int | None = None) -> None:
         self.num_workers = num_workers
         self.dies_after = dies_after
-        self.carriers: list[Carrier] = []
+        self.carriers: list[Transport] = []
         self.received: list[dict[str, Tensor]] = []
         self._threads = ThreadPoolExecutor(2 * num_workers)
 
