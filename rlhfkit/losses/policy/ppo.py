@@ -144,7 +144,7 @@ def grpo_loss(
             off-policy (DeepSeek-V3.2, arXiv:2512.02556; TRL's default). The paper has no such factor, nor has this.
 
     Returns:
-        The loss with the metrics of :func:`ppo_loss`, and with ``ref_logprobs`` also ``policy/ref_kl`` (nats per token).
+        The loss with the metrics of :func:`ppo_loss`; with ``ref_logprobs`` also ``policy/ref_kl`` (nats per token).
 
     Raises:
         ValueError: If shapes do not fit, a knob is out of range, or ``kl_coef`` lacks its ``ref_logprobs``.
