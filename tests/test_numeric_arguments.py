@@ -31,7 +31,7 @@ ROOMS = (
     "rlhfkit.rewards",
     "rlhfkit.rewards.remote.server",
     "rlhfkit.rollout",
-    "rlhfkit.serving.gate",
+    "rlhfkit.serving.middleware",
     "rlhfkit.serving.json_body",
     "rlhfkit.serving.server",
     "rlhfkit.strategies",

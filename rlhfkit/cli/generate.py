@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhfkit.cli.lines import LineWriter
+from rlhfkit.cli.jsonl import LineWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Sample
 from rlhfkit.datamodules import PromptDataModule

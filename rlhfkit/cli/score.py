@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfkit.cli.lines import LineWriter
+from rlhfkit.cli.jsonl import LineWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.datamodules import final_answer

@@ -23,7 +23,7 @@ import torch
 
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.failures import RewardFailure
-from rlhfkit.rewards.stall_detector import WARN_AFTER, warn_if_slow
+from rlhfkit.rewards.slow_calls import WARN_AFTER, warn_if_slow
 
 TIMEOUT = 600.0
 """Seconds that an async reward may take for one batch of samples, unless told otherwise."""

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from rlhfkit.serving.access import AccessToken, check_host
-from rlhfkit.serving.gate import Gate
+from rlhfkit.serving.middleware import Gate
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)

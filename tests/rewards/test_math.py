@@ -71,7 +71,7 @@ def test_process_that_dies_is_replaced(reward: MathMatch) -> None:
 
 def test_a_judge_that_has_been_taken_over_gives_no_reward(caplog: pytest.LogCaptureFixture) -> None:
     made = MathMatch(workers=1)
-    program = Path(__file__).with_name("misbehaving.py")
+    program = Path(__file__).parent / "sandbox" / "misbehaving.py"
     made.sandbox = Sandbox(
         Work(name="t", program=program, factory="of_no_judge", packages=False), workers=1, timeout=20
     )

@@ -47,7 +47,7 @@ class OpenAIEndpoint:
     may lower ``max_tokens`` and add ``stop``; their ``temperature`` and the like are not used, which is warned of once.
 
     It listens on the loopback address, with a random token, unless told otherwise; other addresses need a token of the
-    user's. Bodies, concurrent requests and the time of each are limited (:class:`~rlhfkit.serving.gate.Gate`).
+    user's. Bodies, concurrent requests and the time of each are limited (:class:`~rlhfkit.serving.middleware.Gate`).
 
     Example::
 

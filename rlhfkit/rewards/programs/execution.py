@@ -12,11 +12,11 @@ from typing import ClassVar
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
-from rlhfkit.rewards.programs.examine import SLACK, Ask, Examination, SandboxFailed
-from rlhfkit.rewards.programs.tests import ProgramTests, last_code_block, read_tests, same_output
+from rlhfkit.rewards.programs.evaluation import SLACK, Ask, Examination, SandboxFailed
+from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, read_tests, same_output
+from rlhfkit.rewards.sandbox.isolation import Backend
 from rlhfkit.rewards.sandbox.pool import Sandbox
 from rlhfkit.rewards.sandbox.process import Limits, Outcome, Work
-from rlhfkit.rewards.sandbox.walls import Backend
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)

@@ -211,7 +211,7 @@ def reward_app(
     max_samples: int = MAX_SAMPLES,
     max_tokens: int = MAX_TOKENS,
 ) -> FastAPI:
-    """An application that scores samples with a reward. It goes behind a :class:`~rlhfkit.serving.gate.Gate`.
+    """An application that scores samples with a reward. It goes behind a :class:`~rlhfkit.serving.middleware.Gate`.
 
     - ``POST /score``: ``{"samples": [...]}`` to ``{"rewards": [...]}``, see :mod:`rlhfkit.rewards.remote.wire`.
     - ``POST /get_reward``: the same for clients of OpenRLHF, whose samples have no token ids.

@@ -48,7 +48,7 @@ def confine(
         view: All that it may read, for code that is not trusted; ``None``: what the trainer can read.
 
     Returns:
-        Which walls stand beside the resource limits, see :data:`rlhfkit.rewards.sandbox.walls.WALLS`.
+        Which walls stand beside the resource limits, see :data:`rlhfkit.rewards.sandbox.isolation.WALLS`.
     """
     linux, root = sys.platform == "linux", os.geteuid() == 0
     walls = [*standing]

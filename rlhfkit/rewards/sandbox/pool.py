@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from rlhfkit.rewards.sandbox.isolation import Backend, chosen_backend, require
 from rlhfkit.rewards.sandbox.process import Limits, Outcome, SandboxProcess, Work
-from rlhfkit.rewards.sandbox.walls import Backend, chosen_backend, require
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhfkit.rewards.sandbox.channel import HEAD, Answer, WrongAnswer, receive, trainer_end
-from rlhfkit.rewards.sandbox.walls import Backend, WeakSandbox, chosen_backend, require, view
+from rlhfkit.rewards.sandbox.isolation import Backend, WeakSandbox, chosen_backend, require, view
 from rlhfkit.validation import check_integer, check_number
 
 Status = Literal["ok", "timeout", "died", "error"]
@@ -94,7 +94,7 @@ class Work:
     files: tuple[Path, ...] = ()
     """What it reads beside that."""
     required: tuple[str, ...] = ()
-    """Walls that it must not run without, see :data:`rlhfkit.rewards.sandbox.walls.WALLS`."""
+    """Walls that it must not run without, see :data:`rlhfkit.rewards.sandbox.isolation.WALLS`."""
     packages: bool = True
     """Whether it imports what we can import, or the standard library only (which starts faster)."""
     largest_answer: int = 1 << 20
@@ -129,7 +129,7 @@ class SandboxProcess:
         self.backend: Backend = backend
         self.allow_weak = allow_weak
         self.walls: list[str] | None = None
-        """What could be put up, see :data:`rlhfkit.rewards.sandbox.walls.WALLS`; ``None`` before the first start."""
+        """What could be put up, see ``sandbox.isolation.WALLS``; ``None`` before the first start."""
         self._guard: subprocess.Popen[bytes] | None = None
         self._folder = ""
         self._end: socket.socket | None = None

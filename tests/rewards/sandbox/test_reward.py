@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rl_runs import setup_run
 
-from rewards import misbehaving
+from rewards.sandbox import misbehaving
 from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import SandboxedReward, WeightedSum, reward_metrics, score_samples
@@ -18,7 +18,7 @@ from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.failures import RewardFailure
 from rlhfkit.rewards.sandbox import Outcome
 
-NAME = "rewards.misbehaving.reward"
+NAME = "rewards.sandbox.misbehaving.reward"
 
 
 def samples(*texts: str, answer: object = None) -> list[Sample]:
@@ -72,7 +72,7 @@ def test_a_failure_gets_the_fallback_or_stops_as_told() -> None:
     assert fallback(samples("1", "2", "3", "nan", "4")) == [1.0, 2.0, -1.0, -1.0, 4.0]
     assert fallback(samples("1", answer="twice")) == [-1.0]
     fallback.close()
-    strict = SandboxedReward("rewards.misbehaving:reward_later", workers=1, on_failure="stop", name="judge")
+    strict = SandboxedReward("rewards.sandbox.misbehaving:reward_later", workers=1, on_failure="stop", name="judge")
     assert strict(samples("1", "2")) == [1.0, 2.0]
     with pytest.raises(
         RewardFailure, match=r"(?s)reward 'judge' failed for samples of prompts 11\nprompt 11, sample 0: err"
@@ -144,7 +144,7 @@ def test_quantiles_are_those_of_the_calls() -> None:
 
 def test_a_run_logs_how_calls_went_and_trains_on_the_others(tmp_path: Path) -> None:
     rollouts = RolloutCallback(
-        SandboxedReward("rewards.misbehaving.digits_or_death", workers=2, processes=8),
+        SandboxedReward("rewards.sandbox.misbehaving.digits_or_death", workers=2, processes=8),
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
     )
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)

@@ -11,8 +11,8 @@ import pytest
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import CodeExecution, score_samples
 from rlhfkit.rewards.failures import RewardFailure
-from rlhfkit.rewards.programs.examine import Examination, SandboxFailed
-from rlhfkit.rewards.programs.tests import ProgramTests, last_code_block, read_tests, same_output
+from rlhfkit.rewards.programs.evaluation import Examination, SandboxFailed
+from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, read_tests, same_output
 from rlhfkit.rewards.sandbox import Outcome
 
 ADD = "def add(a, b):\n    return a + b\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards.cheats import (
+from rewards.programs.reward_hacks import (
     ASSERTIONS,
     CHANGED_INTERPRETER,
     FORGERIES,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfkit.rewards.programs.judge import TestFailed, judged_outside, same
+from rlhfkit.rewards.programs.assertions import TestFailed, judged_outside, same
 from rlhfkit.rewards.programs.values import LONGEST_RANGE, Other, dumps, loads
 
 Pair = namedtuple("Pair", "a b")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards.hostile_rewards import ACTS
+from rewards.sandbox.hostile_rewards import ACTS
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import SandboxedReward
 from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
@@ -26,13 +26,13 @@ def sample(act: str, value: int) -> Sample:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[SandboxedReward]:
-    made = SandboxedReward("rewards.hostile_rewards.reward", timeout=10.0, workers=2)
+    made = SandboxedReward("rewards.sandbox.hostile_rewards.reward", timeout=10.0, workers=2)
     yield made
     made.close()
 
 
 def test_a_child_that_raises_shifts_nobody() -> None:
-    one = SandboxedReward("rewards.hostile_rewards.reward", workers=1)
+    one = SandboxedReward("rewards.sandbox.hostile_rewards.reward", workers=1)
     acts = ["nothing", "fork and raise", *["nothing"] * 4]
     assert one([sample(act, value) for value, act in enumerate(acts)]) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     one.close()
@@ -50,7 +50,7 @@ def test_each_of_many_hostile_calls_gets_its_own_answer_or_none(reward: Sandboxe
 
 def test_a_fresh_process_for_each_call_has_nothing_of_the_calls_before() -> None:
     name, batch = (
-        "rewards.hostile_rewards.reward_that_can_be_taken_over",
+        "rewards.sandbox.hostile_rewards.reward_that_can_be_taken_over",
         [sample("take over", 0), sample("nothing", 1)],
     )
     kept, fresh = SandboxedReward(name, workers=1), SandboxedReward(name, workers=1, fresh=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfkit.cli.lines import LineWriter
+from rlhfkit.cli.jsonl import LineWriter
 
 SETTINGS = {"model": "a", "sampling.stop": ("x",)}
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfkit.rewards.programs.judge import Assertions, CallTest, judged_outside
+from rlhfkit.rewards.programs.assertions import Assertions, CallTest, judged_outside
 
 _FORMS = (
     "a list of assert statements, or a list of {'input': ..., 'output': ...}, or {'inputs': [...], 'outputs': [...]}, "

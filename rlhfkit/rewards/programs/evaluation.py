@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfkit.rewards.programs.judge import Assertions, CallTest, TestFailed
-from rlhfkit.rewards.programs.tests import ProgramTests
+from rlhfkit.rewards.programs.assertions import Assertions, CallTest, TestFailed
+from rlhfkit.rewards.programs.parsing import ProgramTests
 from rlhfkit.rewards.programs.values import dumps, loads
 from rlhfkit.rewards.sandbox.process import Outcome
 

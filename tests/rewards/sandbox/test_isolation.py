@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rewards.attacks import ATTACKS
+from rewards.sandbox.attacks import ATTACKS
 from rlhfkit.rewards.sandbox import bubblewrap, seccomp
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("attacks.py")
 TABLE = REPOSITORY / "docs" / "security.md"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the walls are Linux's")

@@ -9,7 +9,7 @@ import pytest
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import WeightedSum, score_samples
 from rlhfkit.rewards import base as module
-from rlhfkit.rewards.stall_detector import warn_if_slow
+from rlhfkit.rewards.slow_calls import warn_if_slow
 
 
 def samples() -> list[Sample]:

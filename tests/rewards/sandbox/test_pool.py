@@ -320,7 +320,7 @@ print(one.run(sys.argv[3], timeout=float(sys.argv[4])).status, flush=True)
 
 
 def alone(act: str, timeout: float, *before: str) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     command = [*before, sys.executable, "-c", ALONE, root, str(CASES), act, str(timeout)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
