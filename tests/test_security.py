@@ -32,7 +32,7 @@ def test_pickles_are_read_from_our_own_processes_only() -> None:
     reading = ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads")
     assert {path for path, name, _ in CALLS if name.endswith(reading)} <= {
         "rewards/sandbox/child.py",  # a pipe from its parent, which reads JSON in return
-        "strategies/ray/rank.py",  # both: actors of one Ray, which lets nobody in without its token
+        "strategies/ray/actor.py",  # both: actors of one Ray, which lets nobody in without its token
         "strategies/ray/ranks.py",
     }
     dangerous = {path for path, name, call in CALLS if name == "torch.load" and keyword(call, "weights_only") != "True"}

@@ -13,8 +13,8 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 
+from rlhfkit.checkpoints.cleanup import partial_file
 from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, missing
-from rlhfkit.checkpoints.leftovers import partial_file
 
 _BLOCK = 16 * 2**20
 

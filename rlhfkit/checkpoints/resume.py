@@ -9,9 +9,9 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from rlhfkit.checkpoints.cleanup import remove_leftovers
 from rlhfkit.checkpoints.errors import CheckpointError
 from rlhfkit.checkpoints.files import install
-from rlhfkit.checkpoints.leftovers import remove_leftovers
 from rlhfkit.checkpoints.progress import is_batch_on_its_way, rewind, settle, unfinished_batches
 from rlhfkit.checkpoints.random_state import random_state, set_random_state
 

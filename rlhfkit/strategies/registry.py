@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from rlhfkit.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy
 
 _NAMES: dict[str, dict[str, Any]] = {
     "rlhf_zero0": {"stage": 0},

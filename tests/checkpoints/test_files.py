@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from checkpoints.toy_runs import SaveEverywhere, fit
 from rlhfkit.checkpoints import CheckpointError, VerifiedCheckpointIO
+from rlhfkit.checkpoints.cleanup import remove_leftovers
 from rlhfkit.checkpoints.files import install
-from rlhfkit.checkpoints.leftovers import remove_leftovers
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from rlhfkit.models import adapter_disabled, load_causal_lm, policy_output
 from rlhfkit.models.adapters import adapter_layers, remember_start, save_adapter
 from rlhfkit.models.weights.saving import save_weights
 from rlhfkit.rollout import ModuleWeights
-from rlhfkit.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhfkit.checkpoints.leftovers import remove_leftovers
+from rlhfkit.checkpoints.cleanup import remove_leftovers
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.checkpoint import directory
 from strategies import ranks

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.checkpoints.leftovers import remove_leftovers
+from rlhfkit.checkpoints.cleanup import remove_leftovers
 from rlhfkit.strategies.checkpoint import directory
 
 

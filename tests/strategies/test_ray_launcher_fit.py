@@ -15,7 +15,7 @@ from rl_runs import PlainSGD, setup_run
 from rl_runs import weights as policy_weights
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
-from rlhfkit.strategies.ray.work import RunResult
+from rlhfkit.strategies.ray.remote_run import RunResult
 from strategies import ranks
 
 pytestmark = [pytest.mark.ray, pytest.mark.distributed]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhfkit.checkpoints.cleanup import OWNER, mark_as_ours, partial_file
 from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError, missing
 from rlhfkit.checkpoints.files import sync_directory
-from rlhfkit.checkpoints.leftovers import OWNER, mark_as_ours, partial_file
 
 _FORMAT = 1
 

@@ -28,7 +28,7 @@ _TAG = "checkpoint"
 
 
 class EngineCheckpoints(DeepSpeedStrategy):
-    """The checkpoint half of :class:`~rlhfkit.strategies.deepspeed.strategy.RLHFDeepSpeedStrategy`.
+    """The checkpoint half of :class:`~rlhfkit.strategies.strategy.RLHFDeepSpeedStrategy`.
 
     A checkpoint is a directory::
 

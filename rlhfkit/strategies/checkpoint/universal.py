@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.checkpoints.leftovers import mark_as_ours
+from rlhfkit.checkpoints.cleanup import mark_as_ours
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -14,16 +14,16 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from rlhfkit.strategies.ray import rank as ray_rank
+from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.environment import RayEnvironment, RemoteCUDAAccelerator
 from rlhfkit.strategies.ray.placement import join_or_start_ray, require_ray, reserve
 from rlhfkit.strategies.ray.progress import Display
 from rlhfkit.strategies.ray.ranks import Ranks
-from rlhfkit.strategies.ray.work import RunResult, pack
+from rlhfkit.strategies.ray.remote_run import RunResult, pack
 
 
 class LaunchedOnRay(DeepSpeedStrategy):
-    """The launching half of :class:`~rlhfkit.strategies.deepspeed.strategy.RLHFDeepSpeedStrategy`."""
+    """The launching half of :class:`~rlhfkit.strategies.strategy.RLHFDeepSpeedStrategy`."""
 
     init_timeout: float
     _ray_options: "RayOptions"
@@ -189,7 +189,7 @@ class RayLauncher(_Launcher):
             BaseException: What a rank raised, with its traceback as the cause.
         """
         ray = require_ray()
-        ray.cloudpickle.register_pickle_by_value(ray_rank)  # the module says why
+        ray.cloudpickle.register_pickle_by_value(ray_actor)  # the module says why
         work = pack(function, args, kwargs, trainer, self.return_weights)
         join_or_start_ray(self.num_ranks * self.resources_per_rank.get("CPU", 0))
         if trainer is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlhfkit.strategies.ray import rank as ray_rank
+from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import Display
 
 # How long ranks that are well may go on after another has failed. Mostly they wait for it in a collective.
@@ -40,13 +40,13 @@ class Ranks:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._mailbox = ray.remote(ray_rank.Mailbox).options(num_cpus=0).remote()
+        self._mailbox = ray.remote(ray_actor.Mailbox).options(num_cpus=0).remote()
         others = dict(self._resources)
         options: dict[str, Any] = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0)}
         options |= {"memory": others.pop("memory")} if "memory" in others else {}
         for index in range(count):
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            actor = ray.remote(ray_rank.RankActor).options(**options, resources=others, scheduling_strategy=place)
+            actor = ray.remote(ray_actor.RankActor).options(**options, resources=others, scheduling_strategy=place)
             self.actors.append(actor.remote())
         deadline = time.monotonic() + timeout
         found = self._get([actor.whereabouts.remote() for actor in self.actors], deadline, "start a process")
@@ -111,7 +111,7 @@ class Ranks:
         nobody_died = all(failure["type"] is not None for failure in failures.values())
         return _ON_EXCEPTION_SECONDS if all_in_hooks and nobody_died else _LAST_WORDS_SECONDS
 
-    def _show(self, events: list[ray_rank.Event], display: Display, failures: dict[int, dict[str, Any]]) -> None:
+    def _show(self, events: list[ray_actor.Event], display: Display, failures: dict[int, dict[str, Any]]) -> None:
         for kind, *values in events:
             if kind == "line":
                 display.line(*values)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rlhfkit.strategies.deepspeed.zero3 import state_of
-from rlhfkit.strategies.ray import rank as ray_rank
+from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import RemoteProgressBar
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -25,7 +25,7 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 def pack(
     function: Callable[..., Any], args: Any, kwargs: Any, trainer: pl.Trainer | None, return_weights: bool
 ) -> bytes:
-    """What :meth:`~rlhfkit.strategies.ray.rank.RankActor.run` shall call; the Trainer and its methods stay one object.
+    """What :meth:`~rlhfkit.strategies.ray.actor.RankActor.run` shall call; the Trainer and its methods stay one object.
 
     Raises:
         TypeError: When something cannot be sent to another process.
@@ -34,7 +34,7 @@ def pack(
 
     work: Callable[[Any], Any]
     if trainer is None:
-        work = partial(ray_rank.just_call, function, args, kwargs)
+        work = partial(ray_actor.just_call, function, args, kwargs)
     else:
         work = partial(perform, _GlobalStateSnapshot.capture(), function, args, kwargs, trainer, return_weights)
     try:
@@ -55,7 +55,7 @@ def perform(
     kwargs: Any,
     trainer: Any,
     return_weights: bool,
-    actor: ray_rank.RankActor,
+    actor: ray_actor.RankActor,
 ) -> "RunResult | None":
     """On a rank: run a Trainer's method and collect what the driver gets.
 

@@ -149,7 +149,7 @@ class RankActor:
         """Do the work.
 
         Args:
-            work: Of :func:`rlhfkit.strategies.ray.work.pack`.
+            work: Of :func:`rlhfkit.strategies.ray.remote_run.pack`.
 
         Returns:
             ``("done", result)``, or ``("failed", failure)`` as in the event of that name.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfkit.checkpoints.leftovers import OWNER, mark_as_ours, partial_file, remove_leftovers
+from rlhfkit.checkpoints.cleanup import OWNER, mark_as_ours, partial_file, remove_leftovers
 
 
 def dead_process() -> int:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rlhfkit.strategies.ray.rank import Mailbox
+from rlhfkit.strategies.ray.actor import Mailbox
 
 
 @pytest.mark.parametrize("seed", range(5))
