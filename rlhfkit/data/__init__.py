@@ -12,7 +12,7 @@ from rlhfkit.data.formats.unpaired import (
     UnpairedLoader,
     collate_unpaired,
 )
-from rlhfkit.data.loaders.experience import ExperienceLoader, ExperienceSource
+from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.data.loaders.stream import StreamLoader
 from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_updates
@@ -24,7 +24,6 @@ __all__ = [
     "DistilledExamples",
     "Experience",
     "ExperienceLoader",
-    "ExperienceSource",
     "FinishReason",
     "IterationShape",
     "MicroBatch",

@@ -103,6 +103,16 @@ class PolicyModule(CheckpointMixin):
     # ------------------------------------------------------------------ building
 
     @property
+    def model_name(self) -> str:
+        """Folder or hub name of the policy."""
+        return self.hparams["model"]
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """Whether Python code that comes with the model may run."""
+        return self.hparams["trust_remote_code"]
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded when first needed."""
         if self._tokenizer is None:
@@ -162,6 +172,15 @@ class PolicyModule(CheckpointMixin):
     def needs_reference(self) -> bool:
         """Whether the loss asks for :meth:`reference_model`; override it."""
         return False
+
+    @property
+    def scores_samples(self) -> bool:
+        """Whether the module has a reward model whose scores are added to the rewards of samples."""
+        return False
+
+    def reward_model_scores(self, experience: Experience) -> Tensor:
+        """(B,) scores of the module's reward model; only called where :attr:`scores_samples` is true."""
+        raise NotImplementedError(f"{type(self).__name__} has no reward model")
 
     @contextmanager
     def reference_model(self) -> Iterator[nn.Module]:

@@ -8,36 +8,11 @@ groups are under way than are needed, the first to be complete are taken, and th
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.protocols import Draws
 from rlhfkit.rollout.streams import GroupStream
-
-
-class Draws(Protocol):
-    """What an iteration draws its prompts from: no prompt twice, and some may be put back."""
-
-    @property
-    def left(self) -> int:
-        """Different prompts that can still be drawn."""
-        ...
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next prompts."""
-        ...
-
-    def requeue(self, prompts: Sequence[Prompt]) -> None:
-        """Have prompts come first in the next iteration."""
-        ...
-
-    def record(self, groups: Sequence[Sequence[Sample]]) -> None:
-        """Told what was sampled and judged; a curriculum may go by it."""
-        ...
-
-    @property
-    def after(self) -> dict[str, Any]:
-        """Where the next iteration begins, as plain values."""
-        ...
 
 
 @dataclass(frozen=True)

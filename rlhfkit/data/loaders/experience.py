@@ -6,7 +6,7 @@ there are weights to generate from. And it can be saved in the middle of an iter
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rlhfkit.data.types import Experience
 from rlhfkit.validation import check_integer
@@ -21,24 +21,6 @@ class Restorable(Protocol):
 
 
 T = TypeVar("T", bound=Restorable)
-
-
-@runtime_checkable
-class ExperienceSource(Protocol):
-    """What makes the experience; a DataModule looks for the one callback of the trainer that is such a source."""
-
-    @property
-    def group_size(self) -> int:
-        """Samples per prompt."""
-        ...
-
-    def batches_per_iteration(self) -> int:
-        """Micro-batches that :meth:`collect` will give this rank, the same number on every rank."""
-        ...
-
-    def collect(self) -> Sequence[Experience]:
-        """This rank's micro-batches of the current iteration; a collective call."""
-        ...
 
 
 class ExperienceLoader(Generic[T]):

@@ -8,7 +8,7 @@ sampling is ahead of learning, the answer depends on the sequence of samples alo
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from rlhfkit.validation import check_integer, check_number
 
@@ -41,6 +41,13 @@ Order = Callable[[PromptPass], Sequence[int]]
 where an iteration could not be filled otherwise); a row that it names twice comes twice, never in one iteration."""
 
 
+@runtime_checkable
+class DeclaresHistoryUse(Protocol):
+    """An order that says whether it reads ``PromptPass.history``; one that does not say so is assumed to."""
+
+    uses_rewards: bool
+
+
 @dataclass(frozen=True)
 class ByColumn:
     """Easy prompts first (Bengio et al., 2009): in the order of a column's values, shuffled where they are equal.
@@ -57,7 +64,7 @@ class ByColumn:
     passes: int | None = None
     """Only the first so many passes are ordered; ``None``: all."""
     uses_rewards: ClassVar[bool] = False
-    """It does not ask for ``PromptPass.history``; an order that does not say so is taken to."""
+    """It does not read ``PromptPass.history``; see :class:`DeclaresHistoryUse`."""
 
     def __post_init__(self) -> None:
         """Check the count."""

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import lightning as L
 
 from rlhfkit.data.collate import TokenBatch
-from rlhfkit.data.loaders.experience import ExperienceLoader, ExperienceSource
+from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
-from rlhfkit.datamodules.prompts.curriculum import Order
+from rlhfkit.datamodules.prompts.curriculum import DeclaresHistoryUse, Order
 from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
 from rlhfkit.datamodules.prompts.mixed import MixedPrompts, as_mixture, sources_of
 from rlhfkit.datamodules.prompts.pretraining import PretrainingText
@@ -25,6 +25,7 @@ from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.chat import SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.tokenization.mixture import Sources
 from rlhfkit.datamodules.tokenization.sources import describe, load_tokenizer, no_loader, read_rows
+from rlhfkit.protocols import experience_source_of
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
@@ -222,6 +223,17 @@ class PromptDataModule(L.LightningDataModule):
         """Different prompts there are."""
         return len(self._ready(self._rows))
 
+    @property
+    def order_uses_rewards(self) -> bool:
+        """Whether there is a curriculum that reads the rewards of earlier samples."""
+        order = self.order
+        return order is not None and (not isinstance(order, DeclaresHistoryUse) or order.uses_rewards)
+
+    @property
+    def has_validation_prompts(self) -> bool:
+        """Whether there is ``validation_data``."""
+        return self.validation_data is not None
+
     def draws(self, after: dict[str, Any] | None = None) -> PromptDraws:
         """An iteration's prompts, drawn as it needs them; the cursor stays where it is.
 
@@ -330,18 +342,11 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: If the trainer has no such callback or several, or the sizes do not divide.
         """
-        trainer: Any = self._trainer()  # Lightning sets most of its attributes where type checkers do not see it
-        sources = [callback for callback in trainer.callbacks if isinstance(callback, ExperienceSource)]
-        if len(sources) != 1:
-            found = ", ".join(type(source).__name__ for source in sources) or "none"
-            raise ValueError(
-                "PromptDataModule needs exactly one callback that collects experience, e.g. Trainer(callbacks="
-                f"[RolloutCallback(...)]); found {found}"
-            )
+        trainer = self._trainer()
+        source = experience_source_of(trainer)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = trainer
             self._text = PretrainingText(self.pretraining_data)
-        source = sources[0]
         return ExperienceLoader(source.collect, source.batches_per_iteration())
 
     def val_dataloader(self) -> Any:

@@ -236,6 +236,12 @@ class OnPolicyModule(RewardedModule):
         """Whether the loss needs the engine's log-probs; ``RolloutCallback`` checks that they can be compared."""
         return self.correction is not None or self.policy_loss.takes("rollout_logprobs")
 
+    def check_group_size(self, group_size: int) -> None:
+        """Raise ValueError if the algorithm cannot learn from groups of this many samples; every size is allowed here.
+
+        Called by ``RolloutCallback`` before training.
+        """
+
     # ------------------------------------------------------------------ one iteration
 
     def advantages(self, experience: Experience) -> Tensor:

@@ -5,7 +5,8 @@ import io
 import pytest
 import torch
 
-from rlhfkit.data import Experience, ExperienceLoader, ExperienceSource, Prompt, Sample
+from rlhfkit.data import Experience, ExperienceLoader, Prompt, Sample
+from rlhfkit.protocols import ExperienceSource
 
 
 class Collector:

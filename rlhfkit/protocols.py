@@ -1,0 +1,304 @@
+"""What callbacks, modules, DataModules and strategies ask of one another: they never import each other.
+
+They meet in the Trainer. Each protocol lists what one side calls on the other, so any class with these members takes
+part; the functions at the end find the parts in a Trainer. Protocols of methods only may be tested with ``isinstance``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import lightning as L
+    from lightning.pytorch.callbacks import Callback
+    from torch import Tensor, nn
+
+    from rlhfkit.data.batch import PaddedBatch
+    from rlhfkit.data.collate import TokenBatch
+    from rlhfkit.data.types import Experience, Prompt, Sample
+
+
+# ---------------------------------------------------------------------- what a RolloutCallback asks of a module
+
+
+class GenerativeModule(Protocol):
+    """A LightningModule whose policy an engine can sample from; :class:`~rlhfkit.modules.PolicyModule` is one."""
+
+    policy: nn.Module
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the policy, of Transformers."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """Folder or hub name of the model that training started from; an engine loads its configuration from there."""
+        ...
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """Whether Python code that comes with the model may run."""
+        ...
+
+    def token_logprobs(self, token_ids: Tensor) -> Tensor:
+        """(B, T-1) float32 log-probs at temperature 1 of (B, T) token ids without padding. A collective."""
+        ...
+
+    @property
+    def scores_samples(self) -> bool:
+        """Whether :meth:`reward_model_scores` is to be added to the rewards of samples."""
+        ...
+
+    def reward_model_scores(self, experience: Experience) -> Tensor:
+        """(B,) scores of a reward model that is a child of the module. A collective."""
+        ...
+
+
+class ExperienceLearner(GenerativeModule, Protocol):
+    """A module that learns from its own samples; :class:`~rlhfkit.modules.OnPolicyModule` is one."""
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether samples must be scored by the callback's reward."""
+        ...
+
+    @property
+    def uses_rollout_logprobs(self) -> bool:
+        """Whether the loss compares the engine's log-probs with the trainer's."""
+        ...
+
+    def check_group_size(self, group_size: int) -> None:
+        """Raise ValueError if the algorithm cannot learn from groups of this size."""
+        ...
+
+    def prepare(self, experience: Experience) -> Experience:
+        """Add what the loss needs: old and reference log-probs, values, advantages. A collective."""
+        ...
+
+
+# ------------------------------------------------------------------ what a RolloutCallback asks of a DataModule
+
+
+class Draws(Protocol):
+    """The prompts of one iteration: none is drawn twice, and those that were not used can be requeued."""
+
+    @property
+    def left(self) -> int:
+        """Different prompts that can still be drawn."""
+        ...
+
+    def take(self, count: int) -> list[Prompt]:
+        """Draw the next prompts."""
+        ...
+
+    def requeue(self, prompts: Sequence[Prompt]) -> None:
+        """Put prompts at the front of the next iteration."""
+        ...
+
+    def record(self, groups: Sequence[Sequence[Sample]]) -> None:
+        """Remember the rewards of groups for a curriculum."""
+        ...
+
+    @property
+    def after(self) -> dict[str, Any]:
+        """Where the next iteration begins, as plain values."""
+        ...
+
+
+class PromptSource(Protocol):
+    """A DataModule that owns prompts and their cursor; :class:`~rlhfkit.datamodules.PromptDataModule` is one."""
+
+    rollout_batch_size: int
+    micro_batch_size: int
+
+    @property
+    def order_uses_rewards(self) -> bool:
+        """Whether the order of prompts depends on the rewards of their samples, as a curriculum's may."""
+        ...
+
+    def draws(self, after: dict[str, Any] | None = None) -> Draws:
+        """The draws of an iteration that begins at the cursor, or where other draws ended; the cursor stays."""
+        ...
+
+    def set_cursor(self, after: dict[str, Any]) -> None:
+        """Move the cursor to the end of draws that were trained on."""
+        ...
+
+
+@runtime_checkable
+class ChecksPrompts(Protocol):
+    """A DataModule that can check all of its prompts before a run; one that cannot has them checked when drawn."""
+
+    @property
+    def has_validation_prompts(self) -> bool:
+        """Whether there are prompts for validation."""
+        ...
+
+    def check_prompts(
+        self, *, longest: int, reason: str, vocabulary: int | None = None, validation: bool = False
+    ) -> None:
+        """Raise ValueError if a prompt has more tokens than ``longest`` or one outside the vocabulary."""
+        ...
+
+
+# ---------------------------------------------------------------------------------- what DataModules and callbacks ask
+
+
+@runtime_checkable
+class ExperienceSource(Protocol):
+    """What a DataModule of prompts asks of the one callback that turns them into experience."""
+
+    @property
+    def group_size(self) -> int:
+        """Samples per prompt."""
+        ...
+
+    def batches_per_iteration(self) -> int:
+        """Micro-batches that :meth:`collect` will give this rank, the same number on every rank."""
+        ...
+
+    def collect(self) -> Sequence[Experience]:
+        """This rank's micro-batches of the current iteration. A collective."""
+        ...
+
+
+@runtime_checkable
+class HasTokenizer(Protocol):
+    """What a DataModule without a tokenizer of its own asks of the module."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model, of Transformers."""
+        ...
+
+
+@runtime_checkable
+class HasModelLimits(Protocol):
+    """What a DataModule asks of the module to refuse text that the model cannot take."""
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """Tokens that the model has embeddings of; ``None``: not known."""
+        ...
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that the model can see; ``None``: any number."""
+        ...
+
+
+@runtime_checkable
+class SavesPretrained(Protocol):
+    """What ``HFExport`` asks of a module."""
+
+    def save_pretrained(self, folder: str | Path, *, adapter: bool = False) -> Path:
+        """Write a Hugging Face folder. A collective."""
+        ...
+
+
+@runtime_checkable
+class ChecksRows(Protocol):
+    """What ``Invariants`` asks of a module."""
+
+    def row_problems(self, batch: PaddedBatch) -> list[str]:
+        """Descriptions of rows whose log-probs depend on other rows, the same on every rank. A collective."""
+        ...
+
+
+# ------------------------------------------------------------------- what modules ask of a DataModule and a strategy
+
+
+@runtime_checkable
+class PretrainingSource(Protocol):
+    """A DataModule that may have pretraining text beside its prompts."""
+
+    @property
+    def pretraining_data(self) -> L.LightningDataModule | None:
+        """Where the text comes from; ``None``: there is none."""
+        ...
+
+    def pretraining_batch(self, number: int) -> TokenBatch:
+        """The text for this rank's micro-batch of that number, counted from the start of the run."""
+        ...
+
+
+@runtime_checkable
+class RLHFStrategy(Protocol):
+    """What modules, callbacks and checkpoints ask of ``RLHFDeepSpeedStrategy``; Lightning's own have none of it."""
+
+    saves_every_rank: bool
+    """Whether checkpoints hold the state of every rank, not of rank 0 only."""
+    skipped_updates: int
+    """Updates that were skipped because a gradient was not finite."""
+
+    def skip_update(self, child: str) -> None:
+        """Leave the weights and optimizer state of a child of the module unchanged in the coming update."""
+        ...
+
+
+# ------------------------------------------------------------------------------------------ the parts of a Trainer
+
+
+def callbacks_of(trainer: L.Trainer) -> list[Callback]:
+    """The callbacks of a Trainer, in the order in which they are called."""
+    return trainer.callbacks  # type: ignore[attr-defined]  # set by a connector of Lightning
+
+
+def datamodule_of(trainer: L.Trainer) -> L.LightningDataModule | None:
+    """The DataModule of a Trainer; ``None``: it was given loaders."""
+    return trainer.datamodule  # type: ignore[attr-defined]  # set by a connector of Lightning
+
+
+def prompts_of(trainer: L.Trainer) -> PromptSource:
+    """The DataModule of a Trainer as the source of prompts.
+
+    Raises:
+        TypeError: If it has no ``draws()``.
+    """
+    data = datamodule_of(trainer)
+    if not hasattr(data, "draws"):
+        raise TypeError(
+            "RolloutCallback takes its prompts from a DataModule with draws(): call "
+            "trainer.fit(module, datamodule=PromptDataModule(...))"
+        )
+    return cast(PromptSource, data)
+
+
+def policy_of(trainer: L.Trainer) -> GenerativeModule:
+    """The LightningModule of a Trainer, as one with a policy."""
+    return cast("GenerativeModule", trainer.lightning_module)
+
+
+def learner_of(trainer: L.Trainer) -> ExperienceLearner:
+    """The LightningModule of a Trainer, as one that learns from its own samples.
+
+    Raises:
+        TypeError: If it has no ``prepare()``.
+    """
+    module = trainer.lightning_module
+    if not callable(getattr(module, "prepare", None)):
+        raise TypeError(
+            "RolloutCallback trains modules that prepare experience (GRPOModule ...), but "
+            f"{type(module).__name__} has no prepare(); an SFTModule needs no RolloutCallback"
+        )
+    return cast("ExperienceLearner", module)
+
+
+def experience_source_of(trainer: L.Trainer) -> ExperienceSource:
+    """The one callback of a Trainer that makes experience of prompts.
+
+    Raises:
+        ValueError: If there is none or there are several.
+    """
+    sources = [callback for callback in callbacks_of(trainer) if isinstance(callback, ExperienceSource)]
+    if len(sources) != 1:
+        found = ", ".join(type(source).__name__ for source in sources) or "none"
+        raise ValueError(
+            "PromptDataModule needs exactly one callback that collects experience, e.g. Trainer(callbacks="
+            f"[RolloutCallback(...)]); found {found}"
+        )
+    return sources[0]
