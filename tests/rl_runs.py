@@ -22,7 +22,7 @@ class PlainSGD(GRPOModule):
     """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+        return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
 
 
 def prompts_file(folder: Path, rows: int = 40) -> str:

@@ -133,6 +133,6 @@ def _load(module: CheckpointMixin, child: str, weights: dict[str, Tensor], path:
     wrong = [name for name in result.missing_keys if not by_name(f"{child}.{name}")] + list(result.unexpected_keys)
     if wrong:
         raise ValueError(
-            f"the weights of {child!r} in {path} do not fit {module.hparams['model']!r}: {wrong[:8]} are missing or "
+            f"the weights of {child!r} in {path} do not fit {module.model_name!r}: {wrong[:8]} are missing or "
             "unknown; give module='my_package.MyModule' if its class builds the model differently"
         )

@@ -91,9 +91,21 @@ class PolicyModule(CheckpointMixin):
         if lr_schedule not in SCHEDULES:
             raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
         check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 is no such loss")
+        # For checkpoints and loggers only: code reads the attributes below.
         self.save_hyperparameters()
+        self.model_name = model
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.warmup_steps = warmup_steps
+        self.lr_schedule = lr_schedule
+        self.attention = attention
+        self.gradient_checkpointing = gradient_checkpointing
         self.lora = LoRA.of(lora)
-        self.hparams["lora"] = None if self.lora is None else self.lora.plain()  # safe to load, unlike an object
+        self.hparams.update(lora=None if self.lora is None else self.lora.plain())  # safe to load, unlike an object
+        self.quantization = quantization
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.trust_remote_code = trust_remote_code
         self._tokenizer: Any = None
         self._rows_checked = False
         self._model_config: Any = None
@@ -116,15 +128,14 @@ class PolicyModule(CheckpointMixin):
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded when first needed."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.hparams["model"], trust_remote_code=self.hparams["trust_remote_code"])
+            self._tokenizer = load_tokenizer(self.model_name, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
 
     @property
     def model_config(self) -> Any:
         """The model's configuration, read when first needed; no weights are loaded for it."""
         if self._model_config is None:
-            trusted = self.hparams["trust_remote_code"]
-            self._model_config = load_config(self.hparams["model"], trust_remote_code=trusted)
+            self._model_config = load_config(self.model_name, trust_remote_code=self.trust_remote_code)
         return self._model_config
 
     @property
@@ -145,13 +156,13 @@ class PolicyModule(CheckpointMixin):
     def build_policy(self) -> nn.Module:
         """Load the policy; override to wrap or change it."""
         return load_causal_lm(
-            self.hparams["model"],
+            self.model_name,
             dtype=self.model_dtype,
-            attention=self.hparams["attention"],
-            gradient_checkpointing=self.hparams["gradient_checkpointing"],
+            attention=self.attention,
+            gradient_checkpointing=self.gradient_checkpointing,
             lora=self.lora,
-            quantization=self.hparams["quantization"],
-            trust_remote_code=self.hparams["trust_remote_code"],
+            quantization=self.quantization,
+            trust_remote_code=self.trust_remote_code,
         )
 
     def configure_model(self) -> None:
@@ -264,11 +275,11 @@ class PolicyModule(CheckpointMixin):
             check_number("Trainer(gradient_clip_val=...)", clip, minimum=0, optional=True, infinite=True)
         optimizer = torch.optim.AdamW(
             self.parameter_groups(),
-            lr=self.hparams["lr"],
-            betas=self.hparams["betas"],
-            weight_decay=self.hparams["weight_decay"],
+            lr=self.lr,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
         )
-        kind, warmup = self.hparams["lr_schedule"], self.hparams["warmup_steps"]
+        kind, warmup = self.lr_schedule, self.warmup_steps
         if kind == "constant" and not warmup:
             return optimizer
         total: int | None = None
@@ -312,7 +323,7 @@ class PolicyModule(CheckpointMixin):
     @property
     def balances_routers(self) -> bool:
         """Whether the forward pass that comes has to give the router's loss: in training, where it has a weight."""
-        return bool(self.hparams["router_aux_loss_coef"]) and torch.is_grad_enabled()
+        return bool(self.router_aux_loss_coef) and torch.is_grad_enabled()
 
     def token_mean(self, values: Tensor, batch: Experience) -> Tensor:
         """Mean over the trained tokens of the whole optimizer step, all micro-batches and ranks, as this batch's share.

@@ -31,6 +31,9 @@ class CheckpointMixin(L.LightningModule):
     frozen_children: ClassVar[tuple[str, ...]] = ("reference",)
     """Children that are never trained and can be loaded again by name: left out of checkpoints."""
 
+    model_name: str
+    """Folder or hub name that the policy was loaded from."""
+
     @property
     def tokenizer(self) -> Any:
         """The tokenizer that is written beside a model."""
@@ -139,7 +142,5 @@ class CheckpointMixin(L.LightningModule):
         by_name = self.loaded_by_name()
         wrong = [name for name in result.missing_keys if not by_name(name)] + list(result.unexpected_keys)
         if strict and wrong:
-            raise RuntimeError(
-                f"the checkpoint does not fit {self.hparams['model']!r}: {wrong[:8]} are missing or unknown"
-            )
+            raise RuntimeError(f"the checkpoint does not fit {self.model_name!r}: {wrong[:8]} are missing or unknown")
         return result

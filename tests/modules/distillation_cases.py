@@ -21,7 +21,7 @@ class PlainSGD(DistillationModule):
     """SGD shows a wrong factor that Adam would hide."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameter_groups(), lr=self.hparams["lr"])
+        return torch.optim.SGD(self.parameter_groups(), lr=self.lr)
 
 
 def prepare(folder: Path) -> None:

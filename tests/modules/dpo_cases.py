@@ -23,7 +23,7 @@ class PlainSGD(DPOModule):
     """SGD shows a wrong factor that Adam would hide."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+        return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
 
 
 class Steps(L.Callback):

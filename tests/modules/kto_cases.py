@@ -27,7 +27,7 @@ class PlainSGD(KTOModule):
     """SGD shows a wrong factor that Adam would hide."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameter_groups(), lr=self.hparams["lr"])
+        return torch.optim.SGD(self.parameter_groups(), lr=self.lr)
 
 
 class Steps(L.Callback):

@@ -23,7 +23,7 @@ class PlainSGD(GRPOModule):
 
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        return torch.optim.SGD(trained, lr=self.hparams["lr"])
+        return torch.optim.SGD(trained, lr=self.lr)
 
 
 class Anchored(SFTModule):

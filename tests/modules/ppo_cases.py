@@ -22,7 +22,7 @@ class PlainSGD(PPOModule):
 
     def configure_optimizers(self) -> Any:
         groups = self.parameter_groups()
-        return torch.optim.SGD([{"lr": self.hparams["lr"]} | group for group in groups])
+        return torch.optim.SGD([{"lr": self.lr} | group for group in groups])
 
 
 class Keep(L.Callback):

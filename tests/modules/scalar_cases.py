@@ -25,7 +25,7 @@ class PlainSGD:
     """SGD shows a wrong factor that Adam would hide."""
 
     def configure_optimizers(self: Any) -> Any:
-        return torch.optim.SGD([p for p in self.policy.parameters() if p.requires_grad], lr=self.hparams["lr"])
+        return torch.optim.SGD([p for p in self.policy.parameters() if p.requires_grad], lr=self.lr)
 
 
 class Reward(PlainSGD, RewardModule):

@@ -1,12 +1,15 @@
 """What all modules share."""
 
+import pickle
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from rlhfkit import GRPOModule
+from rlhfkit import DPOModule, GRPOModule
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +55,23 @@ def test_dropout_is_off_where_ratios_are_compared(tmp_path: Path) -> None:
     ids = torch.tensor([[5, 9, 20, 33, 7]])
     assert module.policy.training
     assert torch.equal(module.policy(input_ids=ids).logits, module.policy(input_ids=ids).logits)
+
+
+class Longer(DPOModule):
+    """A user's class: an argument of its own, everything else handed on."""
+
+    def __init__(self, *args: Any, extra: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+def test_hyperparameters_are_attributes_and_in_checkpoints(tmp_path: Path) -> None:
+    module = Longer(str(tiny_model(tmp_path / "model")), beta=0.2, lr=1e-3, precompute_ref_log_probs=True, extra=2.0)
+    assert (module.beta, module.lr, module.precompute_ref_log_probs, module.hparams.extra) == (0.2, 1e-3, True, 2.0)
+    copied = pickle.loads(pickle.dumps(module))
+    assert (copied.beta, copied.lr, copied.hparams) == (0.2, 1e-3, module.hparams)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    trainer.strategy.connect(module)
+    module.configure_model()
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    loaded = Longer.load_from_checkpoint(tmp_path / "saved.ckpt", lr=1e-5)
+    assert (loaded.beta, loaded.lr, loaded.hparams.lr, loaded.hparams.extra) == (0.2, 1e-5, 1e-5, 2.0)

@@ -165,7 +165,7 @@ def test_answers_that_nothing_ends_are_refused(tmp_path: Path) -> None:
     tokenizer.save_pretrained(folder)
     assert load_tokenizer(str(folder)).eos_token_id is None
     trainer, module, data, rollouts = setup_run(tmp_path / "run")
-    module.hparams["model"], module._tokenizer = str(folder), None
+    module.model_name, module._tokenizer = str(folder), None
     with pytest.raises(ValueError, match=r"nothing ends an answer of .*endless: its tokenizer has no end-of-seq"):
         trainer.fit(module, data)
     checked: list[Callable[..., Any]] = []

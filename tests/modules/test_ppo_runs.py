@@ -152,7 +152,7 @@ class Momentum(PPOModule):
     """Smooth in the gradient, unlike Adam, and yet with a memory and a decay that go on without gradients."""
 
     def configure_optimizers(self) -> Any:
-        groups = [{"lr": self.hparams["lr"]} | group for group in self.parameter_groups()]
+        groups = [{"lr": self.lr} | group for group in self.parameter_groups()]
         return torch.optim.SGD(groups, momentum=0.9, weight_decay=0.01)
 
 

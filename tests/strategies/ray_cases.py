@@ -144,7 +144,7 @@ def train_grpo(folder: Path) -> dict[str, Any]:
     trainer.fit(module, data)
     if trainer.is_global_zero:
         torch.save(weights(module), folder / "weights.pt")
-        torch.save(load_causal_lm(module.hparams["model"]).state_dict(), folder / "start.pt")
+        torch.save(load_causal_lm(module.model_name).state_dict(), folder / "start.pt")
     return {"steps": trainer.global_step, "reward": float(trainer.callback_metrics["reward"])}
 
 

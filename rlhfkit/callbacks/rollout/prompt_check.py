@@ -16,7 +16,7 @@ def check_prompts(
 
     Args:
         trainer: Of the run; its DataModule is open.
-        module: Being trained; its hyperparameter ``model`` says which model generates.
+        module: Being trained; its ``model_name`` says which model generates.
         engine: What generates.
         sampling: How is sampled.
         validation: Check the prompts of validation, if there are any, instead of those of training.
@@ -26,12 +26,12 @@ def check_prompts(
             would end an answer.
     """
     check = getattr(trainer.datamodule, "check_prompts", None)
-    model = module.hparams.get("model")
+    model = getattr(module, "model_name", None)
     if check is None or not isinstance(model, str) or engine.recorded:
         return
     if validation and getattr(trainer.datamodule, "validation_data", None) is None:
         return
-    trusted = bool(module.hparams.get("trust_remote_code"))
+    trusted = bool(getattr(module, "trust_remote_code", False))
     config = load_config(model, trust_remote_code=trusted)
     stops = stop_token_ids(base_model_name(model), module.tokenizer, trust_remote_code=trusted)
     if not (stops or sampling.stop or sampling.stop_token_ids):

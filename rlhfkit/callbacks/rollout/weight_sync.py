@@ -50,9 +50,9 @@ class WeightSynchronizer:
             everywhere(
                 trainer,
                 lambda: self.engine.start(
-                    base_model_name(module.hparams["model"]),
+                    base_model_name(module.model_name),
                     dtype=dtype,
-                    trust_remote_code=module.hparams["trust_remote_code"],
+                    trust_remote_code=module.trust_remote_code,
                 ),
             )
             weights = ReadToTheEnd(ModuleWeights(module.policy, dtype=dtype))

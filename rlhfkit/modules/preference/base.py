@@ -103,7 +103,7 @@ class PreferenceModule(PolicyModule):
         pairs = int(batch.pair_mask.sum())  # before the forward pass, which the device would be waited for after
         batch = self.prepare(batch)
         out = self.policy_output(batch)
-        coef = self.hparams["router_aux_loss_coef"]
+        coef = self.router_aux_loss_coef
         result = with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask, coef)
         self.log_step({"loss": result.loss.detach()})
         self.log_step(result.metrics, pairs)

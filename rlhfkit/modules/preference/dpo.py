@@ -18,11 +18,6 @@ from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.reference import ReferenceModule
 from rlhfkit.validation import check_number
 
-_LOSS_ARGUMENTS = (
-    *("beta", "label_smoothing", "divergence", "divergence_alpha"),
-    *("discopop_temperature", "nll_coef", "reference_free"),
-)
-
 
 class DPOModule(PreferenceModule, ReferenceModule):
     """A policy that learns from preference pairs, tied to a reference model.
@@ -75,6 +70,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         reference_free: bool = False,
         **kwargs: Any,
     ) -> None:
+        self.reference_free = reference_free  # before super(), which asks uses_reference
         super().__init__(model, **kwargs)
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
@@ -86,18 +82,25 @@ class DPOModule(PreferenceModule, ReferenceModule):
         for name, weight in mixture.items():
             check_number(f"the weight of loss_type {name!r}", weight)
         self.loss_types = {_pair_loss(name): float(weight) for name, weight in mixture.items()}
-        self.hparams["loss_type"] = {
-            name if isinstance(name, str) else function_name(name): weight for name, weight in self.loss_types.items()
-        }
+        plain = {name if isinstance(name, str) else function_name(name): one for name, one in self.loss_types.items()}
+        self.hparams.update(loss_type=plain)
+        self.beta = beta
+        self.label_smoothing = label_smoothing
+        self.divergence = divergence
+        self.divergence_alpha = divergence_alpha
+        self.discopop_temperature = discopop_temperature
+        self.nll_coef = nll_coef
+        self.ld_alpha = ld_alpha
+        self.use_weighting = use_weighting
         self._sorts = bool(SORTS_THE_BATCH.intersection(self.loss_types))
-        if reference_free and (self.hparams["precompute_ref_log_probs"] or self.hparams["ref_model"] is not None):
+        if reference_free and (self.precompute_ref_log_probs or self.ref_model_name is not None):
             raise ValueError("reference_free uses no reference: leave ref_model and precompute_ref_log_probs out")
         self._check_loss()
 
     def _check_loss(self) -> None:
         """Evaluate the loss of one pair: every bad knob shows here, not an hour into the run."""
         zero, one = torch.zeros(1), torch.ones(1)
-        reference = None if self.hparams["reference_free"] else zero
+        reference = None if self.reference_free else zero
         self._dpo_loss(
             chosen=zero,
             rejected=zero,
@@ -105,12 +108,20 @@ class DPOModule(PreferenceModule, ReferenceModule):
             ref_rejected=reference,
             chosen_lengths=one,
             rejected_lengths=one,
-            weights=one if self.hparams["use_weighting"] else None,
+            weights=one if self.use_weighting else None,
         )
 
     def _dpo_loss(self, **arguments: Any) -> LossOutput:
         return dpo_loss(
-            **arguments, loss_type=self.loss_types, **{name: self.hparams[name] for name in _LOSS_ARGUMENTS}
+            **arguments,
+            beta=self.beta,
+            loss_type=self.loss_types,
+            label_smoothing=self.label_smoothing,
+            divergence=self.divergence,
+            divergence_alpha=self.divergence_alpha,
+            discopop_temperature=self.discopop_temperature,
+            nll_coef=self.nll_coef,
+            reference_free=self.reference_free,
         )
 
     # ------------------------------------------------------------------ the reference
@@ -118,7 +129,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
     @property
     def uses_reference(self) -> bool:
         """Whether a reference model has to be at hand during training."""
-        return super().uses_reference and not self.hparams["reference_free"]
+        return super().uses_reference and not self.reference_free
 
     def precompute(self, examples: Any) -> None:
         """Give pairs their reference log-probs, unless they have them.
@@ -131,7 +142,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
             return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
 
         if isinstance(examples, PreferenceExamples) and examples.ref_logprobs is None:
-            details = self.hparams["ld_alpha"], function_name(type(self).answer_logprobs)
+            details = self.ld_alpha, function_name(type(self).answer_logprobs)
             examples.ref_logprobs = self.computed_reference(examples, logprobs, *details)
 
     # ------------------------------------------------------------------ one micro-batch
@@ -146,7 +157,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         Returns:
             (2B,) sums over the tokens of the answer, in which those behind the shared length count ``ld_alpha``.
         """
-        alpha = self.hparams["ld_alpha"]
+        alpha = self.ld_alpha
         if alpha is None:
             return super().answer_logprobs(batch, logprobs)
         lengths = batch.loss_mask.sum(-1)
@@ -162,9 +173,9 @@ class DPOModule(PreferenceModule, ReferenceModule):
         Raises:
             RuntimeError: If they were to be computed before training and the pairs do not have them.
         """
-        if self.hparams["reference_free"] or batch.ref_logprobs is not None:
+        if self.reference_free or batch.ref_logprobs is not None:
             return batch
-        if self.hparams["precompute_ref_log_probs"]:
+        if self.precompute_ref_log_probs:
             raise RuntimeError(
                 "precompute_ref_log_probs found no PreferenceExamples behind this batch's loader: use "
                 "PreferenceDataModule, or a StepLoader over PreferenceExamples"
@@ -203,10 +214,10 @@ class DPOModule(PreferenceModule, ReferenceModule):
             out: What the current policy says about them.
         """
         arguments = self.pair_arguments(batch, out)
-        if batch.ref_logprobs is not None and not self.hparams["reference_free"]:
+        if batch.ref_logprobs is not None and not self.reference_free:
             arguments["ref_chosen"] = batch.chosen(batch.ref_logprobs)
             arguments["ref_rejected"] = batch.rejected(batch.ref_logprobs)
-        if self.hparams["use_weighting"]:
+        if self.use_weighting:
             arguments["weights"] = self.pair_weights(batch, out)
         if not self._sorts:
             return self._dpo_loss(**arguments)
@@ -220,7 +231,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
             batch = self.prepare(batch)
             logps = self.answer_logprobs(batch, self.policy_output(batch).logprobs)
             reference = torch.zeros_like(logps) if batch.ref_logprobs is None else batch.ref_logprobs
-            rewards = self.hparams["beta"] * (logps - reference)
+            rewards = self.beta * (logps - reference)
         named = {"logps": logps, "rewards": rewards}
         return {
             f"{name}/{side}": part(values).cpu()

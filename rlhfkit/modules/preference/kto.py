@@ -67,6 +67,10 @@ class KTOModule(ReferenceModule):
         check_number("beta", beta, above=0)
         check_number("desirable_weight", desirable_weight, minimum=0)
         check_number("undesirable_weight", undesirable_weight, minimum=0)
+        self.beta = beta
+        self.desirable_weight = desirable_weight
+        self.undesirable_weight = undesirable_weight
+        self.loss_type = loss_type
         # A buffer, so that a checkpoint inside an accumulation window has it.
         self.register_buffer("kl", torch.zeros(()))
         self._validation_kl = torch.zeros(())
@@ -125,7 +129,7 @@ class KTOModule(ReferenceModule):
         """
         if batch.ref_logprobs is not None:
             return batch.ref_logprobs
-        if self.hparams["precompute_ref_log_probs"]:
+        if self.precompute_ref_log_probs:
             raise RuntimeError(
                 "precompute_ref_log_probs found no UnpairedExamples behind this batch's loader: use "
                 "UnpairedPreferenceDataModule, or an UnpairedLoader"
@@ -184,16 +188,16 @@ class KTOModule(ReferenceModule):
             ref_logprobs,
             desirable,
             kl if self._has_reference_point else None,
-            beta=self.hparams["beta"],
-            desirable_weight=self.hparams["desirable_weight"],
-            undesirable_weight=self.hparams["undesirable_weight"],
-            loss_type=self.hparams["loss_type"],
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+            loss_type=self.loss_type,
             **arguments,
         )
 
     @property
     def _has_reference_point(self) -> bool:
-        return self.hparams["loss_type"] == "kto"
+        return self.loss_type == "kto"
 
     def _evaluated(self, batch: UnpairedBatch, logprobs: Tensor, kl: Tensor) -> LossOutput:
         result = self.loss(batch, logprobs, self.reference_logprobs(batch), kl)
@@ -216,7 +220,7 @@ class KTOModule(ReferenceModule):
             desirable: Number of desirable answers in the data.
             undesirable: Number of the others.
         """
-        good, bad = self.hparams["desirable_weight"], self.hparams["undesirable_weight"]
+        good, bad = self.desirable_weight, self.undesirable_weight
         if not (desirable and undesirable and good and bad):
             return
         ratio, (low, high) = good * desirable / (bad * undesirable), ADVISED_RATIO
@@ -234,7 +238,7 @@ class KTOModule(ReferenceModule):
         """One micro-batch; the first of an optimizer step estimates the reference point of all."""
         if self._has_reference_point and batch_idx % self.trainer.accumulate_grad_batches == 0:
             self.kl.copy_(self.kl_estimate(batch.mismatched))
-        coef = self.hparams["router_aux_loss_coef"]
+        coef = self.router_aux_loss_coef
         out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
         result = self._evaluated(batch, self.answer_logprobs(batch, out.logprobs), self.kl)
         result = with_router_loss(result, out.router_aux_loss, batch.loss_mask, coef)
@@ -285,7 +289,7 @@ class KTOModule(ReferenceModule):
         """(B,) implicit rewards ``β (log π(y|x) - log π_ref(y|x))``."""
         with torch.no_grad():
             logratio = self._answers_of(self.policy, batch) - self.reference_logprobs(batch)
-        return self.hparams["beta"] * logratio.cpu()
+        return self.beta * logratio.cpu()
 
 
 class _WithMismatched:

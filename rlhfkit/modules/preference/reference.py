@@ -63,6 +63,12 @@ class ReferenceModule(PolicyModule):
         check_integer("ref_model_sync_steps", ref_model_sync_steps, minimum=1, optional=True)
         check_number("ref_model_mixup_alpha", ref_model_mixup_alpha, minimum=0, maximum=1)
         check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
+        self.ref_model_name = ref_model
+        self.precompute_ref_log_probs = precompute_ref_log_probs
+        self.ref_cache = ref_cache
+        self.ref_model_sync_steps = ref_model_sync_steps
+        self.ref_model_mixup_alpha = ref_model_mixup_alpha
+        self.max_tokens_per_forward = max_tokens_per_forward
         if self._moves and not self.uses_reference:
             raise ValueError(
                 "ref_model_sync_steps moves a reference model, and with precompute_ref_log_probs or reference_free "
@@ -75,21 +81,21 @@ class ReferenceModule(PolicyModule):
     @property
     def uses_reference(self) -> bool:
         """Whether a reference model has to be at hand during training."""
-        return not self.hparams["precompute_ref_log_probs"]
+        return not self.precompute_ref_log_probs
 
     @property
     def needs_reference(self) -> bool:
         """Whether that is the model that the policy starts from."""
-        return self.uses_reference and self.hparams["ref_model"] is None
+        return self.uses_reference and self.ref_model_name is None
 
     @property
     def _moves(self) -> bool:
-        return self.hparams["ref_model_sync_steps"] is not None
+        return self.ref_model_sync_steps is not None
 
     def configure_model(self) -> None:
         """Build the policy, and the reference model where one has to be at hand."""
         super().configure_model()
-        if self.uses_reference and self.hparams["ref_model"] is not None and not hasattr(self, "reference"):
+        if self.uses_reference and self.ref_model_name is not None and not hasattr(self, "reference"):
             self.reference = self.build_reference()
             # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
@@ -101,13 +107,13 @@ class ReferenceModule(PolicyModule):
 
     def build_reference(self) -> nn.Module:
         """Load the reference model, frozen."""
-        if self.hparams["ref_model"] is None:
+        if self.ref_model_name is None:
             return self.build_policy().requires_grad_(False).eval()
         reference = load_causal_lm(
-            self.hparams["ref_model"],
+            self.ref_model_name,
             dtype=self.model_dtype,
-            attention=self.hparams["attention"],
-            trust_remote_code=self.hparams["trust_remote_code"],
+            attention=self.attention,
+            trust_remote_code=self.trust_remote_code,
         )
         disable_dropout(reference)
         return reference.requires_grad_(False).eval()
@@ -132,23 +138,23 @@ class ReferenceModule(PolicyModule):
         Returns:
             (N, 2) float32.
         """
-        name = self.hparams["ref_model"] or self.hparams["model"]
-        limit = self.hparams["max_tokens_per_forward"]
-        folder = Path(self.hparams["ref_cache"] or Path(self.trainer.default_root_dir) / "reference_logprobs")
+        name = self.ref_model_name or self.model_name
+        limit = self.max_tokens_per_forward
+        folder = Path(self.ref_cache or Path(self.trainer.default_root_dir) / "reference_logprobs")
 
         def key() -> Iterator[Any]:
             yield from (model_fingerprint(name), str(self.trainer.precision), *details)
 
         def compute() -> Tensor:
             # Until training starts the policy is the reference; a resumed run loads it once more.
-            here = self._at_start and self.hparams["ref_model"] is None
+            here = self._at_start and self.ref_model_name is None
             model = self.policy if here else self.build_reference().to(self.device)
             return compute_reference(pairs, model, logprobs, self.trainer, max_tokens=limit)
 
         return cached_reference(pairs, key, folder, self.trainer, compute)
 
     def _precompute_behind(self, loaders: Any) -> None:
-        if self.hparams["precompute_ref_log_probs"]:
+        if self.precompute_ref_log_probs:
             for examples in data_sets(loaders):
                 self.precompute(examples)
 
@@ -171,9 +177,9 @@ class ReferenceModule(PolicyModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, and let the reference follow when it is time."""
         super().optimizer_step(*args, **kwargs)
-        # Lightning counts the step afterwards.
-        if self._moves and (self.trainer.global_step + 1) % self.hparams["ref_model_sync_steps"] == 0:
-            mix_into(self.reference, self.policy, self.hparams["ref_model_mixup_alpha"])
+        steps = self.ref_model_sync_steps
+        if steps is not None and (self.trainer.global_step + 1) % steps == 0:  # Lightning counts this step afterwards
+            mix_into(self.reference, self.policy, self.ref_model_mixup_alpha)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A reference that moves is saved; one that does not is loaded again by name."""

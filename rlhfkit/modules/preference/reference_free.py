@@ -58,11 +58,22 @@ class SimPOModule(PreferenceModule):
         check_number("alpha", alpha)
         check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
         check_number("nll_coef", nll_coef, minimum=0)
+        self.beta = beta
+        self.gamma = gamma
+        self.alpha = alpha
+        self.label_smoothing = label_smoothing
+        self.nll_coef = nll_coef
         self._loss(**_ONE_PAIR)
 
     def _loss(self, **arguments: Any) -> LossOutput:
-        names = ("beta", "gamma", "alpha", "label_smoothing", "nll_coef")
-        return alphapo_loss(**arguments, **{name: self.hparams[name] for name in names})
+        return alphapo_loss(
+            **arguments,
+            beta=self.beta,
+            gamma=self.gamma,
+            alpha=self.alpha,
+            label_smoothing=self.label_smoothing,
+            nll_coef=self.nll_coef,
+        )
 
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
         """The objective of one micro-batch; the one method to override for another.
@@ -105,11 +116,20 @@ class CPOModule(PreferenceModule):
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
         check_number("nll_coef", nll_coef, minimum=0)
+        self.beta = beta
+        self.loss_type = loss_type
+        self.label_smoothing = label_smoothing
+        self.nll_coef = nll_coef
         self._loss(**_ONE_PAIR)
 
     def _loss(self, **arguments: Any) -> LossOutput:
-        names = ("beta", "loss_type", "label_smoothing", "nll_coef")
-        return cpo_loss(**arguments, **{name: self.hparams[name] for name in names})
+        return cpo_loss(
+            **arguments,
+            beta=self.beta,
+            loss_type=self.loss_type,
+            label_smoothing=self.label_smoothing,
+            nll_coef=self.nll_coef,
+        )
 
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
         """The objective of one micro-batch; the one method to override for another.
@@ -139,6 +159,7 @@ class ORPOModule(PreferenceModule):
         super().__init__(model, **kwargs)
         check_number("beta", beta, above=0)
         orpo_loss(**_ONE_PAIR, beta=beta)
+        self.beta = beta
 
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
         """The objective of one micro-batch; the one method to override for another.
@@ -147,4 +168,4 @@ class ORPOModule(PreferenceModule):
             batch: B pairs.
             out: What the current policy says about them.
         """
-        return orpo_loss(**self.pair_arguments(batch, out), beta=self.hparams["beta"])
+        return orpo_loss(**self.pair_arguments(batch, out), beta=self.beta)

@@ -34,21 +34,22 @@ class ScalarModule(PolicyModule):
 
     def __init__(self, model: str, *, lr: float, head_std: float | None = None, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
-        self._router_loss: Tensor | None = None  # of the last forward pass
         check_number("head_std", head_std, minimum=0, optional=True)
+        self.head_std = head_std
+        self._router_loss: Tensor | None = None  # of the last forward pass
 
     def build_policy(self) -> nn.Module:
         """Load the model; override to wrap or change it."""
         model = load_scalar_model(
-            self.hparams["model"],
+            self.model_name,
             stepwise=self.stepwise,
-            head_std=self.hparams["head_std"],
+            head_std=self.head_std,
             dtype=self.model_dtype,
-            attention=self.hparams["attention"],
-            gradient_checkpointing=self.hparams["gradient_checkpointing"],
+            attention=self.attention,
+            gradient_checkpointing=self.gradient_checkpointing,
             lora=self.lora,
-            quantization=self.hparams["quantization"],
-            trust_remote_code=self.hparams["trust_remote_code"],
+            quantization=self.quantization,
+            trust_remote_code=self.trust_remote_code,
         )
         # Transformers' classifiers find the last token by skipping padding tokens. Where the end-of-sequence token is
         # the padding token they would read the one before it; without one they refuse padded batches instead.
@@ -100,7 +101,7 @@ class ScalarModule(PolicyModule):
         result = self.loss(batch, out)
         count = len(self.claims(batch, out.detach())[0])
         learned = torch.tensor(count > 0, device=out.device)
-        result = with_router_loss(result, self._router_loss, learned, self.hparams["router_aux_loss_coef"])
+        result = with_router_loss(result, self._router_loss, learned, self.router_aux_loss_coef)
         self.log_step({"loss": result.loss.detach()})
         self.log_metrics(result.metrics, count)
         return result.loss

@@ -48,6 +48,8 @@ class RewardModule(ScalarModule):
         super().__init__(model, lr=lr, **kwargs)
         check_number("centering", centering, minimum=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
+        self.centering = centering
+        self.label_smoothing = label_smoothing
 
     def scores(self, batch: TokenBatch) -> Tensor:
         """(2B,) raw rewards."""
@@ -64,8 +66,8 @@ class RewardModule(ScalarModule):
             batch.chosen(out),
             batch.rejected(out),
             margin=None if batch.margins is None else batch.chosen(batch.margins),
-            centering=self.hparams["centering"],
-            label_smoothing=self.hparams["label_smoothing"],
+            centering=self.centering,
+            label_smoothing=self.label_smoothing,
             mask=batch.pair_mask,
             denominator=batch.pair_denominator,
         )

@@ -83,7 +83,17 @@ class DistillationModule(PolicyModule):
             raise ValueError("precompute_teacher keeps the teacher's likeliest tokens only: say how many, top_k=64")
         named = isinstance(divergence, str) and "." not in divergence
         self.divergence: Any = divergence if named else resolve_function(divergence, "divergence")
-        self.hparams["divergence"] = divergence if isinstance(divergence, str) else function_name(divergence)
+        self.hparams.update(divergence=divergence if isinstance(divergence, str) else function_name(divergence))
+        self.teacher_name = teacher
+        self.temperature = temperature
+        self.teacher_weight = teacher_weight
+        self.distillation_coef = distillation_coef
+        self.top_k = top_k
+        self.remainder: Remainder = remainder
+        self.precompute_teacher = precompute_teacher
+        self.teacher_cache = teacher_cache
+        self.chunk_size = chunk_size
+        self.max_tokens_per_forward = max_tokens_per_forward
         # One tiny evaluation shows every bad knob of the loss here, not an hour into the run.
         rows = torch.zeros(1, max(top_k or 0, 2))
         ids = torch.arange(rows.shape[1])[None] if precompute_teacher else None
@@ -92,7 +102,7 @@ class DistillationModule(PolicyModule):
     def configure_model(self) -> None:
         """Build the student, and the teacher unless what it says is computed before training."""
         super().configure_model()
-        if not self.hparams["precompute_teacher"] and not hasattr(self, "teacher"):
+        if not self.precompute_teacher and not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
 
     def build_teacher(self) -> nn.Module:
@@ -101,7 +111,7 @@ class DistillationModule(PolicyModule):
         Raises:
             ValueError: If its tokens are not the student's.
         """
-        return load_teacher(self.hparams["teacher"], self)
+        return load_teacher(self.teacher_name, self)
 
     # ------------------------------------------------------------------ the loss
 
@@ -129,14 +139,14 @@ class DistillationModule(PolicyModule):
             values[None],
             mask,
             divergence=self.divergence,
-            temperature=self.hparams["temperature"],
-            teacher_weight=self.hparams["teacher_weight"],
-            top_k=self.hparams["top_k"] if ids is None else None,
+            temperature=self.temperature,
+            teacher_weight=self.teacher_weight,
+            top_k=self.top_k if ids is None else None,
             teacher_ids=None if ids is None else ids[None],
-            remainder=self.hparams["remainder"],
+            remainder=self.remainder,
             denominator=denominator,
         ).loss
-        if self.hparams["distillation_coef"] == 1.0:
+        if self.distillation_coef == 1.0:
             return torch.stack([divergence, torch.zeros_like(divergence)])
         logprobs = logits_logprobs(student, tokens).logprobs
         return torch.stack([divergence, cross_entropy_loss(logprobs[None], mask, denominator=denominator).loss])
@@ -158,14 +168,14 @@ class DistillationModule(PolicyModule):
             batch,
             mask,
             lambda logits, tokens, part: self.compare(logits, teacher(part), tokens, denominator),
-            chunk_size=self.hparams["chunk_size"],
+            chunk_size=self.chunk_size,
             router_aux_loss=self.balances_routers,
         )
-        share = self.hparams["distillation_coef"]
+        share = self.distillation_coef
         parts = {"distillation/divergence": divergence.detach()}
         if share < 1.0:
             parts["distillation/cross_entropy"] = cross_entropy.detach()
-        coef = self.hparams["router_aux_loss_coef"] if self.balances_routers else 0.0
+        coef = self.router_aux_loss_coef if self.balances_routers else 0.0
         return with_router_loss(
             LossOutput(share * divergence + (1.0 - share) * cross_entropy, parts), balance, mask, coef
         )
@@ -181,7 +191,7 @@ class DistillationModule(PolicyModule):
         """
         if isinstance(batch, DistilledBatch):
             return lambda part: (batch.teacher_logprobs[part], batch.teacher_ids[part])
-        if self.hparams["precompute_teacher"]:
+        if self.precompute_teacher:
             raise RuntimeError(
                 "precompute_teacher found no tokenised examples behind this batch's loader: use SFTDataModule, or a "
                 "StepLoader over TokenExample"
@@ -200,7 +210,7 @@ class DistillationModule(PolicyModule):
         self._precompute(self.trainer.val_dataloaders)
 
     def _precompute(self, loaders: Any) -> None:
-        if self.hparams["precompute_teacher"]:
+        if self.precompute_teacher:
             for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
                 precompute_teacher(loader, self)
 

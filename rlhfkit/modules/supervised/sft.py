@@ -49,7 +49,7 @@ class SFTModule(PolicyModule):
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """One micro-batch."""
         out = self.policy_output(batch)
-        coef = self.hparams["router_aux_loss_coef"]
+        coef = self.router_aux_loss_coef
         result = with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask, coef)
         self.log_step({"loss": result.loss.detach()})
         self.log_metrics(result.metrics, batch.loss_mask.sum(), suffix="_epoch")

@@ -30,18 +30,18 @@ def precompute_teacher(loader: Any, module: "DistillationModule") -> None:
     if not isinstance(loader, StepLoader) or loader.collate is not collate_tokens:
         return
     examples: Any = loader.examples
-    trainer, hparams = module.trainer, module.hparams
-    folder = Path(hparams["teacher_cache"] or Path(trainer.default_root_dir) / "teacher_logprobs")
+    trainer, top_k = module.trainer, module.top_k
+    folder = Path(module.teacher_cache or Path(trainer.default_root_dir) / "teacher_logprobs")
 
     def key() -> list[Any]:
-        told = model_fingerprint(hparams["teacher"]), hparams["top_k"], str(trainer.precision)
+        told = model_fingerprint(module.teacher_name), top_k, str(trainer.precision)
         return [examples_fingerprint(examples), *told]
 
     def compute() -> tuple[Tensor, Tensor]:
         teacher = module.build_teacher().to(module.device)
         return teacher_top_k(examples, teacher, module)
 
-    what = f"the teacher's {hparams['top_k']} likeliest tokens of {len(examples.lengths)} examples"
+    what = f"the teacher's {top_k} likeliest tokens of {len(examples.lengths)} examples"
     logprobs, ids = kept_on_disk(key, folder, trainer, compute, what)
     loader.examples = DistilledExamples(examples, logprobs, ids)
     loader.collate = collate_distilled
@@ -76,21 +76,21 @@ def teacher_top_k(examples: CountedRows, teacher: nn.Module, module: "Distillati
     """
     from tqdm.auto import tqdm
 
-    trainer, top_k = module.trainer, module.hparams["top_k"]
+    trainer, top_k = module.trainer, module.top_k or 0
     world, rank = trainer.world_size, trainer.global_rank
     student: Any = unwrap(module.policy)
     vocabulary = student.config.get_text_config().vocab_size  # the teacher's may be padded further
     ends = list(accumulate(examples.targets))
     logprobs = torch.zeros(ends[-1], top_k)
     ids = torch.zeros(ends[-1], top_k, dtype=torch.int32)
-    batches = token_batches(examples.lengths, module.hparams["max_tokens_per_forward"])
+    batches = token_batches(examples.lengths, module.max_tokens_per_forward)
     for chosen in tqdm(batches[rank::world], desc="Teacher log-probs", disable=rank > 0, leave=False):
         batch = collate_tokens([examples[row] for row in chosen]).to(module.device)
         places = torch.cat([torch.arange(ends[row] - examples.targets[row], ends[row]) for row in chosen])
         with trainer.precision_plugin.forward_context():
             rows = teacher_logits(teacher, batch, batch.loss_mask)
-            for start in range(0, len(places), module.hparams["chunk_size"]):
-                part = slice(start, start + module.hparams["chunk_size"])
+            for start in range(0, len(places), module.chunk_size):
+                part = slice(start, start + module.chunk_size)
                 best = rows(part)[0][:, :vocabulary].float().log_softmax(-1).topk(top_k, -1)
                 logprobs[places[part]], ids[places[part]] = best.values.cpu(), best.indices.int().cpu()
     if world > 1:

@@ -24,7 +24,7 @@ class PlainSGD(OnPolicyDistillationModule):
     """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+        return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
 
 
 def look_at_lengths(batch: Experience) -> Tensor:

@@ -55,7 +55,7 @@ CASES: list[tuple[type[PreferenceModule], dict[str, Any], Callable[..., float]]]
 def plain_sgd(kind: type[PreferenceModule]) -> type[PreferenceModule]:
     class PlainSGD(kind):
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+            return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
 
     return PlainSGD
 

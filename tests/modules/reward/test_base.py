@@ -73,7 +73,7 @@ def test_two_ranks_train_for_52_steps_and_validate_as_one(
         assert report["validation"] == pytest.approx(alone, rel=1e-5)
     for kind in KINDS:  # what two ranks of ZeRO stage 3 have saved is what one rank has trained
         saved = scalar_cases.module(folder, kind)
-        saved.hparams["model"] = str(folder / f"{kind} of two ranks")
+        saved.model_name = str(folder / f"{kind} of two ranks")
         saved.configure_model()
         _, trained = scalar_cases.fit(folder, kind, 1, max_epochs=4)
         for name, tensor in saved.policy.state_dict().items():
@@ -113,7 +113,7 @@ def test_adapters_and_head_train_and_are_saved_merged(folder: Path, tmp_path: Pa
         name for name, _ in straight.policy.named_parameters() if name.startswith("model.score.")
     }
     fresh = scalar_cases.module(folder, kind)
-    fresh.hparams["model"] = str(straight.save_pretrained(tmp_path / "saved"))
+    fresh.model_name = str(straight.save_pretrained(tmp_path / "saved"))
     fresh.configure_model()
     assert not has_adapter(fresh.policy)
     start = scalar_cases.module(folder, kind, lora=lora)

@@ -98,7 +98,7 @@ def test_mean_and_deviation_of_validation_rewards_are_saved_and_normalise(folder
     assert float(normalized.std()) == pytest.approx(1.0, rel=1e-5)
 
     again = scalar_cases.module(folder, "reward")
-    again.hparams["model"] = str(module.save_pretrained(tmp_path / "saved"))
+    again.model_name = str(module.save_pretrained(tmp_path / "saved"))
     again.configure_model()
     assert again.constants == pytest.approx(module.constants)
     torch.testing.assert_close(again.predict_step(batches[0], 0), module.predict_step(batches[0], 0))

@@ -17,7 +17,7 @@ class PlainSGD(SFTModule):
     """SGD shows a wrong factor that Adam would hide."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=self.hparams["lr"])
+        return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
 
 
 @pytest.fixture(scope="module")
