@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import toys
-from parity_cases import RANK, RANKS, Spy, difference, fit, weight_difference
 from torch.utils.data import DataLoader
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
+from strategies import toys
+from strategies.parity_cases import RANK, RANKS, Spy, difference, fit, weight_difference
 
 
 def everything(folder: Path, model: str, stages: list[int]) -> dict[str, Any]:

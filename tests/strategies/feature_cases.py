@@ -5,11 +5,11 @@ from typing import Any
 
 import peft
 import torch
-import toys
-from parity_cases import RANK, RANKS, Spy, difference, fit, weight_difference
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from strategies import toys
+from strategies.parity_cases import RANK, RANKS, Spy, difference, fit, weight_difference
 
 
 def zero(**options: Any) -> dict[str, Any]:

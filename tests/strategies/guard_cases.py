@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import toys
 from deepspeed.accelerator import get_accelerator
-from parity_cases import RANK, RANKS, fit, full_weights, weight_difference
 from torch import Tensor
 
 from rlhfkit.callbacks import NonFiniteGuard
 from rlhfkit.callbacks.guard import NonFiniteError
 from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from strategies import toys
+from strategies.parity_cases import RANK, RANKS, fit, full_weights, weight_difference
 
 POISON = {3: "loss", 6: "critic gradient"}
 """Of 12 micro-batches in windows of 2: the second and the fourth of six updates."""

@@ -3,9 +3,8 @@
 import json
 import sys
 
-import toys
-
 import rlhfkit.strategies  # noqa: F401  (registers the names)
+from strategies import toys
 
 
 def main(model: str) -> None:

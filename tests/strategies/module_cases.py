@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import toys
-from parity_cases import RANK, RANKS, full_weights, weight_difference
 from rl_runs import setup_run
 from tiny_models import tiny_model
 
 from rlhfkit import DPOModule, GRPOModule, PPOModule, PreferenceDataModule, SFTDataModule, SFTModule
 from rlhfkit.checkpoints import CheckpointError
+from strategies import toys
+from strategies.parity_cases import RANK, RANKS, full_weights, weight_difference
 
 
 class Keep(L.Callback):

@@ -91,5 +91,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent.parent)]
+    sys.path[0] = str(Path(__file__).parent.parent)  # the root of the tests, not this folder
     main()

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import toys
+
+from strategies import toys
 
 # Read once: Lightning deletes WORLD_SIZE from the environment when a fit ends.
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

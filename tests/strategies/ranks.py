@@ -1,4 +1,4 @@
-"""Start a function of this folder on several ranks, each a real process over gloo, and collect what it returns."""
+"""Start a function of the tests on several ranks, each a real process over gloo, and collect what it returns."""
 
 import atexit
 import contextlib
@@ -108,7 +108,7 @@ class Rank:
 
 
 def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Rank]:
-    """Start ``"module:function"`` of this folder on all ranks; each writes a result and a log into ``folder``."""
+    """Start ``"module:function"``, as imported from ``tests``, on all ranks; each writes a result and a log."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     for rank in range(ranks):

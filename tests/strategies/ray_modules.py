@@ -4,7 +4,8 @@ from typing import Any
 
 import lightning as L
 from torch import Tensor
-from toys import ShareLoader, Toy, global_batches
+
+from strategies.toys import ShareLoader, Toy, global_batches
 
 HOOKS = [
     "setup",

@@ -5,13 +5,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import toys
 from lightning.pytorch.callbacks import ModelCheckpoint
-from parity_cases import RANK, RANKS, Spy, difference, weight_difference
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.strategies.checkpoint import directory
+from strategies import toys
+from strategies.parity_cases import RANK, RANKS, Spy, difference, weight_difference
 
 
 class SaveAt(toys.pl.Callback):

@@ -15,7 +15,7 @@ KINDS = ["32-true", "bf16-true"]
 def report(tmp_path_factory: Any, model_folder: str) -> dict[str, Any]:
     """Everything on two ranks in one launch."""
     folder = tmp_path_factory.mktemp("behaviour")
-    return ranks.run("behaviour_cases:everything", 2, folder, model=model_folder, stages=STAGES)[0]
+    return ranks.run("strategies.behaviour_cases:everything", 2, folder, model=model_folder, stages=STAGES)[0]
 
 
 @pytest.mark.parametrize("case", [f"{stage}, bf16-true" for stage in STAGES] + ["3, bf16-mixed"])

@@ -29,7 +29,7 @@ def place(tmp_path_factory: Any) -> Path:
 def report(place: Path, model_folder: str) -> dict[str, Any]:
     """Straight and resumed runs with two engines, a frozen reference, dropout, accumulation and a schedule."""
     arguments = {"model": model_folder, "stages": STAGES, "precisions": PRECISIONS}
-    results = ranks.run("resume_cases:resume", 2, place, **arguments)
+    results = ranks.run("strategies.resume_cases:resume", 2, place, **arguments)
     for case, values in results[1].items():
         if "loss" in values:
             results[0][case]["loss"] = max(values["loss"], results[0][case]["loss"])
@@ -66,11 +66,11 @@ def test_evaluation_of_a_checkpoint_is_the_same_from_every_stage(report: dict[st
 def test_damage_and_mismatch_are_named_and_the_previous_checkpoint_is_used(
     report: dict[str, Any], place: Path, tmp_path: Path, model_folder: str
 ) -> None:
-    one = ranks.run("resume_cases:damage", 1, tmp_path / "one", model=model_folder, place=str(place))[0]
+    one = ranks.run("strategies.resume_cases:damage", 1, tmp_path / "one", model=model_folder, place=str(place))[0]
     expected = report["stage 3, 32-true, evaluation"]["validation"]
     assert one["validation"] == pytest.approx(expected, abs=1e-6), "weights load on any number of ranks"
 
-    results = ranks.run("resume_cases:damage", 2, tmp_path / "two", model=model_folder, place=str(place))
+    results = ranks.run("strategies.resume_cases:damage", 2, tmp_path / "two", model=model_folder, place=str(place))
     for values in results:  # the same error on every rank, and no hang
         assert "saved at ZeRO stage 2 and this run uses 3" in values["stage"]
         assert "is a file, not a checkpoint directory" in values["file"]
@@ -85,7 +85,9 @@ def test_damage_and_mismatch_are_named_and_the_previous_checkpoint_is_used(
 
 def test_a_real_run_killed_while_saving_resumes(tmp_path: Path, model_folder: str) -> None:
     place = tmp_path / "run"
-    processes = ranks.start("resume_cases:save_for_ever", 2, tmp_path / "a", model=model_folder, place=str(place))
+    processes = ranks.start(
+        "strategies.resume_cases:save_for_ever", 2, tmp_path / "a", model=model_folder, place=str(place)
+    )
     try:
         deadline = time.monotonic() + 100
         while not (place / "last.ckpt").exists():
@@ -96,7 +98,9 @@ def test_a_real_run_killed_while_saving_resumes(tmp_path: Path, model_folder: st
             os.kill(process.pid, signal.SIGKILL)
     finally:
         ranks.stop(processes)
-    (step, kept), *_ = ranks.run("resume_cases:continue_run", 2, tmp_path / "b", model=model_folder, place=str(place))
+    (step, kept), *_ = ranks.run(
+        "strategies.resume_cases:continue_run", 2, tmp_path / "b", model=model_folder, place=str(place)
+    )
     assert step >= 1
     assert kept == 1, "ModelCheckpoint(save_top_k=1) keeps one"
 

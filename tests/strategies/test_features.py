@@ -3,9 +3,8 @@
 from typing import Any
 
 import pytest
-import toys
 
-from strategies import ranks
+from strategies import ranks, toys
 
 pytestmark = pytest.mark.distributed
 
@@ -15,7 +14,7 @@ def report(tmp_path_factory: Any, model_folder: str, tied_model_folder: str) -> 
     """Everything in one launch."""
     folder = tmp_path_factory.mktemp("features")
     models = {"model": model_folder, "tied": tied_model_folder, "mixtral": toys.save_tiny_mixtral(folder / "mixtral")}
-    return ranks.run("feature_cases:everything", 2, folder, **models)[0]
+    return ranks.run("strategies.feature_cases:everything", 2, folder, **models)[0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ EXACT = [*(f"stage {s}" for s in STAGES), *(f"stage {s}, offload" for s in STAGE
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: Any, model_folder: str) -> list[dict[str, Any]]:
     """Everything on two ranks in one launch."""
-    return ranks.run("guard_cases:everything", 2, tmp_path_factory.mktemp("guard"), model=model_folder)
+    return ranks.run("strategies.guard_cases:everything", 2, tmp_path_factory.mktemp("guard"), model=model_folder)
 
 
 @pytest.mark.parametrize("case", ["plain", *EXACT, *(f"stage {stage}, bf16" for stage in STAGES)])

@@ -66,7 +66,7 @@ def killed(function: str, count: int, folder: Path, delay: float, steps: int, **
 @pytest.mark.parametrize("case", ["plain", "ZeRO 3, 2 ranks"] if KILLS <= 3 else CASES)
 def test_a_run_killed_at_random_is_the_straight_one(tmp_path: Path, case: str) -> None:
     kind, strategy, count = CASES[case]
-    function, chance, saved = "kill_cases:run", random.Random(case), tmp_path / "saved"
+    function, chance, saved = "strategies.kill_cases:run", random.Random(case), tmp_path / "saved"
     shared: dict[str, Any] = {"kind": kind, "strategy": strategy, "place": str(tmp_path / "place"), "epochs": EPOCHS}
     straight = ranks.run(function, count, tmp_path / "straight", saved=None, resume=None, **shared)
     lives: list[Path] = []

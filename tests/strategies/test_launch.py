@@ -27,6 +27,7 @@ def test_two_ranks_from_a_script(starter: str, tmp_path: Path, model_folder: str
     environment = ranks.rank_environment(0, 2, int(port), tmp_path)
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
         environment.pop(name)
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(SCRIPT), model_folder]
     if starter == "torchrun":
         command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]

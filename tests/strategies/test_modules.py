@@ -19,7 +19,7 @@ def place(tmp_path_factory: Any) -> Path:
 @pytest.fixture(scope="module")
 def reports(place: Path, tmp_path_factory: Any) -> list[dict[str, Any]]:
     """All modules at all stages on two ranks."""
-    return ranks.run("module_cases:resume", 2, tmp_path_factory.mktemp("runs"), place=str(place))
+    return ranks.run("strategies.module_cases:resume", 2, tmp_path_factory.mktemp("runs"), place=str(place))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -37,6 +37,6 @@ def test_resume_is_bitwise_the_straight_run(reports: list[dict[str, Any]], kind:
 def test_on_other_ranks_the_middle_of_an_epoch_is_refused_by_whoever_knows_why(
     reports: list[dict[str, Any]], place: Path, tmp_path: Path
 ) -> None:
-    found = ranks.run("module_cases:other_ranks", 1, tmp_path, place=str(place))[0]
+    found = ranks.run("strategies.module_cases:other_ranks", 1, tmp_path, place=str(place))[0]
     assert "world_size was 2 and is 1" in found["sft"]
     assert "its data loaders differ between ranks" in found["grpo"], "samples of an iteration belong to ranks"

@@ -19,7 +19,7 @@ def report(request: Any, tmp_path_factory: Any, model_folder: str, tied_model_fo
     """All stages and cases in one launch per number of ranks."""
     folder = tmp_path_factory.mktemp("parity")
     results = ranks.run(
-        "parity_cases:parity",
+        "strategies.parity_cases:parity",
         request.param,
         folder,
         models=[model_folder, tied_model_folder],

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import ray_cases
 import torch
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,6 +20,7 @@ from rlhfkit.strategies.ray.environment import RayEnvironment
 from rlhfkit.strategies.ray.launcher import RayLauncher
 from rlhfkit.strategies.ray.placement import PlacementError, placement_strategy
 from rlhfkit.strategies.ray.ranks import RankError, rank_environments
+from strategies import ray_cases
 
 
 def make_trainer(devices: Any = 2, *, accelerator: str = "cpu", num_nodes: int = 1, **arguments: Any) -> L.Trainer:

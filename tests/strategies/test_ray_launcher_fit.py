@@ -5,18 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray_cases
 import torch
-import toys
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerStatus
-from ray_modules import Failing, HookRecorder, SharedBatches, Watched, initial_weights, largest_difference, weights
 from rl_runs import PlainSGD, setup_run
 from rl_runs import weights as policy_weights
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.ray.remote_run import RunResult
-from strategies import ranks
+from strategies import ranks, ray_cases, toys
+from strategies.ray_modules import (
+    Failing,
+    HookRecorder,
+    SharedBatches,
+    Watched,
+    initial_weights,
+    largest_difference,
+    weights,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.distributed]
 
@@ -114,7 +120,7 @@ def test_sharded_weights_and_predictions_come_back(
 
 
 def test_grpo_on_ray_gives_the_weights_of_the_subprocess_launcher(ray_session: None, tmp_path: Path) -> None:
-    usual = ranks.run("ray_cases:train_grpo", 2, tmp_path)[0]
+    usual = ranks.run("strategies.ray_cases:train_grpo", 2, tmp_path)[0]
     trainer, module, data, rollouts = setup_run(
         tmp_path / "driver", module=PlainSGD, **ray_cases.GRPO, strategy=on_ray(2, return_weights=True)
     )

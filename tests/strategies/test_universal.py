@@ -25,12 +25,12 @@ def reports(root: Path, model_folder: str, tied_model_folder: str) -> Reports:
     """Checkpoints of one and of two ranks, each resumed by one and by two."""
     arguments = {"model": model_folder, "tied": tied_model_folder, "place": str(root / "place")}
     for saved in (1, 2):
-        ranks.run("universal_cases:save", saved, root / f"save-{saved}", **arguments)
+        ranks.run("strategies.universal_cases:save", saved, root / f"save-{saved}", **arguments)
     found = {}
     for saved in (1, 2):
         for count in (1, 2):
             folder = root / f"{saved}-{count}"
-            results = ranks.run("universal_cases:resume", count, folder, saved_by=saved, **arguments)
+            results = ranks.run("strategies.universal_cases:resume", count, folder, saved_by=saved, **arguments)
             assert all(result.keys() == results[0].keys() for result in results)
             found[saved, count] = results[0]
     return found
@@ -91,7 +91,7 @@ def test_after_an_epoch_the_next_one_is_dealt_to_the_new_ranks(reports: Reports,
 
 
 def test_an_error_of_rank_0_is_everybodys_and_nobody_waits_for_ever(tmp_path: Path) -> None:
-    first, second = ranks.run("universal_cases:slow", 2, tmp_path)
+    first, second = ranks.run("strategies.universal_cases:slow", 2, tmp_path)
     assert first[:2] == second[:2] == ["from rank 0", "the disk is full"]
     assert "Rank 1 waited for rank 0, which was sleeping, for at most 1 s" in second[2]
     assert "checkpoint_timeout" in second[2]

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import toys
 from lightning.pytorch.callbacks import ModelCheckpoint
-from parity_cases import RANK, RANKS, Spy
-from resume_cases import SaveAt
 from torch import Tensor
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.strategies.checkpoint import universal
+from strategies import toys
+from strategies.parity_cases import RANK, RANKS, Spy
+from strategies.resume_cases import SaveAt
 
 STAGES = (0, 1, 2, 3)
 
