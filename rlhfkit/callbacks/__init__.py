@@ -1,4 +1,8 @@
-"""Lightning callbacks: rollouts, sample tables, curves, exports, a guard. Hooks only; no algorithm lives here."""
+"""Lightning callbacks: rollouts, sample tables, curves, exports, a guard. Hooks only; no algorithm lives here.
+
+May import: rollout, rewards, models, data, checkpoints, ``protocols.py``; never modules, strategies or datamodules.
+Start at :mod:`rlhfkit.callbacks.rollout.callback`.
+"""
 
 from rlhfkit.callbacks.curves import TrainingCurves
 from rlhfkit.callbacks.dump import RolloutDump

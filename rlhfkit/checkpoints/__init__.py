@@ -1,6 +1,7 @@
-"""What every checkpoint of a run needs, whoever writes it: exact positions, whole files, errors that say what is there.
+"""Parts of every checkpoint: exact positions in the data, files that are whole, errors that say what is there.
 
-It imports nothing of ours: strategies, modules and callbacks all use it.
+May import: nothing of rlhfkit; strategies, modules and callbacks all use it.
+Start at :mod:`rlhfkit.checkpoints.resume`.
 """
 
 from rlhfkit.checkpoints.errors import CheckpointError

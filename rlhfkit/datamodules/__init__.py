@@ -1,4 +1,8 @@
-"""What the user's files become: DataModules for reinforcement learning and for supervised fine-tuning."""
+"""DataModules: files of the user become prompts for reinforcement learning or examples for supervised training.
+
+May import: data, ``protocols.py``, ``validation.py``; never callbacks, modules or strategies.
+Start at :mod:`rlhfkit.datamodules.sft`; for reinforcement learning at :mod:`rlhfkit.datamodules.prompts.datamodule`.
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,8 @@
-"""Episodes of several turns, on any engine: environments, tools, and agents that speak OpenAI's API."""
+"""Samples of several turns: environments, tools and agents that talk to the policy.
+
+May import: rollout, models, data, serving.
+Start at :mod:`rlhfkit.episodes.episode`, then ``environment.py`` and ``engine.py``.
+"""
 
 from typing import TYPE_CHECKING, Any
 

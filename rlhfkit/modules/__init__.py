@@ -1,4 +1,8 @@
-"""One LightningModule per loss."""
+"""One LightningModule per algorithm: the loss, and what it needs from the batch.
+
+May import: models, rollout, losses, data, checkpoints, ``protocols.py``; never callbacks, strategies or datamodules.
+Start at :mod:`rlhfkit.modules.base`, then a room: ``supervised/``, ``preference/``, ``reward/``, ``on_policy/``.
+"""
 
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy import presets

@@ -1,4 +1,8 @@
-"""Rewards: anything callable on samples, and ready-made ones. Importing this package loads torch and nothing else."""
+"""Rewards: any callable on samples, and ready-made ones. Importing this package loads torch and nothing else.
+
+May import: models, data, serving, ``validation.py``.
+Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.
+"""
 
 from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
 from rlhfkit.rewards.composition import WeightedSum

@@ -1,4 +1,8 @@
-"""Rollouts: the engine protocol, the in-process engine, and Ray-hosted vLLM engines. Heavy packages load when used."""
+"""Engines that generate samples: in this process, or vLLM in Ray actors. Heavy packages load when used.
+
+May import: models, losses, data, ``distributed.py``, ``validation.py``.
+Start at :mod:`rlhfkit.rollout.engine` (the interface), then ``local/`` or ``vllm/``.
+"""
 
 from typing import TYPE_CHECKING, Any
 

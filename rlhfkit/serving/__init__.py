@@ -1,1 +1,5 @@
-"""HTTP servers that let nobody in by default. The modules are imported one by one: the token needs no web framework."""
+"""HTTP servers that refuse requests without a token. Import its modules one by one: the token needs no web framework.
+
+May import: ``validation.py``.
+Start at :mod:`rlhfkit.serving.server`.
+"""
