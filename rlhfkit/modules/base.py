@@ -115,16 +115,6 @@ class PolicyModule(CheckpointMixin):
     # ------------------------------------------------------------------ building
 
     @property
-    def model_name(self) -> str:
-        """Folder or hub name of the policy."""
-        return self.hparams["model"]
-
-    @property
-    def trust_remote_code(self) -> bool:
-        """Whether Python code that comes with the model may run."""
-        return self.hparams["trust_remote_code"]
-
-    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded when first needed."""
         if self._tokenizer is None:

@@ -31,8 +31,6 @@ class CheckpointMixin(L.LightningModule):
     frozen_children: ClassVar[tuple[str, ...]] = ("reference",)
     """Children that are never trained and can be loaded again by name: left out of checkpoints."""
 
-    model_name: str
-    """Folder or hub name that the policy was loaded from."""
 
     @property
     def tokenizer(self) -> Any:
