@@ -194,7 +194,7 @@ def test_two_ranks_with_a_sharded_teacher_train_as_one_rank(tmp_path: Path) -> N
     for name, seed in (("model", 0), ("teacher", 1)):
         tiny_model(tmp_path / name, seed=seed)
     alone = train_on_ranks(tmp_path, str(tmp_path), 1)
-    both = ranks.run("modules.test_on_policy_distillation:train_on_ranks", 2, tmp_path, data=str(tmp_path), world=2)
+    both = ranks.run("modules.on_policy.test_distillation:train_on_ranks", 2, tmp_path, data=str(tmp_path), world=2)
     assert both[0] == both[1]
     for mine, theirs in zip(both[0], alone, strict=True):
         assert mine == (theirs if isinstance(theirs, list) else pytest.approx(theirs, rel=1e-6))
