@@ -21,19 +21,11 @@ import rlhfkit.losses
 
 PAGE = Path(__file__).with_name("losses.md")
 # Modules in the order of the page; others follow by name.
-ORDER = (
-    "policy",
-    "policy_sequence",
-    "policy_gradient",
-    "policy_trust",
-    "policy_selection",
-    "correction",
-    "kl",
-    "value",
-)
-ORDER += ("advantages", "returns", "reward_shaping", "supervised", "distillation")
-ORDER += ("preference", "preference_reference_free", "sequences", "preference_divergences", "kto", "reward")
-ORDER += ("logprobs", "single_pass", "masked")
+ORDER = ("policy.ppo", "policy.grpo", "policy.sequence", "policy.reinforce", "policy.trust_region", "policy.entropy")
+ORDER += ("importance_sampling", "kl", "value", "advantages.group", "advantages.gae", "advantages.rewards")
+ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free", "preference.sequences")
+ORDER += ("preference.variants", "preference.kto", "preference.reward_model")
+ORDER += ("fused_head.logprobs", "fused_head.single_pass", "policy.base", "aggregation", "metrics")
 OMITTED_KNOBS = {"denominator", "mask", "max_length"}
 
 HEADER = """\

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
     from torch import Tensor, nn
 
-    from rlhfkit.data.batch import PaddedBatch
-    from rlhfkit.data.collate import TokenBatch
+    from rlhfkit.data.batch import PaddedBatch, TokenBatch
     from rlhfkit.data.types import Experience, Prompt, Sample
 
 

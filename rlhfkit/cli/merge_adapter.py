@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 from rlhfkit.cli.folders import DType, new_folder, weight_type
-from rlhfkit.models.adapters import adapter_base
 from rlhfkit.models.load import base_model_name, existing_name, load_causal_lm, load_tokenizer
-from rlhfkit.models.weights.saving import save_weights
+from rlhfkit.models.lora import adapter_base
+from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 

@@ -1,7 +1,6 @@
 """Records and batching. Importing this package loads torch and nothing else."""
 
-from rlhfkit.data.batch import PaddedBatch
-from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.batch import PaddedBatch, StepTotals, TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.formats.distilled import DistilledBatch, DistilledExample, DistilledExamples, collate_distilled
 from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
 from rlhfkit.data.formats.stepwise import StepwiseBatch, StepwiseExample, StepwiseExamples, collate_stepwise
@@ -15,7 +14,7 @@ from rlhfkit.data.formats.unpaired import (
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.data.loaders.stream import StreamLoader
-from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_updates
+from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_micro_batches
 from rlhfkit.data.types import Experience, FinishReason, Prompt, Sample
 
 __all__ = [
@@ -52,5 +51,5 @@ __all__ = [
     "collate_tokens",
     "collate_unpaired",
     "iteration_shape",
-    "plan_updates",
+    "plan_micro_batches",
 ]

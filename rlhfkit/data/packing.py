@@ -10,7 +10,7 @@ Everything here is arithmetic on lengths: no tensors, no randomness, the same an
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -161,7 +161,7 @@ def _differencing(lengths: Sequence[int], order: Sequence[int], num_bins: int, s
     return [rows for _, rows in heap[0][2]]
 
 
-def plan_updates(
+def plan_micro_batches(
     lengths: Sequence[int],
     *,
     num_updates: int,
@@ -170,7 +170,7 @@ def plan_updates(
     order: Sequence[int] | None = None,
     split: Callable[[list[int], int], list[list[int]]] | None = None,
 ) -> list[list[MicroBatch]]:
-    """Divide an iteration into updates and micro-batches and deal these to the ranks.
+    """Divide an iteration into updates and micro-batches and assign these to the ranks.
 
     Update u takes the u-th contiguous, equal-count piece of ``order``. Its micro-batches have nearly equal tokens; they
     are dealt fullest first, so that ranks which wait for each other work on micro-batches of one size, and a lack of
@@ -183,7 +183,7 @@ def plan_updates(
         world_size: Ranks.
         order: Indices into ``lengths`` in training order, e.g. a permutation; an index that occurs in several updates
             is trained on in each of them. As they are when ``None``.
-        split: Divides the rows of an update into that many micro-batches; :func:`deal` by length when ``None``.
+        split: Divides the rows of an update into micro-batches; :func:`split_by_tokens` when ``None``.
 
     Returns:
         ``plan[rank]``: the ``num_updates * accumulate`` micro-batches of a rank, in training order.
@@ -212,7 +212,7 @@ def plan_updates(
     for update in range(num_updates):
         window = sorted(rows[update * size : (update + 1) * size])
         if split is None:
-            dealt = deal([lengths[row] for row in window], accumulate * world_size)
+            dealt = split_by_tokens([lengths[row] for row in window], accumulate * world_size)
             bins = [[window[index] for index in chosen] for chosen in dealt]
         else:
             bins = split(window, accumulate * world_size)
@@ -221,7 +221,7 @@ def plan_updates(
     return plan
 
 
-def deal(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+def split_by_tokens(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """:func:`balanced_partition`, fullest bin first; rank r of R takes bins r, r + R, r + 2R, ...
 
     Args:
@@ -275,3 +275,60 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, order: Sequence[i
             insort(levels, room)
         with_room[room].append(number)
     return [sorted(rows) for rows in bins]
+
+
+def packed_tokens(rows: Iterable[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:
+    """Tokens of a packed forward pass over some rows, each prompt counted once.
+
+    Args:
+        rows: Indices.
+        lengths: Tokens of each sequence.
+        prompts: Tokens of each sequence's prompt.
+        groups: Equal for samples of one prompt.
+    """
+    total, seen = 0, set()
+    for row in rows:
+        total += lengths[row] - (prompts[row] if groups[row] in seen else 0)
+        seen.add(groups[row])
+    return total
+
+
+def split_groups_by_tokens(
+    rows: Sequence[int],
+    num_bins: int,
+    *,
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    groups: Sequence[int],
+    ranks: int,
+) -> list[list[int]]:
+    """:func:`split_by_tokens` for sequences that share prompts.
+
+    Args:
+        rows: What is dealt: indices into the lists below, at least as many as bins.
+        num_bins: Bins, a multiple of ``ranks``.
+        lengths: Tokens of each sequence.
+        prompts: Tokens of each sequence's prompt.
+        groups: Equal for samples of one prompt.
+        ranks: Bins i * ranks .. (i + 1) * ranks - 1 are computed at the same time.
+
+    Returns:
+        ``num_bins`` lists of rows, each ascending, together every row once.
+    """
+    members: dict[int, list[int]] = {}
+    for row in rows:
+        members.setdefault(groups[row], []).append(row)
+    plans = []
+    size = max(map(len, members.values()))
+    while size >= 1:
+        pieces = [each[first : first + size] for each in members.values() for first in range(0, len(each), size)]
+        if len(pieces) >= num_bins:
+            costs = [packed_tokens(piece, lengths, prompts, groups) for piece in pieces]
+            bins = [
+                sorted(row for index in chosen for row in pieces[index]) for chosen in split_by_tokens(costs, num_bins)
+            ]
+            totals = [packed_tokens(each, lengths, prompts, groups) for each in bins]
+            slowest = sum(max(totals[first : first + ranks]) for first in range(0, num_bins, ranks))
+            plans.append((slowest, bins))
+        size //= 2
+    return min(plans, key=lambda plan: plan[0])[1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import lightning as L
 
-from rlhfkit.data.collate import collate_tokens
+from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.loaders.steps import CountedRows, StepLoader
 from rlhfkit.datamodules.tokenization.cache import TokenCache
 from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokensInText, check_special_tokens_in_text

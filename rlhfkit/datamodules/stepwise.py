@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhfkit.data.collate import TokenExample
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.stepwise import StepwiseExamples, collate_stepwise
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhfkit.data.collate import TokenExample, collate_tokens
+from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.data.loaders.stream import Stream, StreamLoader
 from rlhfkit.data.shuffling import permutation
 from rlhfkit.datamodules.sft import SFTDataModule

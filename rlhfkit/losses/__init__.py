@@ -53,6 +53,7 @@ from rlhfkit.losses.importance_sampling import (
     CorrectionOutput,
     importance_weights,
     mismatch_metrics,
+    off_policy_sequence_mask,
     rejection_mask,
 )
 from rlhfkit.losses.kl import KLEstimator, kl_estimate, kl_loss
@@ -66,30 +67,31 @@ from rlhfkit.losses.metrics import (
     sums_metric,
     weighted_metric,
 )
-from rlhfkit.losses.policy.ppo import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, ppo_loss
-from rlhfkit.losses.policy.reinforce import cispo_loss, gpg_loss, reinforce_loss, sapo_loss
-from rlhfkit.losses.policy.selection import (
-    entropy_bonus,
-    log_linear_proximal_logprobs,
-    off_policy_sequence_mask,
-    top_entropy_mask,
-)
-from rlhfkit.losses.policy.sequence import gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, rloo_loss, vespo_loss
-from rlhfkit.losses.policy.surrogate import (
+from rlhfkit.losses.policy.base import (
     PolicyTokens,
     RatioLevel,
     clipped_surrogate,
     policy_loss_output,
     policy_tokens,
 )
-from rlhfkit.losses.policy.trust_region import clip_cov_loss, decoupled_ppo_loss, dppo_loss, kl_cov_loss
-from rlhfkit.losses.preference.divergences import divergence_score
+from rlhfkit.losses.policy.entropy import entropy_bonus, top_entropy_mask
+from rlhfkit.losses.policy.grpo import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss
+from rlhfkit.losses.policy.ppo import ppo_loss
+from rlhfkit.losses.policy.reinforce import cispo_loss, gpg_loss, reinforce_loss, sapo_loss
+from rlhfkit.losses.policy.sequence import gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, rloo_loss, vespo_loss
+from rlhfkit.losses.policy.trust_region import (
+    clip_cov_loss,
+    decoupled_ppo_loss,
+    dppo_loss,
+    kl_cov_loss,
+    log_linear_proximal_logprobs,
+)
 from rlhfkit.losses.preference.dpo import dpo_loss
 from rlhfkit.losses.preference.kto import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss
 from rlhfkit.losses.preference.reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
 from rlhfkit.losses.preference.reward_model import bradley_terry_loss, pairwise_accuracy, process_reward_loss
-from rlhfkit.losses.preference.variants import PAIR_LOSSES, PreferencePairs
-from rlhfkit.losses.sequences import length_desensitized_logprobs, sequence_logprobs, wpo_weights
+from rlhfkit.losses.preference.sequences import length_desensitized_logprobs, sequence_logprobs, wpo_weights
+from rlhfkit.losses.preference.variants import PAIR_LOSSES, PreferencePairs, divergence_score
 from rlhfkit.losses.supervised import cross_entropy_loss, dft_loss
 from rlhfkit.losses.value import value_loss
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import check_same_shape, full_precision, masked_mean, masked_sum, select
 from rlhfkit.losses.metrics import max_metric, mean_metric, min_metric, sums_metric
+from rlhfkit.losses.policy.base import per_token
 
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 """Whose ratio is taken: a token's, a sequence's (the product), or the geometric mean over a sequence."""
@@ -215,6 +216,35 @@ def rejection_mask(
         value = value.abs().amax(-1, keepdim=True) if divergence == "k1" else value.amax(-1, keepdim=True)
     inside = (value >= floor) & (value <= ceiling)
     return (inside | ~mask).expand_as(mask)
+
+
+def off_policy_sequence_mask(
+    advantages: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, threshold: float
+) -> Tensor:
+    """Sequences to train on: all but those that were bad *and* that the policy has moved away from since.
+
+    ``A_i ≥ 0 or mean_t (log μ(y_t) - log π(y_t)) ≤ threshold``
+
+    DeepSeek-V3.2 (2025, arXiv:2512.02556); TRL's ``off_policy_mask_threshold``, slime's OPSM. A negative
+    example from far off-policy teaches nothing about the present policy and may break it.
+
+    Args:
+        advantages: (B,), (B, 1) or (B, T).
+        logprobs: (B, T) under the policy; detached here.
+        rollout_logprobs: (B, T) under the policy that sampled.
+        mask: (B, T), true where a token counts. Masked entries may hold anything.
+        threshold: Nats per token; no default, it is tuned.
+
+    Returns:
+        (B, T) bool, constant along a sequence where advantages are. True outside the mask too.
+
+    Raises:
+        ValueError: If shapes do not fit.
+    """
+    check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    drift = full_precision(rollout_logprobs.detach()) - full_precision(logprobs.detach())
+    near = masked_mean(drift, mask, -1).unsqueeze(-1) <= threshold
+    return near | ~(select(per_token(advantages.detach(), logprobs, "advantages"), mask) < 0.0)
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, N real tokens of the batch, H hidden size.
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -12,15 +13,60 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.losses.aggregation import full_precision
-from rlhfkit.models.adapters import adapter_base, add_lora
-from rlhfkit.models.classifiers import classifier_class
-from rlhfkit.models.forward import NO_VALUE_HEAD, VALUE_HEAD, TokenizedBatch, model_inputs, require_kept_apart, unwrap
-from rlhfkit.models.load import choose_attention, disable_dropout, existing_name, pretrained_arguments
-from rlhfkit.models.lora import LoRA
+from rlhfkit.models.forward import (
+    NO_VALUE_HEAD,
+    VALUE_HEAD,
+    TokenizedBatch,
+    backbone_router_loss,
+    model_inputs,
+    require_kept_apart,
+    unwrap,
+)
+from rlhfkit.models.load import (
+    Quantization,
+    choose_attention,
+    disable_dropout,
+    existing_name,
+    keep_layout,
+    pretrained_arguments,
+)
+from rlhfkit.models.lora import LoRA, adapter_base, add_lora
 from rlhfkit.models.output_logits import output_logits
-from rlhfkit.models.quantization import Quantization, keep_layout
-from rlhfkit.models.router_loss import backbone_router_loss
-from rlhfkit.models.weights.saving import save_weights
+from rlhfkit.models.weights.files import save_weights
+
+
+def classifier_class(config: Any, *, stepwise: bool) -> Any:
+    """The class of a family's sequence or token classifier.
+
+    Many families (Cohere, Granite, OLMoE, Falcon-H1 ...) have no classifier in Transformers. For these a class is made
+    of the parts of which Transformers makes most of its own: a backbone, and a linear layer ``score`` on it. It has the
+    name that Transformers would give it; what it saves is loaded by this function, not by Transformers' Auto classes.
+
+    Args:
+        config: A Transformers model configuration.
+        stepwise: A token classifier instead of a sequence classifier.
+
+    Returns:
+        A class, or an Auto class, with ``from_pretrained``.
+    """
+    from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    auto: Any = AutoModelForTokenClassification if stepwise else AutoModelForSequenceClassification
+    if type(config) in auto._model_mapping or type(config) not in AutoModel._model_mapping:
+        return auto
+    return _made(AutoModel._model_mapping[type(config)], stepwise)
+
+
+@cache
+def _made(backbone: Any, stepwise: bool) -> Any:
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+    general: Any = GenericForTokenClassification if stepwise else GenericForSequenceClassification
+    family = next(kind for kind in backbone.__mro__ if PreTrainedModel in kind.__bases__)
+    task = general.__name__.removeprefix("Generic")
+    name = family.__name__.removesuffix("PreTrainedModel") + task
+    return type(name, (general, family), {"base_model_prefix": family.base_model_prefix, "__module__": __name__})
 
 
 class ScalarHead(nn.Linear):
@@ -53,7 +99,7 @@ class ScalarModel(nn.Module):
     softmax of the two depends on.
 
     Args:
-        model: Of a :func:`~rlhfkit.models.classifiers.classifier_class`: Transformers' own where it has one. It is
+        model: Of a :func:`~rlhfkit.models.heads.classifier_class`: Transformers' own where it has one. It is
             trained, and :meth:`save_pretrained` writes it, so Transformers and others read our folders and we theirs.
 
     Raises:

@@ -1,8 +1,15 @@
 """``LoRA``: which low-rank adapters are trained."""
 
-from collections.abc import Mapping
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
 
 from rlhfkit.validation import check_integer, check_number
 
@@ -76,3 +83,270 @@ class LoRA:
         """As a dictionary of plain values, for checkpoints and logs."""
         values = asdict(self)
         return values | {"targets": self.targets if isinstance(self.targets, str) else list(self.targets)}
+
+
+ADAPTER = "default"
+"""peft's name of the adapter that is trained."""
+_START = "start"  # a frozen copy of an adapter that was trained before
+_PREFIX = "base_model.model."  # peft's files name weights as its own wrapper does
+
+
+# ---------------------------------------------------------------------------------------------------- putting them in
+
+
+def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
+    """Put new adapters into a model and freeze everything else. They change nothing until they are trained.
+
+    They are the same on every rank and in every run, whatever the seed, and in float32 beside weights of 16 bits, where
+    small updates would be lost (as peft does).
+
+    Args:
+        model: A Hugging Face model, changed in place.
+        lora: Which adapters.
+        base: Folder or hub name of the model, written into the adapter's files.
+
+    Raises:
+        ValueError: If the targets are no layers of the model, or the embedding or the output layer is among them, or
+            experts are and dropout or DoRA is asked for.
+    """
+    from peft import LoraConfig
+
+    every = lora.targets == "all-linear"
+    targets = _linear_layers(model) if every else lora.targets
+    experts = _expert_weights(model) if every and lora.experts else []
+    if experts and (lora.dropout or lora.dora):
+        raise ValueError(
+            f"{type(model).__name__} holds its experts in one tensor ({experts[0]}), whose adapters can have neither "
+            "dropout nor dora: leave these out, or train no experts (LoRA(experts=False))"
+        )
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast(int, lora.alpha),  # a factor; peft's annotation is too narrow
+        target_modules=sorted([targets] if isinstance(targets, str) else targets),
+        target_parameters=experts or None,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        init_lora_weights=cast(Any, INITS[lora.init]),
+        base_model_name_or_path=base,
+    )
+    if hasattr(model, "lm_head"):
+        config.task_type = "CAUSAL_LM"
+    _inject(model, config, ADAPTER)
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Put a saved adapter into the model it belongs to, to be trained on.
+
+    Args:
+        model: A Hugging Face model without adapters, changed in place.
+        folder: Holds ``adapter_config.json`` and ``adapter_model.safetensors``, as peft writes them.
+
+    Raises:
+        ValueError: If it is no LoRA adapter, or its weights do not fit.
+        NotImplementedError: If it holds more than adapters (``modules_to_save``, biases).
+    """
+    from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{folder} holds an adapter of type {config.peft_type}; only LoRA (and DoRA) can be trained")
+    extras = {"modules_to_save": None, "bias": "none", "trainable_token_indices": None}
+    used = [name for name, unused in extras.items() if getattr(config, name) not in (unused, [])]
+    if used:
+        raise NotImplementedError(
+            f"the adapter in {folder} uses {', '.join(used)}, which cannot be trained or published; merge it into its "
+            "base model with peft and start from that"
+        )
+    config.inference_mode = False
+    _inject(model, config, ADAPTER)
+    saved = load_file(Path(folder) / "adapter_model.safetensors")
+    result = set_peft_model_state_dict(model, {name.removeprefix(_PREFIX): value for name, value in saved.items()})
+    wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if "lora_" in name)]
+    if wrong:
+        raise ValueError(f"the adapter in {folder} does not fit {type(model).__name__}: {wrong[:4]}")
+
+
+def _linear_layers(model: nn.Module) -> tuple[str, ...]:
+    """The backbone's linear layers: last names, or full ones where a layer of another kind has the same last name."""
+    hugging_face: Any = model
+    backbone, output = hugging_face.base_model, hugging_face.get_output_embeddings()
+    home = next((f"{name}." if name else "" for name, module in model.named_modules() if module is backbone), "")
+    layers = {home + name: layer for name, layer in backbone.named_modules() if name}
+    linear = {name for name, layer in layers.items() if layer is not output and _takes_adapter(name, layer, layers)}
+    others = {name.rpartition(".")[2] for name in layers.keys() - linear}
+    return tuple({name if (last := name.rpartition(".")[2]) in others else last for name in linear})
+
+
+def _takes_adapter(name: str, layer: nn.Module, layers: Mapping[str, nn.Module]) -> bool:
+    """Whether a layer is linear and is called as one."""
+    from transformers.pytorch_utils import Conv1D
+
+    if not isinstance(layer, nn.Linear | Conv1D) or "Router" in type(layer).__name__:
+        return False  # routers of Llama 4 and Phi-MoE are linear layers that give more than one tensor
+    home, _, last = name.rpartition(".")
+    # The kernels of Mamba read the weight of this layer and never call it; peft refuses it in some of the families.
+    mamba = all(hasattr(layers.get(home), part) for part in ("A_log", "conv1d", "in_proj"))
+    return not (mamba and last == "out_proj")
+
+
+def _expert_weights(model: nn.Module) -> list[str]:
+    """Last names of the tensors (experts, rows, columns) that hold a layer's experts, such as ``experts.down_proj``."""
+    found = set()
+    for name, module in model.named_modules():
+        if "expert" in type(module).__name__.lower():
+            whole = {key: getattr(one, "ds_shape", one.shape) for key, one in module.named_parameters(recurse=False)}
+            found |= {f"{name.rpartition('.')[2]}.{key}" for key, shape in whole.items() if len(shape) == 3}
+    return sorted(found)
+
+
+def _inject(model: nn.Module, config: Any, adapter: str) -> None:
+    from peft import inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        inject_adapter_in_model(config, model, adapter)
+    if not is_deepspeed_zero3_enabled():  # which refuses two types in one model, and keeps float32 copies itself
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+    hugging_face = cast(Any, model)
+    for layer, what in [
+        (hugging_face.get_output_embeddings(), "output layer"),
+        (hugging_face.get_input_embeddings(), "embedding"),
+    ]:
+        if isinstance(layer, BaseTunerLayer):
+            raise ValueError(
+                f"LoRA on the {what} is not supported: log-probs are computed from the plain weight of the output "
+                "layer, which may be tied to the embedding. Leave it out of LoRA(targets=...)"
+            )
+
+
+# -------------------------------------------------------------------------------------------------------- asking them
+
+
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that carry adapters, by name; empty for a model without."""
+    if not any(".lora_" in name for name, _ in model.named_parameters()):
+        return {}  # and peft is not loaded
+    from peft.tuners.lora import LoraLayer
+
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether a model, bare or wrapped, carries LoRA adapters."""
+    return bool(adapter_layers(model))
+
+
+def remember_start(model: nn.Module) -> None:
+    """Keep a frozen copy of adapters that were trained before, so that :func:`adapter_disabled` gives them back.
+
+    Args:
+        model: With or without adapters, before training and before it is wrapped. New ones need no copy: they start
+            at nothing.
+    """
+    layers = adapter_layers(model).values()
+    if not any(bool(layer.lora_B[ADAPTER].weight.any()) for layer in layers):
+        return
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    hugging_face = cast(Any, model)
+    config = type(hugging_face.peft_config[ADAPTER])(**hugging_face.peft_config[ADAPTER].to_dict())
+    state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # one more is what we want
+        _inject(model, config, _START)
+    set_peft_model_state_dict(model, state, adapter_name=_START)
+    for layer in layers:
+        layer.set_adapter([ADAPTER])  # trained, and the copy frozen
+
+
+@contextmanager
+def adapter_disabled(model: nn.Module) -> Iterator[None]:
+    """Let a model with adapters be what it was before training, for a while: its own reference model.
+
+    The adapters are skipped, or replaced by the copy that :func:`remember_start` has kept. No weight moves and nothing
+    is gathered; it works inside DeepSpeed engines. Not for backward passes.
+
+    Example::
+
+        with torch.no_grad(), adapter_disabled(self.policy):
+            reference = policy_output(self.policy, batch, mask)
+
+    Args:
+        model: Bare or wrapped.
+
+    Raises:
+        ValueError: If the model has no adapters.
+    """
+    layers = list(adapter_layers(model).values())
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no adapters that could be switched off; load it with LoRA(...)")
+    # Not peft's own switches: they change requires_grad, from which DeepSpeed's engines have taken their hooks.
+    before = [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
+    for layer in layers:
+        if _START in layer.lora_A:
+            layer._active_adapter = [_START]
+        else:
+            layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, active, disabled in before:
+            layer._active_adapter, layer._disable_adapters = active, disabled
+
+
+def frozen_beside_adapters(model: nn.Module) -> set[str]:
+    """Names of the weights that the adapters leave as they were loaded; empty for a model without adapters.
+
+    Args:
+        model: Bare or wrapped.
+    """
+    if not has_adapter(model):
+        return set()
+    parameters = model.named_parameters(remove_duplicate=False)  # tied weights under both names
+    return {name for name, parameter in parameters if not parameter.requires_grad}
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def adapter_base(folder: str | Path) -> str | None:
+    """The model that the adapter in a folder belongs to; ``None`` when the folder holds no adapter.
+
+    Args:
+        folder: Path of a folder; a hub name is taken for a model.
+
+    Raises:
+        ValueError: If the adapter does not say.
+    """
+    file = Path(folder).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return None
+    base = json.loads(file.read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{file} does not say which model the adapter belongs to (base_model_name_or_path)")
+    return str(base)
+
+
+def save_adapter(model: nn.Module, folder: str | Path, state_dict: Mapping[str, Tensor]) -> None:
+    """Write the adapter alone, as peft does: ``PeftModel.from_pretrained(base, folder)`` loads it.
+
+    Args:
+        model: With adapters.
+        folder: Made when missing.
+        state_dict: Full weights by the model's names; others than the adapter's are ignored.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    state = get_peft_model_state_dict(model, dict(state_dict), adapter_name=ADAPTER, save_embedding_layers=False)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    cast(Any, model).peft_config[ADAPTER].save_pretrained(str(folder))

@@ -23,9 +23,8 @@ from rlhfkit.models import (
     load_tokenizer,
     policy_output,
 )
-from rlhfkit.models.adapters import remember_start
-from rlhfkit.models.load import context_length, load_config, precision_dtype
-from rlhfkit.models.quantization import Quantization
+from rlhfkit.models.load import Quantization, context_length, load_config, precision_dtype
+from rlhfkit.models.lora import remember_start
 from rlhfkit.models.row_check import ROW_TOLERANCES, Unpadded, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.clipping import clip_each_child

@@ -13,8 +13,8 @@ from torch import nn
 from rlhfkit.checkpoints import ExactResume
 from rlhfkit.checkpoints.resume import attach
 from rlhfkit.models import ScalarModel, unwrap
-from rlhfkit.models.adapters import frozen_beside_adapters, save_adapter
-from rlhfkit.models.weights.saving import save_weights
+from rlhfkit.models.lora import frozen_beside_adapters, save_adapter
+from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
 
 CLASSES = "module_classes"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhfkit.data.collate import TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.batch import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.packing import balanced_partition
 from rlhfkit.data.types import Sample
 from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rlhfkit.data.collate import TokenBatch, TokenExample
+from rlhfkit.data.batch import TokenBatch, TokenExample
 from rlhfkit.data.types import Sample
 from rlhfkit.models import scalar_output
 from rlhfkit.rewards.model import ModelReward

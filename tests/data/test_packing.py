@@ -12,7 +12,10 @@ from rlhfkit.data.packing import (
     balanced_partition,
     best_fit_decreasing,
     iteration_shape,
-    plan_updates,
+    packed_tokens,
+    plan_micro_batches,
+    split_by_tokens,
+    split_groups_by_tokens,
 )
 
 token_counts = st.lists(st.integers(0, 4096), min_size=1, max_size=60)
@@ -123,8 +126,8 @@ def test_one_rank_and_many_ranks_train_on_the_same_updates(
     generator = random.Random(seed)
     lengths = [generator.randint(1, 2048) for _ in range(updates * acc * world * per_bin)]
     order = generator.sample(range(len(lengths)), len(lengths))
-    many = plan_updates(lengths, num_updates=updates, accumulate=acc, world_size=world, order=order)
-    one = plan_updates(lengths, num_updates=updates, accumulate=acc * world, world_size=1, order=order)
+    many = plan_micro_batches(lengths, num_updates=updates, accumulate=acc, world_size=world, order=order)
+    one = plan_micro_batches(lengths, num_updates=updates, accumulate=acc * world, world_size=1, order=order)
     assert [len(share) for share in many] == [updates * acc] * world
     for update in range(updates):
         piece = order[update * acc * world * per_bin : (update + 1) * acc * world * per_bin]
@@ -137,27 +140,27 @@ def test_one_rank_and_many_ranks_train_on_the_same_updates(
 
 def test_ranks_work_on_micro_batches_of_one_size_at_a_time() -> None:
     lengths = [100, 90, 80, 70, 10, 10, 10, 10]
-    plan = plan_updates(lengths, num_updates=1, accumulate=2, world_size=2)
+    plan = plan_micro_batches(lengths, num_updates=1, accumulate=2, world_size=2)
     sizes = [totals(lengths, [batch.rows for batch in share]) for share in plan]
     assert all(abs(a - b) <= 10 for a, b in zip(*sizes, strict=True))
     assert sum(map(sum, sizes)) == sum(lengths)
 
 
 def test_a_row_that_occurs_in_two_passes_is_trained_on_twice() -> None:
-    plan = plan_updates([5, 6, 7, 8], num_updates=2, accumulate=2, world_size=1, order=[0, 1, 2, 3] * 2)
+    plan = plan_micro_batches([5, 6, 7, 8], num_updates=2, accumulate=2, world_size=1, order=[0, 1, 2, 3] * 2)
     rows = [row for batch in plan[0] for row in batch.rows]
     assert sorted(rows) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_plans_that_do_not_divide_say_why() -> None:
     with pytest.raises(ValueError, match="3 updates do not divide 8 sequences"):
-        plan_updates([1] * 8, num_updates=3, accumulate=1, world_size=1)
+        plan_micro_batches([1] * 8, num_updates=3, accumulate=1, world_size=1)
     with pytest.raises(
         ValueError, match=r"each of 4 updates has 2 of 8 .* accumulate 2 \* world_size 2 = 4 micro-batches"
     ):
-        plan_updates([1] * 8, num_updates=4, accumulate=2, world_size=2)
+        plan_micro_batches([1] * 8, num_updates=4, accumulate=2, world_size=2)
     with pytest.raises(ValueError, match="at least 1, got 0, 1, 1"):
-        plan_updates([1] * 8, num_updates=0, accumulate=1, world_size=1)
+        plan_micro_batches([1] * 8, num_updates=0, accumulate=1, world_size=1)
 
 
 def best_fit_by_hand(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -198,3 +201,63 @@ def test_ties_follow_the_order_that_is_given() -> None:
     assert best_fit_decreasing([5, 5, 5, 5], 10, order=[3, 0, 2, 1]) == [[0, 3], [1, 2]]
     with pytest.raises(ValueError, match="11 tokens does not fit into 10"):
         best_fit_decreasing([3, 11], 10)
+
+
+Groups = list[tuple[int, list[int]]]
+"""Prompt length, and completion lengths, of each group."""
+
+
+def flat(drawn: Groups) -> tuple[list[int], list[int], list[int]]:
+    """Lengths, prompt lengths and group ids."""
+    rows = [(prompt + each, prompt, 7 * number) for number, (prompt, made) in enumerate(drawn) for each in made]
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+def slowest(bins: list[list[int]], ranks: int, *lists: list[int]) -> int:
+    totals = [packed_tokens(rows, *lists) for rows in bins]
+    return sum(max(totals[first : first + ranks]) for first in range(0, len(totals), ranks))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 50), st.lists(st.integers(1, 60), min_size=1, max_size=8)), min_size=1, max_size=12
+    ),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_every_row_once_and_never_slower_than_dealing_rows_one_by_one(drawn: Groups, ranks: int, steps: int) -> None:
+    lengths, prompts, groups = flat(drawn)
+    bins = ranks * steps
+    if len(lengths) < bins:
+        return
+    dealt = split_groups_by_tokens(
+        range(len(lengths)), bins, lengths=lengths, prompts=prompts, groups=groups, ranks=ranks
+    )
+    assert len(dealt) == bins
+    assert all(rows and rows == sorted(rows) for rows in dealt)
+    assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
+    one_by_one = [sorted(rows) for rows in split_by_tokens(lengths, bins)]
+    assert slowest(dealt, ranks, lengths, prompts, groups) <= slowest(one_by_one, ranks, lengths, prompts, groups)
+
+
+def test_whole_groups_stay_together_where_one_rank_computes_them() -> None:
+    lengths, prompts, groups = flat([(100, [10, 20, 30, 40]) for _ in range(6)])
+    dealt = split_groups_by_tokens(range(24), 3, lengths=lengths, prompts=prompts, groups=groups, ranks=1)
+    assert sorted(len({groups[row] for row in rows}) for rows in dealt) == [2, 2, 2]
+    computed = sum(packed_tokens(rows, lengths, prompts, groups) for rows in dealt)
+    assert computed == 6 * (100 + 100)
+
+
+def test_groups_are_split_where_a_rank_would_wait_for_another() -> None:
+    """One prompt of eight long answers beside a short one: two ranks share the work on the long ones."""
+    lengths, prompts, groups = flat([(5, [100] * 8), (5, [1])])
+    dealt = split_groups_by_tokens(range(9), 2, lengths=lengths, prompts=prompts, groups=groups, ranks=2)
+    assert slowest(dealt, 2, lengths, prompts, groups) <= 5 + 400 + 6
+
+
+def test_rows_may_be_any_part_of_the_iteration() -> None:
+    lengths, prompts, groups = flat([(4, [3, 3]), (4, [3, 3]), (4, [3, 3])])
+    assert split_groups_by_tokens([2, 3, 4, 5], 2, lengths=lengths, prompts=prompts, groups=groups, ranks=1) == [
+        [2, 3],
+        [4, 5],
+    ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_tokenizer
 
-from rlhfkit.data.collate import TokenExample
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.stepwise import StepwiseExample, collate_stepwise
 from rlhfkit.datamodules import StepwiseDataModule
 

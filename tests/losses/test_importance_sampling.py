@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.losses import CORRECTION_PRESETS, importance_weights, mismatch_metrics, rejection_mask
+from rlhfkit.losses import (
+    CORRECTION_PRESETS,
+    importance_weights,
+    mismatch_metrics,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
 
 from .policy_cases import FIELD, TRL, policy_batch, tensors
 
@@ -291,3 +297,30 @@ def test_bad_arguments_of_rejection_mask_raise(knobs, message):
 def test_shapes_that_do_not_fit_raise(function):
     with pytest.raises(ValueError, match="same shape"):
         function(PAIR[0], PAIR[1][:, 1:], PAIR[2])
+
+
+def test_trl_golden_off_policy_mask():
+    helper, inputs = TRL["helpers"]["off_policy_mask"], tensors(TRL["grpo_loss"]["inputs"])
+    got = off_policy_sequence_mask(
+        inputs["advantages"],
+        inputs["per_token_logps"],
+        inputs["sampling_per_token_logps"],
+        inputs["completion_mask"],
+        threshold=helper["threshold"],
+    )
+    expected = torch.tensor(helper["out"], dtype=torch.bool).expand(6, 8)
+    assert torch.equal(got, expected)
+
+
+def test_off_policy_mask_ignores_what_is_masked_and_judges_tokens_by_their_own_advantage():
+    batch = policy_batch()
+    holes = torch.where(batch.mask, batch.old_logprobs + 5.0, torch.nan)
+    kept = off_policy_sequence_mask(batch.advantages, batch.logprobs, holes, batch.mask, threshold=1.0)
+    assert torch.equal(kept[batch.mask], batch.advantages[batch.mask] >= 0)
+    assert kept[~batch.mask].all()
+
+
+def test_off_policy_mask_refuses_advantages_of_another_batch():
+    logprobs, mask = torch.rand(2, 3), torch.ones(2, 3)
+    with pytest.raises(ValueError, match="one value per sequence"):
+        off_policy_sequence_mask(torch.ones(3), logprobs, logprobs, mask, threshold=0.1)

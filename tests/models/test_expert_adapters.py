@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.models import adapter_disabled, load_causal_lm, policy_output
-from rlhfkit.models.adapters import adapter_layers, remember_start, save_adapter
-from rlhfkit.models.weights.saving import save_weights
+from rlhfkit.models.lora import adapter_layers, remember_start, save_adapter
+from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy
 

@@ -13,7 +13,7 @@ from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.models import LoRA, load_causal_lm, policy_output
 from rlhfkit.models.attention.packed import PACKED_ATTENTION
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.models.weights.saving import save_weights
+from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout import ModuleWeights
 
 TOLERANCE = 1e-4

@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rlhfkit.data import TokenBatch
-from rlhfkit.data.collate import TokenExample, collate_tokens
+from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.models import load_scalar_model, reward_output, scalar_output
 
 LENGTHS = (3, 9, 6, 1)

@@ -9,9 +9,9 @@ import transformers as hf
 from torch import Tensor, nn
 
 from rlhfkit.data import TokenBatch
-from rlhfkit.data.collate import TokenExample, collate_tokens
+from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output, scalar_output
-from rlhfkit.models.comparison import compare_logits, teacher_logits
+from rlhfkit.models.distillation import compare_logits, teacher_logits
 from rlhfkit.models.heads import add_value_head
 from rlhfkit.models.output_logits import OutputLogits, output_logits
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModule
-from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.models import load_causal_lm, policy_output, scalar_output
 from rlhfkit.models.heads import add_value_head, load_scalar_model
 from rlhfkit.rollout import ModuleWeights

@@ -4,8 +4,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-from rlhfkit.data.grouping import deal_groups
-from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_updates
+from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_micro_batches, split_groups_by_tokens
 from rlhfkit.data.types import Experience
 
 
@@ -41,13 +40,13 @@ def deal(experience: Experience, shape: IterationShape, ranks: int) -> list[list
         ranks: That train.
     """
     lengths = experience.lengths.tolist()
-    plan = plan_updates(
+    plan = plan_micro_batches(
         lengths,
         num_updates=shape.updates,
         accumulate=shape.micro_batches_per_rank // shape.updates,
         world_size=ranks,
         split=partial(
-            deal_groups,
+            split_groups_by_tokens,
             lengths=lengths,
             prompts=experience.prompt_lengths.tolist(),
             groups=experience.group.tolist(),

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.loaders.steps import CountedRows
 
 

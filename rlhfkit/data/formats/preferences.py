@@ -12,8 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from rlhfkit.data.batch import row_field
-from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, row_field
 from rlhfkit.data.loaders.steps import CountedRows
 
 T = TypeVar("T")

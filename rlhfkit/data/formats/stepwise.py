@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhfkit.data.batch import step_field
-from rlhfkit.data.collate import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, step_field
 from rlhfkit.data.loaders.steps import CountedRows
 
 

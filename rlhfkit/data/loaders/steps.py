@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from rlhfkit.data.collate import StepTotals
-from rlhfkit.data.packing import best_fit_decreasing, deal
+from rlhfkit.data.batch import StepTotals
+from rlhfkit.data.packing import best_fit_decreasing, split_by_tokens
 from rlhfkit.data.shuffling import permutation
 from rlhfkit.validation import check_integer
 
@@ -210,7 +210,7 @@ class StepLoader(Generic[B]):
             filled.sort(key=lambda rows: (-sum(self.lengths[row] for row in rows), rows[0]))
         else:
             rows = sorted(units)
-            bins = deal([self.lengths[row] for row in rows], min(wanted, len(rows)))
+            bins = split_by_tokens([self.lengths[row] for row in rows], min(wanted, len(rows)))
             filled = [[rows[index] for index in chosen] for chosen in bins]
         return filled + [[] for _ in range(wanted - len(filled))]
 

@@ -8,8 +8,8 @@ and takes its share of each step: ranks need not talk to one another, and the st
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from rlhfkit.data.collate import StepTotals, TokenExample
-from rlhfkit.data.packing import deal
+from rlhfkit.data.batch import StepTotals, TokenExample
+from rlhfkit.data.packing import split_by_tokens
 from rlhfkit.validation import check_integer
 
 B = TypeVar("B")
@@ -99,7 +99,7 @@ class StreamLoader(Generic[B]):
         targets = [example.targets for example in examples]
         bins = self.accumulate * self.world_size
         totals = StepTotals(float(sum(targets)), float(sum(count > 0 for count in targets)), bins)
-        chosen = deal([len(example.input_ids) for example in examples], bins)
+        chosen = split_by_tokens([len(example.input_ids) for example in examples], bins)
         return [
             self.collate([examples[index] for index in rows], totals) for rows in chosen[self.rank :: self.world_size]
         ]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import lightning as L
 
-from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.prompts.curriculum import DeclaresHistoryUse, Order

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rlhfkit.data.collate import TokenBatch, collate_tokens
+from rlhfkit.data.batch import TokenBatch, collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
 

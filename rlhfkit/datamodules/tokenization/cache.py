@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit._version import __version__
-from rlhfkit.data.collate import TokenExample
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 from rlhfkit.validation import check_integer
 

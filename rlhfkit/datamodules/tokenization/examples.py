@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from rlhfkit.data.collate import TokenExample
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix, span_mask, write_conversation
 from rlhfkit.datamodules.tokenization.cache import CHUNK, TokenCache, tokenise_rows
 from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokenError, as_messages, is_chat

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhfkit.data.collate import TokenExample
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.preferences import PreferenceExamples
 from rlhfkit.datamodules.tokenization.chat import PromptFormat, as_messages, is_chat
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, TokenExamples, common_prefix

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rlhfkit.data.collate import TokenExample
+from rlhfkit.data.batch import TokenExample
 
 
 class TokenExamples:

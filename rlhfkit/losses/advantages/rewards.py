@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.advantages.group_reduction import precise
+from rlhfkit.losses.advantages.group import precise
 from rlhfkit.losses.aggregation import check_same_shape, full_precision, select
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.fused_head.inputs import Tiles
-from rlhfkit.losses.fused_head.tiles import NEGLIGIBLE, LogitTransform, OutputGradient, RunningSoftmax
+from rlhfkit.losses.fused_head.tiles import NEGLIGIBLE, LogitTransform, OutputGradient, RunningSoftmax, Tiles
 
 _BACKEND = "inductor"  # of torch.compile
 

@@ -18,22 +18,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhfkit.losses.fused_head.compiled import make_tiles
-from rlhfkit.losses.fused_head.inputs import (
+from rlhfkit.losses.fused_head.tiles import (
+    LogitTransform,
+    OutputGradient,
+    RunningSoftmax,
+    accumulate,
     add_product,
     block_rows,
     check_head_arguments,
     check_targets,
     matmul_dtype,
     set_product,
-    tile_shape,
-)
-from rlhfkit.losses.fused_head.tiles import (
-    LogitTransform,
-    OutputGradient,
-    RunningSoftmax,
-    accumulate,
     slices,
     tile_gradient,
+    tile_shape,
 )
 
 

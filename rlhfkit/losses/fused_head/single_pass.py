@@ -20,22 +20,20 @@ from torch.autograd.function import once_differentiable
 
 from rlhfkit.losses.aggregation import check_same_shape
 from rlhfkit.losses.fused_head.compiled import make_tiles
-from rlhfkit.losses.fused_head.inputs import (
-    add_product,
-    check_head_arguments,
-    matmul_dtype,
-    retained_rows,
-    set_product,
-    tile_columns,
-)
 from rlhfkit.losses.fused_head.logprobs import linear_logprobs
 from rlhfkit.losses.fused_head.tiles import (
     LogitTransform,
     OutputGradient,
     RunningSoftmax,
     accumulate,
+    add_product,
+    check_head_arguments,
     exponential_gradient,
+    matmul_dtype,
+    retained_rows,
+    set_product,
     slices,
+    tile_columns,
 )
 
 

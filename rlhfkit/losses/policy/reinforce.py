@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, masked_mean
-from rlhfkit.losses.policy.surrogate import RatioLevel, policy_loss_output, policy_tokens
+from rlhfkit.losses.policy.base import RatioLevel, policy_loss_output, policy_tokens
 
 
 def reinforce_loss(

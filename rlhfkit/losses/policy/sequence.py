@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, masked_mean, masked_sum, select
 from rlhfkit.losses.metrics import mean_metric
-from rlhfkit.losses.policy.ppo import ppo_loss
-from rlhfkit.losses.policy.surrogate import (
+from rlhfkit.losses.policy.base import (
     check_clip,
     clip_metrics,
     clipped_surrogate,
@@ -20,6 +19,7 @@ from rlhfkit.losses.policy.surrogate import (
     policy_loss_output,
     policy_tokens,
 )
+from rlhfkit.losses.policy.ppo import ppo_loss
 
 _SMALLEST_LOG_WEIGHT = math.log(1e-8)
 

@@ -15,8 +15,7 @@ from rlhfkit.losses.aggregation import (
     select,
 )
 from rlhfkit.losses.importance_sampling import CorrectionLevel, CorrectionMode, importance_weights
-from rlhfkit.losses.policy.ppo import ppo_loss
-from rlhfkit.losses.policy.surrogate import (
+from rlhfkit.losses.policy.base import (
     PolicyTokens,
     check_clip,
     clip_metrics,
@@ -25,6 +24,7 @@ from rlhfkit.losses.policy.surrogate import (
     policy_loss_output,
     policy_tokens,
 )
+from rlhfkit.losses.policy.ppo import ppo_loss
 
 
 def decoupled_ppo_loss(
@@ -318,6 +318,44 @@ def kl_cov_loss(
         max_length=max_length,
         metrics={"policy/covariance_fraction": masked_mean(penalised.float(), tokens.mask)},
     )
+
+
+def log_linear_proximal_logprobs(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    versions: Tensor,
+    *,
+    version: int,
+    proximal_version: int | None = None,
+) -> Tensor:
+    """Log-probs of the proximal policy of decoupled PPO, guessed from two others instead of a forward pass.
+
+    ``log π_prox = log μ + α (log π - log μ)``, ``α = (v_prox - v_μ) / (v_π - v_μ)``, in [0, 1].
+
+    AReaL (Fu et al., 2025, arXiv:2505.24298) and its ``loglinear`` approximation: between two versions the log-prob
+    of a token is taken to move in a straight line. Saves one forward pass per iteration.
+
+    Args:
+        logprobs: (B, T) under the policy of ``version``; detached here.
+        rollout_logprobs: (B, T) under the policies that sampled.
+        versions: (B, T) integers, policy version that sampled each token; anything outside the action mask.
+        version: Version of the policy now.
+        proximal_version: Version whose log-probs are wanted; ``version - 1`` when ``None``.
+
+    Returns:
+        (B, T) detached, in at least float32. Tokens that the current version sampled keep ``rollout_logprobs``.
+
+    Raises:
+        ValueError: If the shapes differ or ``proximal_version`` lies ahead of ``version``.
+    """
+    check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, versions=versions)
+    proximal = version - 1 if proximal_version is None else proximal_version
+    if proximal > version:
+        raise ValueError(f"proximal_version {proximal} lies ahead of version {version}")
+    sampled, current = full_precision(rollout_logprobs.detach()), full_precision(logprobs.detach())
+    age = (version - versions).to(sampled.dtype)
+    share = ((proximal - versions).to(sampled.dtype) / age.clamp(min=1.0)).clamp(0.0, 1.0)
+    return torch.where(age > 0.0, torch.lerp(sampled, current, share), sampled)
 
 
 def _check_fraction(fraction: float) -> None:

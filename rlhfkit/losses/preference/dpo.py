@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import LossOutput, aggregate, check_same_shape, full_precision, masked_mean, select
-from rlhfkit.losses.preference.divergences import Divergence, divergence_score
 from rlhfkit.losses.preference.variants import (
     IGNORES_DIVERGENCE,
     PAIR_LOSSES,
     SORTS_THE_BATCH,
     USES_LABEL_SMOOTHING,
+    Divergence,
     PairLoss,
     PreferencePairs,
+    divergence_score,
 )
 
 LossTypes = str | PairLoss | Mapping[str, float] | Mapping[PairLoss, float] | Mapping[str | PairLoss, float]

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.models.adapters import adapter_layers
 from rlhfkit.models.forward import VALUE_HEAD, unwrap
+from rlhfkit.models.lora import adapter_layers
 
 _WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _BASE = ".base_layer"  # peft puts the layer that an adapter belongs to under this name

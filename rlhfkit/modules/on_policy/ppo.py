@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, RewardMoments, gae, normalize_rewards, value_loss, weighted_metric, whiten
 from rlhfkit.models import PolicyOutput, ScalarModel, policy_output, unwrap
-from rlhfkit.models.forward import VALUE_HEAD
+from rlhfkit.models.forward import VALUE_HEAD, has_router
 from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
 from rlhfkit.models.load import base_model_name
-from rlhfkit.models.router_loss import has_router
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.kl_control import skip_update
 from rlhfkit.modules.router_loss import with_router_loss

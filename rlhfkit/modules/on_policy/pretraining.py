@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.losses import cross_entropy_loss
 from rlhfkit.models import policy_output
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.grouping import deal_groups
+from rlhfkit.data.packing import split_groups_by_tokens
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import RewardMoments, clip_rewards, missing_eos_penalty, normalize_rewards, stop_properly_penalty
 from rlhfkit.models import load_scalar_model, load_tokenizer, policy_output, reward_output
@@ -190,7 +190,7 @@ class RewardedModule(PolicyModule):
             bins = world * math.ceil(sum(lengths) / (world * self.hparams["max_tokens_per_forward"]))
             # Every rank runs equally many forward passes: a sharded model gathers its weights in each.
             bins = max(min(bins, len(wanted) // world * world), 1)
-            shares = deal_groups(
+            shares = split_groups_by_tokens(
                 range(len(wanted)),
                 bins,
                 lengths=lengths,

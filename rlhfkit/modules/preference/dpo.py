@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExamples
 from rlhfkit.losses import LossOutput, dpo_loss, length_desensitized_logprobs, wpo_weights
-from rlhfkit.losses.preference.divergences import Divergence
 from rlhfkit.losses.preference.dpo import LossTypes
-from rlhfkit.losses.preference.variants import SORTS_THE_BATCH
+from rlhfkit.losses.preference.variants import SORTS_THE_BATCH, Divergence
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.functions import function_name, resolve_function
 from rlhfkit.modules.preference.base import PreferenceModule

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.preferences import PreferenceExample
 from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch, UnpairedExamples
 from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
-from rlhfkit.models.adapters import adapter_base
+from rlhfkit.models.lora import adapter_base
 
 log = logging.getLogger(__name__)
 

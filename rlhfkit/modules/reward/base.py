@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_scalar_model
 from rlhfkit.models.heads import scalar_forward

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.preferences import PreferenceBatch
 from rlhfkit.losses import LossOutput, bradley_terry_loss
 from rlhfkit.models import reward_output, unwrap

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.distilled import DistilledBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
-from rlhfkit.models.comparison import TeacherRows, compare_logits, teacher_logits
+from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.functions import function_name, resolve_function
 from rlhfkit.modules.router_loss import with_router_loss

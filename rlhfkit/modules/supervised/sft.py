@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.data.collate import TokenBatch
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss, dft_loss
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule

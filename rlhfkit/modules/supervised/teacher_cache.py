@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.collate import collate_tokens
+from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.formats.distilled import DistilledExamples, collate_distilled
 from rlhfkit.data.loaders.steps import CountedRows, StepLoader
 from rlhfkit.models import unwrap
-from rlhfkit.models.comparison import teacher_logits
+from rlhfkit.models.distillation import teacher_logits
 from rlhfkit.modules.preference.reference_cache import kept_on_disk, model_fingerprint, token_batches
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlhfkit.models.weights.files import TensorGroup, saved_layout
 from rlhfkit.models.weights.merging import (
     MergedWeight,
     adapter_weights,
@@ -24,7 +25,6 @@ from rlhfkit.models.weights.merging import (
     persistent_buffers,
     without_wrappers,
 )
-from rlhfkit.models.weights.saved_layout import TensorGroup, saved_layout
 from rlhfkit.rollout.engine import WeightInfo, WeightSource
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from rlhfkit.data.collate import TokenExample
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.unpaired import UnpairedExamples, UnpairedLoader, collate_unpaired, rows_of_other_prompts
 
 

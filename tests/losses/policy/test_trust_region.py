@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from rlhfkit.losses import clip_cov_loss, decoupled_ppo_loss, dppo_loss, importance_weights, kl_cov_loss, ppo_loss
+from rlhfkit.losses import (
+    clip_cov_loss,
+    decoupled_ppo_loss,
+    dppo_loss,
+    importance_weights,
+    kl_cov_loss,
+    log_linear_proximal_logprobs,
+    ppo_loss,
+)
 
 from ..policy_cases import gradient, policy_batch
 
@@ -108,3 +116,22 @@ def test_at_least_one_token_is_always_penalised():
 def test_bad_arguments_raise(loss, arguments, message):
     with pytest.raises(ValueError, match=message):
         loss(*policy_batch(), **arguments)
+
+
+def test_log_linear_proximal_lies_on_the_line_between_the_two_policies():
+    current = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    rollout = torch.tensor([[-3.0, -3.0, -3.0, -3.0]], dtype=torch.float64)
+    versions = torch.tensor([[4, 6, 7, 8]])  # the policy is at version 8, the proximal one at 7
+    got = log_linear_proximal_logprobs(current, rollout, versions, version=8)
+    torch.testing.assert_close(got, torch.tensor([[-1.5, -2.0, -3.0, -3.0]], dtype=torch.float64))
+    assert not got.requires_grad
+    further = log_linear_proximal_logprobs(current, rollout, versions, version=8, proximal_version=6)
+    torch.testing.assert_close(further, torch.tensor([[-2.0, -3.0, -3.0, -3.0]], dtype=torch.float64))
+    same = log_linear_proximal_logprobs(current, rollout, versions, version=8, proximal_version=8)
+    torch.testing.assert_close(same, torch.tensor([[-1.0, -1.0, -1.0, -3.0]], dtype=torch.float64))
+
+
+def test_log_linear_proximal_refuses_a_version_that_lies_ahead():
+    logprobs, versions = torch.rand(2, 3), torch.ones(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="ahead"):
+        log_linear_proximal_logprobs(logprobs, logprobs, versions, version=3, proximal_version=4)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modules import scalar_cases
 from rlhfkit import ProcessRewardModule, StepwiseDataModule
-from rlhfkit.data.collate import TokenExample
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.stepwise import StepwiseExample, collate_stepwise
 from rlhfkit.models import unwrap
 

@@ -5,8 +5,6 @@ from hypothesis import strategies as st
 
 from rlhfkit.losses import (
     entropy_bonus,
-    log_linear_proximal_logprobs,
-    off_policy_sequence_mask,
     sum_losses,
     top_entropy_mask,
 )
@@ -49,27 +47,6 @@ def test_nothing_selected_keeps_nothing():
     assert not top_entropy_mask(torch.rand(2, 3), torch.zeros(2, 3)).any()
 
 
-def test_trl_golden_off_policy_mask():
-    helper = TRL["helpers"]["off_policy_mask"]
-    got = off_policy_sequence_mask(
-        INPUTS["advantages"],
-        INPUTS["per_token_logps"],
-        INPUTS["sampling_per_token_logps"],
-        INPUTS["completion_mask"],
-        threshold=helper["threshold"],
-    )
-    expected = torch.tensor(helper["out"], dtype=torch.bool).expand(6, 8)
-    assert torch.equal(got, expected)
-
-
-def test_off_policy_mask_ignores_what_is_masked_and_judges_tokens_by_their_own_advantage():
-    batch = policy_batch()
-    holes = torch.where(batch.mask, batch.old_logprobs + 5.0, torch.nan)
-    kept = off_policy_sequence_mask(batch.advantages, batch.logprobs, holes, batch.mask, threshold=1.0)
-    assert torch.equal(kept[batch.mask], batch.advantages[batch.mask] >= 0)
-    assert kept[~batch.mask].all()
-
-
 def test_entropy_bonus_pushes_entropy_up_and_adds_to_a_loss():
     batch = policy_batch()
     entropy = batch.advantages.abs().requires_grad_()
@@ -90,29 +67,12 @@ def test_entropy_bonus_of_zero_measures_and_has_no_gradient():
     assert bonus.metrics["policy/entropy"].item() > 0
 
 
-def test_log_linear_proximal_lies_on_the_line_between_the_two_policies():
-    current = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
-    rollout = torch.tensor([[-3.0, -3.0, -3.0, -3.0]], dtype=torch.float64)
-    versions = torch.tensor([[4, 6, 7, 8]])  # the policy is at version 8, the proximal one at 7
-    got = log_linear_proximal_logprobs(current, rollout, versions, version=8)
-    torch.testing.assert_close(got, torch.tensor([[-1.5, -2.0, -3.0, -3.0]], dtype=torch.float64))
-    assert not got.requires_grad
-    further = log_linear_proximal_logprobs(current, rollout, versions, version=8, proximal_version=6)
-    torch.testing.assert_close(further, torch.tensor([[-2.0, -3.0, -3.0, -3.0]], dtype=torch.float64))
-    same = log_linear_proximal_logprobs(current, rollout, versions, version=8, proximal_version=8)
-    torch.testing.assert_close(same, torch.tensor([[-1.0, -1.0, -1.0, -3.0]], dtype=torch.float64))
-
-
 def test_bad_arguments_raise():
     entropy, mask = torch.rand(2, 3), torch.ones(2, 3)
     with pytest.raises(ValueError, match="fraction"):
         top_entropy_mask(entropy, mask, fraction=0.0)
     with pytest.raises(ValueError, match="same shape"):
         top_entropy_mask(entropy, mask[:, :2])
-    with pytest.raises(ValueError, match="one value per sequence"):
-        off_policy_sequence_mask(torch.ones(3), entropy, entropy, mask, threshold=0.1)
-    with pytest.raises(ValueError, match="ahead"):
-        log_linear_proximal_logprobs(entropy, entropy, mask.long(), version=3, proximal_version=4)
 
 
 @pytest.mark.parametrize("function", [top_entropy_mask, entropy_bonus])

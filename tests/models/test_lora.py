@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhfkit.models import LoRA, adapter_disabled, has_adapter, load_causal_lm, policy_output
-from rlhfkit.models.adapters import adapter_layers, remember_start, save_adapter
-from rlhfkit.models.weights.saving import save_weights
+from rlhfkit.models.lora import adapter_layers, remember_start, save_adapter
+from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout import ModuleWeights
 
 VARIANTS = [{}, {"dora": True}, {"rslora": True}, {"init": "orthogonal"}, {"targets": ("q_proj", "down_proj")}]

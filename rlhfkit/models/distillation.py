@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from rlhfkit.models.forward import TokenizedBatch, model_inputs, replaced_head, require_kept_apart, unwrap
+from rlhfkit.models.forward import NO_ROUTER, TokenizedBatch, model_inputs, replaced_head, require_kept_apart, unwrap
 from rlhfkit.models.output_logits import output_logits
-from rlhfkit.models.router_loss import NO_ROUTER
 
 TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
 """What the teacher says about some of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K)."""

@@ -17,7 +17,6 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
-from rlhfkit.losses.policy.surrogate import per_token
 
 
 def top_entropy_mask(
@@ -55,35 +54,6 @@ def top_entropy_mask(
     return mask.bool() & (kept >= threshold)
 
 
-def off_policy_sequence_mask(
-    advantages: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, threshold: float
-) -> Tensor:
-    """Sequences to train on: all but those that were bad *and* that the policy has moved away from since.
-
-    ``A_i ≥ 0 or mean_t (log μ(y_t) - log π(y_t)) ≤ threshold``
-
-    DeepSeek-V3.2 (2025, arXiv:2512.02556); TRL's ``off_policy_mask_threshold``, slime's OPSM. A negative
-    example from far off-policy teaches nothing about the present policy and may break it.
-
-    Args:
-        advantages: (B,), (B, 1) or (B, T).
-        logprobs: (B, T) under the policy; detached here.
-        rollout_logprobs: (B, T) under the policy that sampled.
-        mask: (B, T), true where a token counts. Masked entries may hold anything.
-        threshold: Nats per token; no default, it is tuned.
-
-    Returns:
-        (B, T) bool, constant along a sequence where advantages are. True outside the mask too.
-
-    Raises:
-        ValueError: If shapes do not fit.
-    """
-    check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
-    drift = full_precision(rollout_logprobs.detach()) - full_precision(logprobs.detach())
-    near = masked_mean(drift, mask, -1).unsqueeze(-1) <= threshold
-    return near | ~(select(per_token(advantages.detach(), logprobs, "advantages"), mask) < 0.0)
-
-
 def entropy_bonus(
     entropy: Tensor,
     mask: Tensor,
@@ -117,41 +87,3 @@ def entropy_bonus(
     bonus = aggregate(entropy, mask, aggregation, denominator, max_length=max_length)
     mean = masked_mean(full_precision(entropy.detach()), mask)
     return LossOutput(-coef * bonus if coef else bonus.detach() * 0.0, {"policy/entropy": mean})
-
-
-def log_linear_proximal_logprobs(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    versions: Tensor,
-    *,
-    version: int,
-    proximal_version: int | None = None,
-) -> Tensor:
-    """Log-probs of the proximal policy of decoupled PPO, guessed from two others instead of a forward pass.
-
-    ``log π_prox = log μ + α (log π - log μ)``, ``α = (v_prox - v_μ) / (v_π - v_μ)``, in [0, 1].
-
-    AReaL (Fu et al., 2025, arXiv:2505.24298) and its ``loglinear`` approximation: between two versions the log-prob
-    of a token is taken to move in a straight line. Saves one forward pass per iteration.
-
-    Args:
-        logprobs: (B, T) under the policy of ``version``; detached here.
-        rollout_logprobs: (B, T) under the policies that sampled.
-        versions: (B, T) integers, policy version that sampled each token; anything outside the action mask.
-        version: Version of the policy now.
-        proximal_version: Version whose log-probs are wanted; ``version - 1`` when ``None``.
-
-    Returns:
-        (B, T) detached, in at least float32. Tokens that the current version sampled keep ``rollout_logprobs``.
-
-    Raises:
-        ValueError: If the shapes differ or ``proximal_version`` lies ahead of ``version``.
-    """
-    check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, versions=versions)
-    proximal = version - 1 if proximal_version is None else proximal_version
-    if proximal > version:
-        raise ValueError(f"proximal_version {proximal} lies ahead of version {version}")
-    sampled, current = full_precision(rollout_logprobs.detach()), full_precision(logprobs.detach())
-    age = (version - versions).to(sampled.dtype)
-    share = ((proximal - versions).to(sampled.dtype) / age.clamp(min=1.0)).clamp(0.0, 1.0)
-    return torch.where(age > 0.0, torch.lerp(sampled, current, share), sampled)
