@@ -1,62 +1,182 @@
-"""Exchanges between the training ranks, after which all of them know the same, errors too."""
+"""Exchanges between training ranks: gathered objects and sums, errors that all ranks learn of, and ZeRO-3 parameters.
 
-from collections.abc import Callable
-from typing import Any
+Every function that is called a collective has to be called by all ranks. Without an initialized process group, or with
+one rank, nothing is exchanged. Imports torch only.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from rlhfkit.rollout.errors import EngineError
+T = TypeVar("T")
 
 
-def rank() -> int:
-    """This process's rank; 0 where there are no others."""
+class RecoverableError(RuntimeError):
+    """Base class of errors that all ranks can recover from together.
+
+    When every rank that failed raised one, :func:`run_on_all_ranks` raises it on all ranks, with its own type. The
+    constructor must accept a message alone.
+    """
+
+
+class _Failure(NamedTuple):
+    """What the other ranks learn about an error."""
+
+    message: str
+    recoverable: type[RecoverableError] | None
+
+
+# ---------------------------------------------------------------- ranks and gathers
+
+
+def get_rank() -> int:
+    """Rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def everyones(mine: Any) -> list[Any]:
-    """What every rank has, by rank. A collective.
+def get_world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def gather_objects(value: T, *, group: Any = None) -> list[T]:
+    """Collect a value from every rank. A collective.
 
     Args:
-        mine: This rank's; picklable.
-    """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return [mine]
-    theirs: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(theirs, mine)
-    return theirs
-
-
-def agree(error: Exception | None, flags: Any = None) -> tuple[Any, Exception | None]:
-    """Exchange the outcome of all ranks. A collective.
-
-    Args:
-        error: What went wrong here.
-        flags: Rank 0's are returned.
+        value: This rank's value; picklable if there is more than one rank.
+        group: Process group of all ranks; ``None``: the default one. A thread beside the training loop needs its own.
 
     Returns:
-        Rank 0's flags, and an error if any rank has one: its own, or else one that quotes the first that has.
+        The values of all ranks, by rank, on every rank.
     """
-    outcomes = everyones((flags, None if error is None else f"{type(error).__name__}: {error}"))
-    for number, (_, text) in enumerate(outcomes):
-        if text is not None and error is None:
-            error = EngineError(f"rank {number} failed: {text}")
-    return outcomes[0][0], error
+    world_size = get_world_size()
+    if world_size == 1:
+        return [value]
+    values: list[Any] = [None] * world_size
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def together(step: Callable[[], Any]) -> None:
-    """A step of every rank; when one raises, all do. A collective.
+def all_reduce(tensor: Tensor, operation: Literal["sum", "max", "min"] = "sum") -> Tensor:
+    """Reduce a tensor over all ranks, in place. A collective.
 
     Args:
-        step: Called once.
+        tensor: Same shape and type on every rank.
+        operation: Elementwise.
+
+    Returns:
+        ``tensor``.
+    """
+    if get_world_size() > 1:
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()))
+    return tensor
+
+
+# ---------------------------------------------------------------- errors
+
+
+def run_on_all_ranks(
+    step: Callable[[], T], *, group: Any = None, error_type: type[Exception] = RuntimeError
+) -> list[T]:
+    """Run a step on every rank and gather the results; when it fails on one rank, all ranks raise. A collective.
+
+    Args:
+        step: Called once; its result must be picklable if there is more than one rank.
+        group: See :func:`gather_objects`.
+        error_type: Raised on ranks whose own step succeeded.
+
+    Returns:
+        The results of all ranks, by rank, on every rank.
 
     Raises:
-        Exception: What ``step`` raised here; on the other ranks an EngineError that quotes it.
+        RecoverableError: On all ranks, if every failed rank raised one.
+        Exception: Else, what ``step`` raised on this rank; on the other ranks an ``error_type`` that names the rank and
+            its error.
     """
+    if get_world_size() == 1:
+        return [step()]
+    result: Any = None
     error: Exception | None = None
     try:
-        step()
-    except Exception as raised:
+        result = step()
+    except Exception as raised:  # the other ranks are told below, then it is raised here
         error = raised
-    _, error = agree(error)
+    outcomes = gather_objects((result, _failure(error)), group=group)
+    error = _error_of_all(error, [failure for _, failure in outcomes], error_type)
     if error is not None:
         raise error
+    return [value for value, _ in outcomes]
+
+
+def exchange_errors(error: Exception | None, *, error_type: type[Exception] = RuntimeError) -> Exception | None:
+    """Tell all ranks about an error on this one. A collective.
+
+    Args:
+        error: This rank's; ``None`` if it has none.
+        error_type: See :func:`run_on_all_ranks`.
+
+    Returns:
+        What :func:`run_on_all_ranks` would raise here; ``None`` if no rank failed.
+    """
+    return _error_of_all(error, gather_objects(_failure(error)), error_type)
+
+
+def true_on_all_ranks(condition: bool) -> bool:
+    """Whether a condition holds on every rank. A collective."""
+    return all(gather_objects(condition))
+
+
+def _failure(error: Exception | None) -> _Failure | None:
+    if error is None:
+        return None
+    return _Failure(f"{type(error).__name__}: {error}", type(error) if isinstance(error, RecoverableError) else None)
+
+
+def _error_of_all(
+    own: Exception | None, failures: list[_Failure | None], error_type: type[Exception]
+) -> Exception | None:
+    """What this rank raises: its own error, but a recoverable one only if no rank has another."""
+    failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
+    if not failed or (own is not None and not isinstance(own, RecoverableError)):
+        return own
+    fatal = [(rank, failure) for rank, failure in failed if failure.recoverable is None]
+    if own is not None and not fatal:
+        return own
+    rank, failure = (fatal or failed)[0]
+    return (failure.recoverable or error_type)(f"rank {rank} failed: {failure.message}")
+
+
+# ---------------------------------------------------------------- ZeRO stage 3
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether DeepSpeed ZeRO stage 3 manages the parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+@contextmanager
+def full_parameters(parameters: Iterable[nn.Parameter], *, modifier_rank: int | None = None) -> Iterator[None]:
+    """Give ZeRO-3 parameters their full values inside the context; others are left as they are. A collective.
+
+    Args:
+        parameters: The same on every rank.
+        modifier_rank: Rank whose changes all ranks get when the context ends; ``None``: changes are lost.
+    """
+    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
+    if not sharded:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank):
+        yield
+
+
+def local_shard(parameter: Any) -> Tensor:
+    """This rank's part of a ZeRO-3 parameter, flat, in its own memory, without the uninitialized padding at the end."""
+    shard = parameter.ds_tensor.data.view(-1)
+    start = dist.get_rank(parameter.ds_process_group) * shard.numel()
+    return shard[: max(0, parameter.ds_numel - start)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
+from rlhfkit.distributed import is_sharded, local_shard
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -125,12 +126,10 @@ class EMA(L.Callback):
 
     def _share(self, parameter: Any) -> Tensor:
         """This rank's part of a parameter, flat, in the parameter's own memory."""
-        if hasattr(parameter, "ds_tensor"):
+        if is_sharded(parameter):
             if not self._per_rank:
                 raise TypeError("EMA of weights sharded by ZeRO 3 needs RLHFDeepSpeedStrategy, which saves all shards")
-            shard = parameter.ds_tensor.data.view(-1)
-            start = dist.get_rank(parameter.ds_process_group) * shard.numel()
-            return shard[: max(0, parameter.ds_numel - start)]  # without padding
+            return local_shard(parameter)
         if hasattr(parameter, "to_local"):
             raise TypeError("EMA does not support weights sharded by FSDP or tensor parallelism; use rlhf_zero3")
         flat = parameter.data.view(-1)
@@ -174,7 +173,7 @@ class EMA(L.Callback):
         for name, parameter in parameters.items():
             share = self._share(parameter)
             share.copy_(shares[name])
-            if self._per_rank and not hasattr(parameter, "ds_tensor"):
+            if self._per_rank and not is_sharded(parameter):
                 self._spread(parameter.data.view(-1), share)
         # Small ones are whole on every rank at ZeRO 3 too.
         whole: list[Any] = [p for p in parameters.values() if getattr(p, "ds_status", None) is not None]

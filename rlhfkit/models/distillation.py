@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from rlhfkit.distributed import is_sharded
 from rlhfkit.models.forward import NO_ROUTER, TokenizedBatch, model_inputs, replaced_head, require_kept_apart, unwrap
 from rlhfkit.models.output_logits import output_logits
 
@@ -57,7 +58,7 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, pac
     def select(hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, 1)[positions]
         # A ZeRO-3 shard is whole only while its layer runs, so it is copied.
-        kept["weight"] = layer.weight.clone() if hasattr(layer.weight, "ds_id") else layer.weight
+        kept["weight"] = layer.weight.clone() if is_sharded(layer.weight) else layer.weight
         kept["bias"], kept["dtype"] = layer.bias, rows.dtype
         return known.hide(rows)
 

@@ -4,7 +4,6 @@ Shapes: B sequences, T tokens, N real tokens of the batch, H hidden size.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.distributed import full_parameters
 from rlhfkit.losses.aggregation import full_precision
 from rlhfkit.models.forward import (
     NO_VALUE_HEAD,
@@ -279,19 +279,10 @@ def _initialize(head: nn.Linear, std: float | None) -> None:
     # Not in the default type, which is float64 in a Trainer(precision="64-true") and has other numbers.
     shape, generator = (head.out_features, head.in_features), torch.Generator().manual_seed(0)
     noise = torch.randn(shape, generator=generator, dtype=torch.float32)
-    with torch.no_grad(), _whole(list(head.parameters())):
+    with torch.no_grad(), full_parameters(head.parameters(), modifier_rank=0):
         head.weight.copy_(noise * std)
         if head.bias is not None:
             head.bias.zero_()
-
-
-def _whole(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-    """Parameters that ZeRO stage 3 has sharded while they were made, in one piece to be written."""
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
-    from deepspeed import zero
-
-    return zero.GatheredParameters(parameters, modifier_rank=0)
 
 
 def scalar_output(

@@ -374,7 +374,7 @@ class PolicyModule(CheckpointMixin):
             key = f"{prefix}{name}{suffix}"
             begun, epoch_metric = self._epoch_metrics.get(key, (None, None))
             if epoch_metric is None or begun != stage:  # an epoch that broke off leaves something behind
-                epoch_metric = EpochMetric(metric, self.trainer.world_size).to(self.device)
+                epoch_metric = EpochMetric(metric).to(self.device)
                 self._epoch_metrics[key] = (stage, epoch_metric)
             epoch_metric.update(metric)
             self.log(key, epoch_metric, on_step=False, on_epoch=True, batch_size=1, metric_attribute="_epoch_metrics")
@@ -394,5 +394,5 @@ class PolicyModule(CheckpointMixin):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log what the micro-batches of the step have said."""
-        for name, value in self._step_metrics.take(self.trainer.world_size).items():
+        for name, value in self._step_metrics.take().items():
             self.log(name, value, prog_bar=name == "loss", on_step=True, on_epoch=False, batch_size=1)

@@ -31,7 +31,6 @@ class CheckpointMixin(L.LightningModule):
     frozen_children: ClassVar[tuple[str, ...]] = ("reference",)
     """Children that are never trained and can be loaded again by name: left out of checkpoints."""
 
-
     @property
     def tokenizer(self) -> Any:
         """The tokenizer that is written beside a model."""

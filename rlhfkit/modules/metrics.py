@@ -7,14 +7,10 @@ import torch
 import torchmetrics
 from torch import Tensor
 
-from rlhfkit.losses.metrics import Metric, combined, weighted_metric
+from rlhfkit.distributed import all_reduce
+from rlhfkit.losses.metrics import Combination, Metric, combined, weighted_metric
 
-_START = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}
-_OPERATIONS = {
-    "sum": torch.distributed.ReduceOp.SUM,
-    "max": torch.distributed.ReduceOp.MAX,
-    "min": torch.distributed.ReduceOp.MIN,
-}
+_START: dict[Combination, float] = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}
 
 
 class EpochMetric(torchmetrics.Metric):
@@ -22,15 +18,14 @@ class EpochMetric(torchmetrics.Metric):
 
     Args:
         example: The first of them; says what it is computed from, and where.
-        world_size: Ranks that compute it together.
     """
 
     full_state_update = False
     state: Tensor
 
-    def __init__(self, example: Metric, world_size: int) -> None:
+    def __init__(self, example: Metric) -> None:
         super().__init__(sync_on_compute=False)
-        self.combine, self.finish, self.world_size = example.combine, example.finish, world_size
+        self.combine, self.finish = example.combine, example.finish
         start = torch.full_like(_precise(example.state), _START[example.combine])
         self.add_state("state", default=start, dist_reduce_fx=example.combine)
 
@@ -44,10 +39,7 @@ class EpochMetric(torchmetrics.Metric):
 
     def compute(self) -> Tensor:
         """Over all micro-batches and ranks. A collective."""
-        state = self.state.clone()
-        if self.world_size > 1:
-            torch.distributed.all_reduce(state, _OPERATIONS[self.combine])
-        return self.finish(state).float()
+        return self.finish(all_reduce(self.state.clone(), self.combine)).float()
 
 
 class StepMetrics:
@@ -70,21 +62,15 @@ class StepMetrics:
             before = self._metrics.get(name)
             self._metrics[name] = metric if before is None else before.merge(metric)
 
-    def take(self, world_size: int) -> dict[str, Tensor]:
-        """All of them over all ranks, and begin anew. A collective: one exchange for each way of combining.
-
-        Args:
-            world_size: Ranks.
-        """
+    def take(self) -> dict[str, Tensor]:
+        """All of them over all ranks, and begin anew. A collective: one exchange for each way of combining."""
         metrics, self._metrics = self._metrics, {}
         values: dict[str, Tensor] = {}
         for combine in _START:
             chosen = {name: one for name, one in metrics.items() if one.combine == combine}
             if not chosen:
                 continue
-            states = torch.cat([_precise(one.state) for one in chosen.values()])
-            if world_size > 1:
-                torch.distributed.all_reduce(states, _OPERATIONS[combine])
+            states = all_reduce(torch.cat([_precise(one.state) for one in chosen.values()]), combine)
             parts = states.split([len(one.state) for one in chosen.values()])
             values |= {name: one.finish(part).float() for (name, one), part in zip(chosen.items(), parts, strict=True)}
         return {name: values[name] for name in metrics}

@@ -153,6 +153,37 @@ class WeightSource(Protocol):
         ...
 
 
+class DrainableWeights:
+    """A weight source that can be read to its end after an engine has failed to: other ranks wait in its collectives.
+
+    Args:
+        weights: The source.
+    """
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+        self._iterator: Iterator[tuple[str, Tensor]] | None = None
+
+    def metadata(self) -> list[WeightInfo]:
+        """Return the metadata of the source."""
+        return self._weights.metadata()
+
+    def as_saved(self) -> "DrainableWeights":
+        """Switch to the source's :meth:`WeightSource.as_saved` and return this object."""
+        self._weights = self._weights.as_saved()
+        return self
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the source; an engine that stops reading does not close the iterator."""
+        self._iterator = iter(self._weights)
+        return self._iterator
+
+    def drain(self) -> None:
+        """Read what has not been read."""
+        for _ in self._iterator or self:
+            pass
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Something that samples from the current policy.

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from rlhfkit.distributed import RecoverableError
+
 CURE = (
     "Free what is left with close(), then start() again, or resume the run from its last checkpoint. The engines' "
     "output is in the logs of Ray's session folder."
@@ -33,7 +35,7 @@ class RequestError(EngineError, ValueError):
     """A request that no engine takes: the fault is the request's, other requests and the engines are as they were."""
 
 
-class WeightsNeededError(EngineError):
+class WeightsNeededError(EngineError, RecoverableError):
     """No engine serves, but some are up or starting: with the trainer's weights the same can be asked for again.
 
     The trainer has to send them (``version = None``, then ``load``), as ``RolloutCallback`` does.

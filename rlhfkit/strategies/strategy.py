@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhfkit.checkpoints.resume import attach
+from rlhfkit.distributed import full_parameters
 from rlhfkit.strategies.checkpoint.io import EngineCheckpoints
 from rlhfkit.strategies.deepspeed import rendezvous
 from rlhfkit.strategies.deepspeed.building import place_others, require_known_children, training_engines
@@ -35,7 +36,7 @@ from rlhfkit.strategies.deepspeed.engines import (
 from rlhfkit.strategies.deepspeed.gradients import clip_next_step, discard_gradients, measured_norm
 from rlhfkit.strategies.deepspeed.precision import EnginePrecision
 from rlhfkit.strategies.deepspeed.synchronized_steps import Outcome, SynchronizedSteps
-from rlhfkit.strategies.deepspeed.zero3 import full_parameters, hugging_face_sharding, state_of, unshard
+from rlhfkit.strategies.deepspeed.zero3 import hugging_face_sharding, state_of, unshard
 from rlhfkit.strategies.ray.launcher import LaunchedOnRay, RayOptions
 from rlhfkit.validation import check_integer, check_number
 

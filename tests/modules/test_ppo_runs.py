@@ -179,7 +179,7 @@ class Sums(L.Callback):
         self.tokens: list[list[int]] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        from rlhfkit.strategies.deepspeed.zero3 import full_parameters
+        from rlhfkit.distributed import full_parameters
 
         sums = {}
         for child in sorted({"policy", "critic"} & dict(pl_module.named_children()).keys()):

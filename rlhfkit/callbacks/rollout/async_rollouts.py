@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed
 
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
-from rlhfkit.callbacks.rollout.ranks import everywhere
+from rlhfkit.distributed import gather_objects, run_on_all_ranks
 from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.engine import SamplingSpec
@@ -77,7 +77,7 @@ class AsyncRollouts:
                 self._submit(trainer, wanted, sampling, number)
         with self.collector.generation.timing.record("wait", iteration):
             try:
-                parts = everywhere(trainer, lambda: self._result(trainer, iteration))  # an error here is one everywhere
+                parts = run_on_all_ranks(lambda: self._result(trainer, iteration))
             except WeightsNeededError:
                 self._jobs.clear(self.timeout)
                 self._submitted = -1  # a second call queues this iteration and the ones behind it anew
@@ -128,7 +128,7 @@ class AsyncRollouts:
         """
 
         def newest_of_all(mine: int) -> int:
-            return max(everywhere(trainer, lambda: mine))
+            return max(gather_objects(mine))
 
         with self._jobs.held(self.timeout, agree=newest_of_all):
             yield

@@ -23,10 +23,10 @@ from rlhfkit.callbacks.rollout.metrics import iteration_metrics, staleness_metri
 from rlhfkit.callbacks.rollout.micro_batching import deal, micro_batch, shape_of
 from rlhfkit.callbacks.rollout.model_scores import add_model_scores, scores_samples
 from rlhfkit.callbacks.rollout.prompt_check import check_prompts
-from rlhfkit.callbacks.rollout.ranks import everywhere, same_everywhere
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
 from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
 from rlhfkit.data.types import Experience, Prompt, Sample
+from rlhfkit.distributed import gather_objects, run_on_all_ranks, true_on_all_ranks
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, arrange_logprobs
@@ -186,7 +186,7 @@ class RolloutCallback(Callback):
             self.experience = module.prepare(experience)
         probe = {"rollout/probe_difference": self.weight_synchronizer.difference}
         reward = self.reward
-        of_reward = {} if reward is None else mean_metrics(everywhere(trainer, lambda: reward_metrics(reward)))
+        of_reward = {} if reward is None else mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
         shown = iteration_metrics(
             self.samples, self.experience, rewarded=reward is not None or bool(self.experience.reward_parts)
         )
@@ -314,9 +314,7 @@ class RolloutCallback(Callback):
         """Log the iteration and publish the new policy."""
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
         pl_module.log_dict(self._metrics, sync_dist=True)
-        pl_module.log_dict(
-            slowest(everywhere(trainer, lambda: self.timing.metrics(self.iteration - 1))), sync_dist=True
-        )
+        pl_module.log_dict(slowest(run_on_all_ranks(lambda: self.timing.metrics(self.iteration - 1))), sync_dist=True)
         metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
         if trainer.is_global_zero:
             self.alarms.check(metrics, self.iteration - 1)
@@ -331,7 +329,7 @@ class RolloutCallback(Callback):
         if batch_idx == 0 and dataloader_idx == 0:
             self.validation_samples = []
         self.publish()
-        prompts = [prompt for share in everywhere(trainer, lambda: list(batch)) for prompt in share]
+        prompts = [prompt for share in gather_objects(list(batch)) for prompt in share]
         engine_to_itself = nullcontext() if self.ahead is None else self.ahead.held(trainer)
         with engine_to_itself:
             sampled = self._with_weights(
@@ -390,7 +388,7 @@ class RolloutCallback(Callback):
         self._inside = inside is not None
         if trainer is None or inside is None or trainer.state.fn != TrainerFn.FITTING:
             return
-        if not same_everywhere(trainer, list(inside) == [trainer.global_rank, trainer.world_size]):
+        if not true_on_all_ranks(list(inside) == [trainer.global_rank, trainer.world_size]):
             raise ValueError(
                 f"the checkpoint was saved inside an iteration and holds the micro-batches that rank {inside[0]} of "
                 f"{inside[1]} had still to train on, not those of all {trainer.world_size} rank(s) of this run: resume "

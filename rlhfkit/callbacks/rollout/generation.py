@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhfkit.callbacks.rollout.ranks import everywhere
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.rewards.base import Reward, score_samples
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.streams import GroupStream
@@ -44,7 +44,7 @@ class Generation:
             share = list(prompts) if trainer.global_rank == 0 else []
         else:
             share = list(prompts)[trainer.global_rank :: trainer.world_size]
-        parts = everywhere(trainer, lambda: self.sample_here(trainer, share, sampling, iteration), group=group)
+        parts = run_on_all_ranks(lambda: self.sample_here(trainer, share, sampling, iteration), group=group)
         if self.engine.shared:
             return parts[0]
         groups = [found for part in parts for found in grouped(part, sampling.group_size)]

@@ -6,8 +6,8 @@ from typing import Any
 
 from rlhfkit.callbacks.rollout.generation import Generation, ScoredStream, grouped
 from rlhfkit.callbacks.rollout.model_scores import add_model_scores, scores_samples
-from rlhfkit.callbacks.rollout.ranks import everywhere
 from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.rewards.base import part_names
 from rlhfkit.rollout.collector import CollectedGroups, collect_groups
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
@@ -100,8 +100,7 @@ class GroupCollector:
         """
         if self.per_rank(trainer):
             return self.fill(trainer, wanted, sampling, iteration)
-        parts = everywhere(
-            trainer,
+        parts = run_on_all_ranks(
             lambda: self.fill(trainer, wanted, sampling, iteration) if self.takes_part(trainer) else None,
         )
         filled = parts[0]

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from rlhfkit.callbacks.rollout.ranks import ReadToTheEnd, everywhere, same_everywhere
+from rlhfkit.distributed import run_on_all_ranks, true_on_all_ranks
 from rlhfkit.models.load import base_model_name, precision_dtype
-from rlhfkit.rollout.engine import RolloutEngine
+from rlhfkit.rollout.engine import DrainableWeights, RolloutEngine
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.3
@@ -42,28 +42,27 @@ class WeightSynchronizer:
         module = trainer.lightning_module
         dtype = precision_dtype(trainer.precision, compute=True)
         version = trainer.global_step
-        if same_everywhere(trainer, self.engine.version == version):
+        if true_on_all_ranks(self.engine.version == version):
             if self.engine.colocate:  # asleep since the policy learned, if it sleeps with its weights
-                everywhere(trainer, self.engine.wake)
+                run_on_all_ranks(self.engine.wake)
             return
         with trainer.profiler.profile("rollout.publish"):
-            everywhere(
-                trainer,
+            run_on_all_ranks(
                 lambda: self.engine.start(
                     base_model_name(module.model_name),
                     dtype=dtype,
                     trust_remote_code=module.trust_remote_code,
                 ),
             )
-            weights = ReadToTheEnd(ModuleWeights(module.policy, dtype=dtype))
-            everywhere(trainer, lambda: self._load(weights, version))
+            weights = DrainableWeights(ModuleWeights(module.policy, dtype=dtype))
+            run_on_all_ranks(lambda: self._load(weights, version))
         self._probe(trainer, dtype)
 
-    def _load(self, weights: ReadToTheEnd, version: int) -> None:
+    def _load(self, weights: DrainableWeights, version: int) -> None:
         try:
             self.engine.load(weights, version)
         finally:
-            weights.finish()
+            weights.drain()
 
     def _probe(self, trainer: Any, dtype: torch.dtype) -> None:
         tolerance = self.tolerance
@@ -82,7 +81,7 @@ class WeightSynchronizer:
                 return 0.0
             return float((torch.tensor(self.engine.score(ids.tolist())[0]) - expected).abs().max())
 
-        self.difference = worst = max(everywhere(trainer, difference))
+        self.difference = worst = max(run_on_all_ranks(difference))
         if not worst <= tolerance:
             self.engine.version = None  # nothing is sampled from weights that are not the policy's
             raise RuntimeError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data.packing import split_groups_by_tokens
 from rlhfkit.data.types import Experience
+from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import RewardMoments, clip_rewards, missing_eos_penalty, normalize_rewards, stop_properly_penalty
 from rlhfkit.models import load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.modules.base import PolicyModule
@@ -206,9 +207,7 @@ class RewardedModule(PolicyModule):
                     values = compute(batch)
                 total[wanted[share].to(self.device), : values.shape[1]] = values.float()
             model.train(training)
-        if world > 1:
-            torch.distributed.all_reduce(total)
-        return total.cpu()
+        return all_reduce(total).cpu()
 
     # ------------------------------------------------------------------ penalties and scale
 

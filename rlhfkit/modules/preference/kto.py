@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.preferences import PreferenceExample
 from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch, UnpairedExamples
+from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
 from rlhfkit.losses.preference.kto import KTOLossType
 from rlhfkit.models import policy_output
@@ -160,13 +161,7 @@ class KTOModule(ReferenceModule):
             counted = batch.loss_mask.any(-1)
             policy = self._answers_of(self.policy, batch)
             sums += kto_kl_sums(policy, self.reference_logprobs(batch), counted)
-        return kto_kl_estimate(self._summed(sums))
-
-    def _summed(self, values: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(values)
-        return values
+        return kto_kl_estimate(all_reduce(sums))
 
     def loss(self, batch: UnpairedBatch, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> LossOutput:
         """The objective of one micro-batch; the one method to override for another.
@@ -272,7 +267,7 @@ class KTOModule(ReferenceModule):
 
     def _class_metrics(self, kl: Tensor) -> dict[str, Tensor]:
         """Means of each class since the last call, over all ranks. A collective."""
-        chosen_rewards, rejected_rewards, chosen_logps, rejected_logps, chosen, rejected = self._summed(self._sums)
+        chosen_rewards, rejected_rewards, chosen_logps, rejected_logps, chosen, rejected = all_reduce(self._sums)
         self._sums = torch.zeros_like(self._sums)
         means = {
             "rewards/chosen": chosen_rewards / chosen.clamp(min=1),

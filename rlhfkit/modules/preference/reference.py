@@ -2,13 +2,13 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.distributed import full_parameters, get_world_size, is_sharded
 from rlhfkit.models import has_adapter, load_causal_lm, unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
@@ -205,18 +205,6 @@ def data_sets(loaders: Any) -> list[Any]:
     return [source for examples in found for source in getattr(examples, "sources", [examples])]
 
 
-@contextmanager
-def _whole(parameter: nn.Parameter, *, write: bool = False) -> Iterator[None]:
-    """The full value of a ZeRO-3 parameter inside the context, where rank 0 may change it; a collective."""
-    if not hasattr(parameter, "ds_id"):
-        yield
-        return
-    from deepspeed import zero
-
-    with zero.GatheredParameters([parameter], modifier_rank=0 if write else None):
-        yield
-
-
 @torch.no_grad()
 def mix_into(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
     """``reference ← alpha * policy + (1 - alpha) * reference``, one weight at a time. A collective when sharded.
@@ -227,7 +215,7 @@ def mix_into(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
         alpha: In [0, 1].
     """
     for old, new in zip(unwrap(reference).parameters(), unwrap(policy).parameters(), strict=True):
-        with _whole(new), _whole(old, write=True):
+        with full_parameters([new]), full_parameters([old], modifier_rank=0):
             old.lerp_(new.to(old.dtype), alpha)
 
 
@@ -253,10 +241,9 @@ def load_reference_weights(reference: nn.Module, weights: Mapping[str, Tensor]) 
         reference: Changed in place; bare or wrapped.
         weights: Of rank 0; the other ranks' may be empty.
     """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     for name, parameter in unwrap(reference).named_parameters():
-        with _whole(parameter, write=True):
+        with full_parameters([parameter], modifier_rank=0):
             if name in weights:
                 parameter.copy_(weights[name])
-            if distributed and not hasattr(parameter, "ds_id"):
+            if get_world_size() > 1 and not is_sharded(parameter):
                 torch.distributed.broadcast(parameter.data, src=0)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
+from rlhfkit.distributed import all_reduce
 from rlhfkit.models.lora import adapter_base
 
 log = logging.getLogger(__name__)
@@ -130,9 +131,7 @@ def compute_reference(
         if first + rank < len(batches):
             total[rows] = values.float().view(-1, 2)
     model.train(training)
-    if world > 1:
-        torch.distributed.all_reduce(total)
-    return total.cpu()
+    return all_reduce(total).cpu()
 
 
 def cached_reference(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.formats.distilled import DistilledExamples, collate_distilled
 from rlhfkit.data.loaders.steps import CountedRows, StepLoader
+from rlhfkit.distributed import all_reduce
 from rlhfkit.models import unwrap
 from rlhfkit.models.distillation import teacher_logits
 from rlhfkit.modules.preference.reference_cache import kept_on_disk, model_fingerprint, token_batches
@@ -95,7 +96,5 @@ def teacher_top_k(examples: CountedRows, teacher: nn.Module, module: "Distillati
                 logprobs[places[part]], ids[places[part]] = best.values.cpu(), best.indices.int().cpu()
     if world > 1:
         for total in (logprobs, ids):
-            shared = total.to(module.device)
-            torch.distributed.all_reduce(shared)
-            total.copy_(shared)
+            total.copy_(all_reduce(total.to(module.device)))
     return logprobs, ids

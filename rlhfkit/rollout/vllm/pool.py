@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.distributed import everyones, rank, together
+from rlhfkit.distributed import gather_objects, get_rank, run_on_all_ranks
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.streams import sample_all
@@ -186,14 +186,16 @@ class VLLMPool(RolloutEngine):
         if self._started:
             return
         # Weights of the model's own are served where nobody trains.
-        seats = [] if load_weights and not self.colocate else everyones(my_seat(colocate=self.colocate))
-        together(lambda: self._start_or_join(model, dtype, trust_remote_code, load_weights, seats))
+        seats = [] if load_weights and not self.colocate else gather_objects(my_seat(colocate=self.colocate))
+        run_on_all_ranks(
+            lambda: self._start_or_join(model, dtype, trust_remote_code, load_weights, seats), error_type=EngineError
+        )
         self._started = True
         self.version = 0 if load_weights else None
 
     def _start_or_join(self, *arguments: Any) -> None:
         """This rank's part of :meth:`start`."""
-        if rank() == 0:
+        if get_rank() == 0:
             try:
                 self._start(*arguments)
             except BaseException:
@@ -318,16 +320,16 @@ class VLLMPool(RolloutEngine):
     def _make_room(self) -> None:
         """Before colocated engines take memory: every rank gives back what torch keeps for its own next allocations."""
         if self.colocate and torch.cuda.is_available():
-            together(torch.cuda.empty_cache)  # engines wake up when the last rank has
+            run_on_all_ranks(torch.cuda.empty_cache, error_type=EngineError)  # engines wake up when the last rank has
 
     def _on_rank_0(self, step: Callable[[EngineManager], None]) -> None:
         """Do something to the manager; what goes wrong is raised on every rank."""
-        together(lambda: None if self._manager is None else step(self._manager))
+        run_on_all_ranks(lambda: None if self._manager is None else step(self._manager), error_type=EngineError)
 
     def _serving(self) -> EngineManager:
         """The manager, if it has weights to serve, or is about to have."""
-        if rank() != 0:
-            raise RuntimeError(f"only rank 0 may ask the engines, as they are shared; this is rank {rank()}")
+        if get_rank() != 0:
+            raise RuntimeError(f"only rank 0 may ask the engines, as they are shared; this is rank {get_rank()}")
         if self._manager is None:
             raise RuntimeError("the engines are not running: VLLMPool.start comes first (RolloutCallback calls it)")
         # Looked at twice, as a load in another thread may end between the questions.

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rlhfkit.distributed import agree
+from rlhfkit.distributed import exchange_errors, gather_objects
 from rlhfkit.rollout.engine import WeightInfo, WeightSource
-from rlhfkit.rollout.errors import EngineFailure
+from rlhfkit.rollout.errors import EngineError, EngineFailure
 from rlhfkit.rollout.supervision.handle import EngineHandle, EngineHandles
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.supervision.health_monitor import examine
@@ -152,5 +152,5 @@ def attempt_to_send(
             pass
     except Exception as caught:
         error, worth_another = error or caught, False
-    flags, error = agree(error, (touched, worth_another))
-    return Outcome(error, *flags)
+    error = exchange_errors(error, error_type=EngineError)
+    return Outcome(error, *gather_objects((touched, worth_another))[0])

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.distributed import everyones, together
+from rlhfkit.distributed import gather_objects, run_on_all_ranks
 from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.weight_sync.sender import Receivers, checked
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 
@@ -60,18 +61,18 @@ class IPCSender:
             EngineError: If an engine fails; the other ranks raise as well.
         """
         self._joined = True
-        everyones(True)
+        gather_objects(True)
         self._transfer(infos, weights, receivers)
 
     def contribute(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
         """The part of every other rank; returns at once if there is no transfer."""
-        if everyones(None)[0]:
+        if gather_objects(None)[0]:
             self._transfer(infos, weights, None)
 
     def end(self) -> None:
         """Rank 0, after each attempt: tells the other ranks if there was no transfer, as its preparation failed."""
         if not self._joined:
-            everyones(False)
+            gather_objects(False)
         self._joined = False
 
     def _transfer(
@@ -86,7 +87,7 @@ class IPCSender:
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         # One export for all chunks: the worker opens it once and lets go of it when the update is finished.
         handle = {uuid: reduce_tensor(buffer)[1]}
-        handles = {name: one for rank in everyones(handle) for name, one in rank.items()}
+        handles = {name: one for rank in gather_objects(handle) for name, one in rank.items()}
         stream = checked(infos, weights)
 
         def fill(part: range) -> None:
@@ -102,9 +103,9 @@ class IPCSender:
                 receivers.update(_announcement([infos[index] for index in part], handles)).result()
 
         for part in parts:
-            together(partial(fill, part))  # then every worker may read
-            together(partial(announce, part))  # then every worker has read
-        together(lambda: next(stream, None))
+            run_on_all_ranks(partial(fill, part), error_type=EngineError)  # then every worker may read
+            run_on_all_ranks(partial(announce, part), error_type=EngineError)  # then every worker has read
+        run_on_all_ranks(lambda: next(stream, None), error_type=EngineError)
 
     def close(self) -> None:
         """Nothing is held between transfers."""

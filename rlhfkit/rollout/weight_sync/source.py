@@ -9,7 +9,6 @@ of bytes with no header.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlhfkit.distributed import all_reduce, full_parameters, get_world_size, is_sharded, local_shard
 from rlhfkit.models.weights.files import TensorGroup, saved_layout
 from rlhfkit.models.weights.merging import (
     MergedWeight,
@@ -147,7 +147,7 @@ class ModuleWeights:
             self._raise_if_not_finite()
         for bucket in plan_buckets(self.metadata(), self.bucket_bytes):
             members = self._weights[bucket.first : bucket.first + len(bucket.offsets)]
-            with _gathered([part for weight in members for part in weight.parts]):
+            with full_parameters([part for weight in members for part in weight.parts]):
                 for weight in members:
                     yield weight.name, weight.compute().to(self.dtype or weight.dtype)
 
@@ -157,10 +157,9 @@ class ModuleWeights:
             torch.stack([_is_finite(_own_part(part)).cpu() for part in weight.parts]).all() for weight in self._weights
         ]
         finite = torch.stack(verdicts).to(torch.uint8)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            if dist.get_backend() == "nccl":
-                finite = finite.cuda()
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if get_world_size() > 1 and dist.get_backend() == "nccl":
+            finite = finite.cuda()
+        all_reduce(finite, "min")
         bad = [weight.name for weight, good in zip(self._weights, finite.tolist(), strict=True) if not good]
         if bad:
             raise ValueError(
@@ -207,7 +206,7 @@ class SavedWeights(ModuleWeights):
         if self.check_finite:
             self._raise_if_not_finite()
         for groups in self._buckets():
-            with _gathered([part for group in groups for one in self._handles(group) for part in one.parts]):
+            with full_parameters([part for group in groups for one in self._handles(group) for part in one.parts]):
                 for group in groups:
                     whole = [one.compute().to(self._type(one)) for one in self._handles(group)]
                     yield from group.convert(whole).items()
@@ -238,15 +237,6 @@ class AdapterWeights(ModuleWeights):
         return adapter_weights(module)
 
 
-def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-    """Full ZeRO-3 parameters inside the context (a collective); nothing to do for others."""
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
-    from deepspeed import zero
-
-    return zero.GatheredParameters(parameters)
-
-
 def _is_finite(tensor: Tensor) -> Tensor:
     """Scalar bool. A sum is ten times as fast as a test of each element, and no NaN or infinity hides in it."""
     total = tensor.sum(dtype=None if tensor.dtype == torch.float64 else torch.float32).isfinite()
@@ -257,8 +247,6 @@ def _own_part(parameter: Any) -> Tensor:
     """What this rank holds of a parameter, without the padding of a ZeRO-3 shard (which is uninitialised memory)."""
     if hasattr(parameter, "to_local"):
         return parameter.to_local().detach()
-    if not hasattr(parameter, "ds_id") or parameter.numel() == parameter.ds_numel:
-        return parameter.detach()
-    shard = parameter.ds_tensor.detach()
-    start = dist.get_rank(parameter.ds_process_group) * shard.numel()
-    return shard[: max(0, parameter.ds_numel - start)]
+    if is_sharded(parameter) and parameter.numel() != parameter.ds_numel:
+        return local_shard(parameter)
+    return parameter.detach()

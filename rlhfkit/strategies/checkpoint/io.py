@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.files import writing
 from rlhfkit.checkpoints.progress import settle
+from rlhfkit.distributed import gather_objects
 from rlhfkit.strategies.checkpoint import directory, universal
 from rlhfkit.strategies.deepspeed.engines import EngineOptimizer
 from rlhfkit.strategies.deepspeed.zero3 import load_full_state
@@ -77,7 +77,7 @@ class EngineCheckpoints(DeepSpeedStrategy):
             self.barrier()  # all files exist
             folder = directory.temporary(path)
             names = directory.files_in(folder)
-            records = self._gather(directory.seal(folder, names[self.global_rank :: self.world_size]))
+            records = gather_objects(directory.seal(folder, names[self.global_rank :: self.world_size]))
             if self.is_global_zero:
                 self._publish(path, records, checkpoint)
 
@@ -260,13 +260,6 @@ class EngineCheckpoints(DeepSpeedStrategy):
             directory.remove(path)
             return
         rank_zero_warn(f"Not deleting {path}: it is the only complete checkpoint in its folder.")
-
-    def _gather(self, value: Any) -> list[Any]:
-        if self.world_size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
 
 
 def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:

@@ -5,9 +5,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlhfkit.distributed import all_reduce
 from rlhfkit.strategies.deepspeed.gradients import discard_gradients
 
 if TYPE_CHECKING:
@@ -130,8 +130,7 @@ class SynchronizedSteps:
     def _finite(self, names: list[str]) -> tuple[dict[str, bool], dict[str, bool]]:
         """Whether the losses, and the gradients, of each named engine were finite on all ranks."""
         totals = torch.stack([self._watches[name].totals() for name in names])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(totals)
+        all_reduce(totals)
         losses, gradients = torch.isfinite(totals).T.tolist()
         return dict(zip(names, losses, strict=True)), dict(zip(names, gradients, strict=True))
 

@@ -1,10 +1,12 @@
 """Sharded parameters (ZeRO 3): building models already sharded, and reading their full values."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+
+from rlhfkit.distributed import full_parameters, is_sharded
 
 
 @contextmanager
@@ -31,24 +33,6 @@ def hugging_face_sharding(config: dict[str, Any] | None) -> Iterator[None]:
     finally:
         unset_hf_deepspeed_config()
         del keep_alive
-
-
-def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether DeepSpeed ZeRO 3 manages the parameter."""
-    return hasattr(parameter, "ds_id")
-
-
-@contextmanager
-def full_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Full values of the given parameters inside the context, on all ranks; changes are lost. Collective."""
-    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
-    if not sharded:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(sharded):
-        yield
 
 
 def unshard(module: nn.Module) -> None:
@@ -118,23 +102,10 @@ def load_full_state(module: nn.Module, state: Mapping[str, Tensor], *, from_rank
     for prefix, submodule in module.named_modules():
         prefix = f"{prefix}." if prefix else ""
         tensors = {**dict(submodule.named_parameters(recurse=False)), **dict(submodule.named_buffers(recurse=False))}
-        with writable_parameters(submodule.parameters(recurse=False)):
+        with full_parameters(submodule.parameters(recurse=False), modifier_rank=0):
             for name, tensor in tensors.items():
                 value = state.get(prefix + name)
                 if leader and value is not None:
                     tensor.data.copy_(value)
                 if from_rank_zero and not (isinstance(tensor, nn.Parameter) and is_sharded(tensor)):
                     dist.broadcast(tensor.data, src=0)
-
-
-@contextmanager
-def writable_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Full parameters that rank 0 may change; the others get its values when the context ends. Collective."""
-    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
-    if not sharded:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0):
-        yield

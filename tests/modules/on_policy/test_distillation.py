@@ -162,7 +162,7 @@ def test_the_student_becomes_the_teacher(tmp_path: Path, knobs: dict[str, Any], 
 
 def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
     """Entry point of a rank: the teacher as an inference engine of ZeRO 3, both ways; sums of weights and samples."""
-    from rlhfkit.strategies.deepspeed.zero3 import full_parameters
+    from rlhfkit.distributed import full_parameters
 
     results: list[Any] = []
     for knobs in ({}, {"divergence": "jsd"}):

@@ -25,14 +25,14 @@ def pretend_gpus() -> None:
 
 def place_engines() -> dict[str, Any]:
     """What a pool does before it starts engines: this rank's GPU, and on rank 0 those of the engines."""
-    from rlhfkit.distributed import everyones, rank
+    from rlhfkit.distributed import gather_objects, get_rank
     from rlhfkit.rollout.errors import EngineError
     from rlhfkit.rollout.vllm.placement import my_seat
     from rlhfkit.rollout.vllm.pool import VLLMPool
 
-    seats = everyones(my_seat())
-    report: dict[str, Any] = {"gpu": seats[rank()].gpu}
-    if rank() > 0:
+    seats = gather_objects(my_seat())
+    report: dict[str, Any] = {"gpu": seats[get_rank()].gpu}
+    if get_rank() > 0:
         return report
     import ray
 

@@ -158,7 +158,9 @@ class TestEnginesApart:
     """No engine gets a GPU of a training rank's, whoever has started the ranks, on a node that declares eight."""
 
     def test_from_ranks_of_slurm_that_see_their_own_gpu_alone(self, cluster: Cluster, tmp_path: Path) -> None:
-        first, second = ranks.run("rollout.vllm.gpu_ranks:place", 2, tmp_path, address=cluster.address, own_gpu_only=True)
+        first, second = ranks.run(
+            "rollout.vllm.gpu_ranks:place", 2, tmp_path, address=cluster.address, own_gpu_only=True
+        )
         assert [first["gpu"], second["gpu"]] == ["0", "1"]
         check_apart(["0", "1"], first)
 

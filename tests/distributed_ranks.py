@@ -1,0 +1,118 @@
+"""What two ranks do with ``rlhfkit.distributed``; each rank is a process (``strategies/ranks.py``)."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlhfkit.distributed import (
+    RecoverableError,
+    all_reduce,
+    exchange_errors,
+    full_parameters,
+    gather_objects,
+    get_rank,
+    get_world_size,
+    is_sharded,
+    local_shard,
+    run_on_all_ranks,
+    true_on_all_ranks,
+)
+
+
+class TransferError(ValueError):
+    """A type of a caller's own."""
+
+
+class EnginesDied(RecoverableError):
+    """What all ranks can recover from."""
+
+
+def message_of(function: Callable[[], Any]) -> str:
+    """Type and text of the exception that a call raises; empty if none."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def raising(**errors: Exception) -> Callable[[], int]:
+    """A step that raises on the ranks that are named ``rank0``, ``rank1``, and returns the rank on others."""
+
+    def step() -> int:
+        error = errors.get(f"rank{get_rank()}")
+        if error is not None:
+            raise error
+        return get_rank()
+
+    return step
+
+
+def exchanges(**_: Any) -> dict[str, Any]:
+    """Everything that needs gloo alone."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    group = dist.new_group(backend="gloo")
+    rank = get_rank()
+    values = torch.tensor([rank + 1.0, 5.0 - rank])
+    died, broken = EnginesDied("no engine"), ValueError("a bug")
+    own_error = broken if rank == 1 else None
+    report: dict[str, Any] = {
+        "world_size": get_world_size(),
+        "gathered": gather_objects({"rank": rank}),
+        "gathered in a group": gather_objects(rank, group=group),
+        "sum": all_reduce(values.clone()).tolist(),
+        "max": all_reduce(values.clone(), "max").tolist(),
+        "min": all_reduce(values.clone(), "min").tolist(),
+        "true on one": true_on_all_ranks(rank == 0),
+        "true on both": true_on_all_ranks(True),
+        "results": run_on_all_ranks(raising()),
+        "results in a group": run_on_all_ranks(raising(), group=group),
+        "one fails": message_of(lambda: run_on_all_ranks(raising(rank1=broken))),
+        "one fails, own type": message_of(lambda: run_on_all_ranks(raising(rank1=broken), error_type=TransferError)),
+        "both fail": message_of(lambda: run_on_all_ranks(raising(rank0=KeyError("a"), rank1=broken))),
+        "one recovers": message_of(lambda: run_on_all_ranks(raising(rank1=died))),
+        "both recover": message_of(lambda: run_on_all_ranks(raising(rank0=EnginesDied("none"), rank1=died))),
+        "one recovers, one fails": message_of(lambda: run_on_all_ranks(raising(rank0=died, rank1=broken))),
+        "exchanged": repr(exchange_errors(own_error, error_type=TransferError)),
+        "nothing to exchange": repr(exchange_errors(None)),
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    return report
+
+
+def sharded(**_: Any) -> dict[str, Any]:
+    """A layer in ZeRO-3 shards: its full value, changes to it, and this rank's part."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 0.19.8 would compile it for a minute
+    os.environ["RANK"] = os.environ["LOCAL_RANK"]
+    deepspeed.init_distributed(dist_backend="gloo")
+    layer, plain = nn.Linear(3, 1, bias=False), nn.Parameter(torch.ones(2))
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(3.0))
+    engine = deepspeed.initialize(
+        model=layer,
+        optimizer=torch.optim.SGD(layer.parameters(), lr=0.5),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+        },
+    )[0]
+    weight = engine.module.weight
+    report: dict[str, Any] = {"sharded": is_sharded(weight), "plain": is_sharded(plain), "size": weight.numel()}
+    with full_parameters([weight, plain]), torch.no_grad():
+        report["full"] = weight.flatten().tolist()
+        weight.add_(10)
+    with full_parameters([weight], modifier_rank=0), torch.no_grad():
+        report["after a change without modifier_rank"] = weight.flatten().tolist()
+        weight.add_(get_rank() + 1)
+    report["own"] = local_shard(weight).tolist()
+    with full_parameters([weight]):
+        report["after a change with modifier_rank=0"] = weight.flatten().tolist()
+    return report
