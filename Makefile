@@ -1,11 +1,12 @@
 # make demo    watch a small language model learn by reinforcement (ENGINE=local or vllm)
-# make test    lint, types and all tests
+# make test    lint, types and all tests (in WORKERS processes)
 # Both install what they need into .venv first, with Python 3.11 and nothing else.
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV ?= .venv
 ENGINE ?= local
 SEED ?= 0
+WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -23,7 +24,7 @@ demo: $(INSTALLED)
 	$(BIN)/python tutorials/grpo_arithmetic.py --engine $(ENGINE) --seed $(SEED)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

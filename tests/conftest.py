@@ -1,8 +1,11 @@
 """Fixtures for the whole suite. Real vLLM engines are started once and shared by all tests."""
 
 import os
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 # Engines, tests and ranks share a few cores: one thread each is faster than many that wait for one another, by far for
 # models this small. OpenMP reads it when torch is imported, so it comes first.
@@ -15,6 +18,45 @@ from tiny_models import tiny_model
 
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.supervision.health import HealthPolicy
+
+ROOT = Path(__file__).parent.parent
+
+
+@cache
+def markers(file: str) -> set[str]:
+    """Those of our markers that a file of tests uses."""
+    return set(re.findall(r"pytest\.mark\.(vllm|ray|distributed|slow)\b", (ROOT / file).read_text()))
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def group(nodeid: str) -> str:
+    """Tests of one group run in one process: those with engines or Ray, those with ranks, else those of a file."""
+    if markers(file_of(nodeid)) & {"vllm", "ray"}:
+        return "engines"
+    return "ranks" if "distributed" in markers(file_of(nodeid)) else file_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``pytest -n``, give each process whole groups; what is started once for many tests is started in one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadGroups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    config.option.loadscopereorder = False
+    return LoadGroups(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``pytest -n``, begin with what takes long, so that no process is left with it in the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not markers(file_of(item.nodeid)))
 
 
 @pytest.fixture(scope="session")

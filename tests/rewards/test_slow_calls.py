@@ -57,11 +57,11 @@ def test_async_reward_that_blocks_its_loop_is_given_up(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_GRACE", 0.1)
 
     async def blocking(batch: list[Sample]) -> list[float]:
-        time.sleep(1.0)
+        time.sleep(3.0)
         await asyncio.sleep(0)
         return [1.0] * len(batch)
 
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"'blocking' did not answer within 0\.1 s and could not be cancelled"):
         score_samples(blocking, samples(), timeout=0.1)
-    assert time.monotonic() - start < 0.9
+    assert time.monotonic() - start < 2.5

@@ -220,7 +220,10 @@ class TestGlooSender:
 
     @pytest.mark.parametrize("shared_memory", [True, False])
     @pytest.mark.parametrize("num_workers", [1, 3])
-    def test_every_receiver_gets_every_bit_again_and_again(self, num_workers: int, shared_memory: bool) -> None:
+    def test_every_receiver_gets_every_bit_again_and_again(
+        self, num_workers: int, shared_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("rlhfkit.rollout.weight_sync.shared_memory._FOLDER", tmp_path)
         sender = GlooSender(timeout=20, bucket_bytes=1000, shared_memory=shared_memory)  # less than the larger weights
         receivers = ReceiverThreads(num_workers)
         model = nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 3).to(torch.bfloat16), nn.Linear(5, 5).double())
@@ -228,7 +231,7 @@ class TestGlooSender:
             sender.connect(receivers)
             kinds = {type(carrier) for carrier in receivers.carriers}
             assert kinds == {SharedMemoryCarrier if shared_memory else NetworkCarrier}
-            assert not [*Path("/dev/shm").glob("rlhfkit-*")]  # freed with the processes, whatever ends them
+            assert not [*tmp_path.glob("rlhfkit-*")]  # freed with the processes, whatever ends them
             for _ in range(3):
                 with torch.no_grad():
                     for parameter in model.parameters():
