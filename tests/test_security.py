@@ -111,7 +111,7 @@ dist.destroy_process_group()
 def test_ranks_on_one_machine_listen_on_loopback_only() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", RANK, str(PACKAGE / "strategies" / "rendezvous.py"), str(port)]
+    command = [sys.executable, "-c", RANK, str(PACKAGE / "strategies" / "deepspeed" / "rendezvous.py"), str(port)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     listening = ran.stdout.split("\n")[:-1]
