@@ -10,12 +10,13 @@ from typing import Any, Literal
 from rlhfkit.cli.jsonl import LineWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Sample
-from rlhfkit.datamodules import PromptDataModule
 from rlhfkit.datamodules.prompts.rows import PromptRows
+from rlhfkit.datamodules.tokenization.chat import PromptFormat
 from rlhfkit.datamodules.tokenization.sources import Source, describe, read_rows
 from rlhfkit.models.load import base_model_name, load_causal_lm, load_tokenizer, precision_dtype
 from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingSpec
 from rlhfkit.rollout.engine import arrange_logprobs
+from rlhfkit.validation import check_integer
 
 WRITTEN = ("completion", "index", "sample_index", "finish_reason", "logprob", "prompt_ids", "completion_ids")
 """Columns that ``generate`` adds to those of the data."""
@@ -89,24 +90,31 @@ def generate(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     sampling = sampling or SamplingSpec()
     engine = engine or LocalEngine()
-    options = PromptDataModule(
-        data,
-        prompt=prompt,
-        max_prompt_length=max_prompt_length,
-        overlong_prompts=overlong_prompts,
+    check_integer("max_prompt_length", max_prompt_length, minimum=1, optional=True)
+    if overlong_prompts not in ("error", "drop"):
+        raise ValueError(f"overlong_prompts must be 'error' or 'drop', got {overlong_prompts!r}")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    style = PromptFormat(
+        tokenizer,
         apply_chat_template=apply_chat_template,
         system=system,
         chat_template_arguments=chat_template_arguments,
     )
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    rows = PromptRows(options, read_rows(data, split=split, subset=subset), data, tokenizer)
+    rows = PromptRows(
+        read_rows(data, split=split, subset=subset),
+        data,
+        style,
+        prompt=prompt,
+        max_length=max_prompt_length,
+        overlong=overlong_prompts,
+    )
     carried = _carried_columns(rows, prompt, columns)
     settings = {
         "model": model,
         "weights": _weights_stamp(model),
         "precision": precision,
         "data": [describe(data), rows.fingerprint()],
-        "template": [apply_chat_template, system, options.chat_template_arguments],
+        "template": [apply_chat_template, system, dict(chat_template_arguments or {})],
         "columns": carried,
         "token_ids": token_ids,
     } | {f"sampling.{name}": value for name, value in asdict(sampling).items()}

@@ -1,25 +1,45 @@
-"""``PreferenceDataModule``: pairs of answers of which one is preferred, for DPO, its relatives and reward models."""
+"""``PreferenceDataModule``: pairs of answers of which one is preferred, for DPO, its relatives and reward models.
 
+Both answers of a pair keep the same prompt tokens. Truncation cuts the ends of answers, never the prompt. A pair is
+dropped if an answer has no token left, or if both answers are the same tokens.
+"""
+
+import copy
 import logging
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.preferences import PreferenceExamples, collate_preferences
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
+from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
+from rlhfkit.datamodules.tokenization.chat import PromptFormat, as_messages, is_chat
 from rlhfkit.datamodules.tokenization.columns import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe
 from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.preference_rows import PreferenceBuilder
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, read_rows
+from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 log = logging.getLogger(__name__)
 
+_LEFT_OUT = {
+    "dropped": "are longer than max_length {limit} and dropped",
+    "truncated": "were truncated at max_length {limit}",
+    "no_answer": "have no answer within max_length {limit} and are left out",
+    "same": "have the same tokens in both answers and are left out",
+}
+
 
 class PreferenceDataModule(SFTDataModule):
-    """Preference pairs from files, the hub or memory, in optimizer steps that are the same on any number of ranks.
+    """Tokenised preference pairs, in optimizer steps that are the same on any number of ranks.
 
-    Answers are text or chat messages. The prompt is a column of its own, or what both answers begin with alike: whole
-    messages of conversations, characters of texts (up to white space; such texts are taken as they are, without a chat
-    template). Both answers keep the same prompt tokens, and tokens of answers are found by common token prefixes.
+    Answers are text or chat messages. The prompt is a column of its own, or the common beginning of both answers: whole
+    messages of conversations, characters of texts (up to white space; such texts are not put into a chat template).
 
     Example::
 
@@ -36,20 +56,18 @@ class PreferenceDataModule(SFTDataModule):
         margin: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Remember what to read; nothing is opened before ``setup``.
+        """Check the arguments; data is opened in ``setup``.
 
         Args:
-            data: Where the pairs are, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`.
+            data: The pairs, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`.
             chosen: Column of the preferred answers: text or chat messages.
-            rejected: Column of the other answers, likewise.
-            prompt: Column of the prompts: text or chat messages. ``None``: ``"prompt"`` where the data has that column,
-                else the prompt is what both answers begin with alike. Answers that repeat the prompt's messages are
-                understood.
-            margin: Column of numbers, by how much the chosen answer is better (reward models use it). ``None``:
-                ``"margin"`` where the data has that column.
-            **kwargs: See :class:`SFTDataModule`: validation data, splits, lengths, chat template. ``micro_batch_size``
-                counts pairs; ``max_length`` is tokens of a prompt with an answer: longer answers are cut and the
-                prompt is not, and pairs whose prompt leaves no room are left out.
+            rejected: Column of the other answers: text or chat messages.
+            prompt: Column of the prompts: text or chat messages; answers may repeat the prompt's messages. ``None``:
+                ``"prompt"`` if the data has that column, else the prompt is the common beginning of both answers.
+            margin: Column of numbers, by how much the chosen answer is better, for reward models. ``None``:
+                ``"margin"`` if the data has that column.
+            **kwargs: Arguments of :class:`SFTDataModule`: validation data, splits, lengths, chat template.
+                ``micro_batch_size`` counts pairs; ``max_length`` counts the tokens of a prompt with one answer.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -88,3 +106,145 @@ class PreferenceDataModule(SFTDataModule):
 
     def _step_loader(self, examples: Any, **arguments: Any) -> StepLoader[Any]:
         return StepLoader(examples, collate_preferences, **arguments)
+
+
+class PreferenceBuilder(ExampleBuilder):
+    """Tokenises rows as preference pairs."""
+
+    def build_pairs(
+        self, rows: "Dataset", *, chosen: str, rejected: str, prompt: str | None, margin: str | None
+    ) -> PreferenceExamples:
+        """Tokenise rows; log how many were truncated or dropped.
+
+        Args:
+            rows: The data.
+            chosen: Column of the preferred answers.
+            rejected: Column of the other answers.
+            prompt: Column of the prompts; ``None``: the common beginning of both answers.
+            margin: Column of numbers, by how much the chosen answer is better; ``None``: there is none.
+
+        Returns:
+            At least one pair.
+
+        Raises:
+            ValueError: If a value has the wrong type, a pair is too long under ``overlong="error"`` or for the model's
+                context, or no pair is left.
+        """
+        columns = {"chosen": chosen, "rejected": rejected, "prompt": prompt}
+        answers = self.cached_examples(rows, columns, lambda: self._make_pairs(rows, columns))
+        for what, count in sorted(answers.counts.items()):
+            if count:
+                text = _LEFT_OUT[what].format(limit=self.max_length)
+                log.warning("%s: %d of %d pairs %s", self.source, count, len(rows), text)
+        if margin is None:
+            return PreferenceExamples(answers)
+        margins = [self._number(value, margin, row) for row, value in enumerate(rows[margin])]
+        return PreferenceExamples(answers, margins=[margins[row] for row in answers.rows[::2]])
+
+    def _make_pairs(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
+        counts: Counter[str] = Counter()
+        made_from: list[int] = []
+        tokenized = self.tokenize_dataset(rows, lambda builder, row, where: builder._pair(row, where, columns))
+        answers = TokenExamples(self._limit_pairs(tokenized, made_from, counts))
+        answers.rows, answers.counts = made_from, dict(counts)
+        if not made_from:
+            raise ValueError(
+                f"{self.source}: none of its {len(rows)} rows makes a preference pair within max_length "
+                f"{self.max_length} ({answers.counts}): raise max_length or check the columns"
+            )
+        return answers
+
+    def _number(self, value: Any, column: str, row: int) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"column {column!r} of {self.source}, row {row}, must hold a number, it holds {value!r}")
+        return float(value)
+
+    def _pair(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> list[Recipe]:
+        """The recipes of both answers of a row."""
+        prompt = columns["prompt"]
+        better, worse = (row[str(columns[name])] for name in ("chosen", "rejected"))
+        chats = is_chat(better), is_chat(worse)
+        if not all(chats) and not (isinstance(better, str) and isinstance(worse, str)):
+            raise ValueError(
+                f"columns {columns['chosen']!r} and {columns['rejected']!r} of {where} must both hold text or both "
+                f"hold chat messages (role and content), they hold {str(better)[:60]!r} and {str(worse)[:60]!r}"
+            )
+        if prompt is not None:
+            question = row[prompt]
+            self.style.check(question, f"column {prompt!r} of {where}")
+            if all(chats):
+                better, worse = _without_prompt(question, better, worse)
+            return [self.completion(question, answer, where) for answer in (better, worse)]
+        if all(chats):
+            better, worse = as_messages(better), as_messages(worse)
+            # Each conversation keeps at least one message as its answer.
+            turns = min(common_prefix(better, worse), len(better) - 1, len(worse) - 1)
+            return [self._dialogue(messages, turns, where) for messages in (better, worse)]
+        plain = copy.copy(self)  # these texts are whole dialogues already
+        plain.style = PromptFormat(
+            self.tokenizer,
+            apply_chat_template=False,
+            system=self.style.system,
+            special_tokens_in_text=self.style.special_tokens_in_text,
+        )
+        plain.style.check(better, f"column {columns['chosen']!r} of {where}")
+        start = len(better[: common_prefix(better, worse)].rstrip())  # white space belongs to the answers
+        return [plain.completion(text[:start], text[start:], where) for text in (better, worse)]
+
+    def _dialogue(self, messages: Sequence[Any], turns: int, where: str) -> Recipe:
+        """The recipe of a conversation whose first turns are the prompt."""
+        written = self.style.messages(messages)  # may have added a system message
+        return self.conversation(written, where, first=turns + len(written) - len(messages))
+
+    def _limit_pairs(
+        self, answers: Iterable[TokenExample], made_from: list[int], counts: Counter[str]
+    ) -> Iterator[TokenExample]:
+        """Yield both answers of each pair that can be learned from, cut to ``max_length``."""
+        stream = iter(answers)
+        for row, (chosen, rejected) in enumerate(zip(stream, stream, strict=True)):
+            pair = _same_prompt(chosen, rejected)
+            longest = max(len(answer.input_ids) for answer in pair)
+            if longest > self.max_length:
+                if self.overlong == "error":
+                    raise ValueError(
+                        f"{self.source}, row {row}, has {longest} tokens, more than max_length {self.max_length}: "
+                        "raise it, or let overlong='truncate' or 'drop' deal with such rows"
+                    )
+                if self.overlong == "drop":
+                    counts["dropped"] += 1
+                    continue
+                pair = [TokenExample(a.input_ids[: self.max_length], a.loss_mask[: self.max_length]) for a in pair]
+            if not all(answer.targets for answer in pair):
+                counts["no_answer"] += 1
+            elif pair[0].input_ids == pair[1].input_ids:
+                counts["same"] += 1
+            else:
+                counts["truncated"] += longest > self.max_length
+                made_from += [row, row]
+                yield from pair
+
+
+def _without_prompt(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Remove the prompt's messages from the beginning of both answers, if both repeat them."""
+    chosen, rejected = as_messages(chosen), as_messages(rejected)
+    messages = as_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    count = len(messages)
+    repeated = all(answer[:count] == messages and len(answer) > count for answer in (chosen, rejected))
+    return (chosen[count:], rejected[count:]) if repeated else (chosen, rejected)
+
+
+def _same_prompt(chosen: TokenExample, rejected: TokenExample) -> list[TokenExample]:
+    """Make both answers begin at the same token.
+
+    If the first token of one answer contains the end of the prompt, the other answer begins one token later: that token
+    is then learned in both.
+    """
+    pair = [chosen, rejected]
+    if not all(answer.targets for answer in pair):
+        return pair
+    starts = [answer.loss_mask.index(True) for answer in pair]
+    first, last = min(starts), max(starts)
+    if last - first == 1:  # answers further apart are turns of conversations, which keep their beginnings
+        for answer in pair:
+            answer.loss_mask[first] = True
+    return pair

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import lightning as L
@@ -12,8 +11,8 @@ from rlhfkit.data.loaders.steps import CountedRows, StepLoader
 from rlhfkit.datamodules.tokenization.cache import TokenCache
 from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.tokenization.columns import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
-from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, TokenExamples
-from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
+from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
 from rlhfkit.datamodules.tokenization.sources import (
     Source,
     check_columns,
@@ -22,6 +21,8 @@ from rlhfkit.datamodules.tokenization.sources import (
     no_loader,
     read_rows,
 )
+from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
+from rlhfkit.protocols import HasModelLimits
 from rlhfkit.validation import check_integer
 
 if TYPE_CHECKING:
@@ -33,14 +34,15 @@ Builder = TypeVar("Builder", bound=ExampleBuilder)
 
 
 class SFTDataModule(L.LightningDataModule):
-    """Tokenised examples from files, the hub or memory, in optimizer steps that are the same on any number of ranks.
+    """Tokenised examples for supervised fine-tuning, in optimizer steps that are the same on any number of ranks.
 
-    Three kinds of data, told by their columns; columns that are called otherwise are named:
+    Reads files, saved data sets, hub names and rows in memory. The columns decide which of three kinds of data it is;
+    columns with other names are given as arguments:
 
-    - ``messages`` (or ``conversations``): chat messages through the tokenizer's template; only what the assistant says
-      is learned;
+    - ``messages`` (or ``conversations``): chat messages, through the tokenizer's template; only the assistant's turns
+      are learned;
     - ``prompt`` and ``completion``: only the completion and the token that ends it are learned;
-    - ``text``: everything is learned, as in pretraining.
+    - ``text``: all tokens are learned, as in pretraining.
 
     Example::
 
@@ -48,7 +50,7 @@ class SFTDataModule(L.LightningDataModule):
     """
 
     keeps_tokens: ClassVar[bool] = True
-    """Whether :meth:`_build` gives what was tokenised before, so that it is worth doing once for all ranks."""
+    """Whether tokenised examples can be cached, so that ``prepare_data`` makes them once for all ranks."""
 
     def __init__(
         self,
@@ -77,37 +79,38 @@ class SFTDataModule(L.LightningDataModule):
         cache_dir: str | os.PathLike[str] | None = None,
         num_proc: int = 1,
     ) -> None:
-        """Remember what to read; nothing is opened before ``setup``.
+        """Check the arguments; data is opened in ``setup``.
 
         Args:
-            data: Where the examples are, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`; or several
-                sources with their weights, ``{"a.jsonl": 0.7, "b.jsonl": 0.3}``, see :class:`~rlhfkit.Mixture`.
-            prompt: Column of the prompts: text or chat messages, written as ``PromptDataModule`` writes them. ``None``
-                here and below: found by its usual name, where the data has such columns.
+            data: The examples, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`; or several sources with
+                their weights, ``{"a.jsonl": 0.7, "b.jsonl": 0.3}``, see :class:`~rlhfkit.Mixture`.
+            prompt: Column of the prompts: text or chat messages, formatted as ``PromptDataModule`` formats them.
+                ``None`` here and for the columns below: found by its usual name.
             completion: Column of the completions: text, or the chat messages of the answer.
             messages: Column of whole conversations: chat messages, or ShareGPT's turns (``from`` and ``value``).
             text: Column of plain text.
-            validation_data: Where the validation examples are; same columns.
+            validation_data: The validation examples, in the same columns.
             split: Split of ``data``, where it has several.
             validation_split: Split of ``validation_data``, where it has several.
             subset: Configuration of a hub data set.
             micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts);
-                8 where ``max_tokens_per_micro_batch`` is not given.
+                8 if ``max_tokens_per_micro_batch`` is not given.
             max_tokens_per_micro_batch: Fill micro-batches up to this many tokens instead; at least ``max_length``.
             max_length: Tokens per sequence.
-            overlong: What happens to longer sequences; ``"truncate"`` cuts their end. Counts are logged, and what has
-                nothing left to learn is left out.
-            drop_last: Leave out the last optimizer step of an epoch when it is not full.
+            overlong: What to do with longer sequences; ``"truncate"`` cuts their end. Counts are logged, and examples
+                with no token left to learn are dropped.
+            drop_last: Drop the last optimizer step of an epoch if it is not full.
             shuffle: Shuffle each epoch; the order of the file when false.
-            seed: Of the shuffling.
+            seed: Seed of the shuffling.
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
             system: System message put in front; needs the chat template.
             chat_template_arguments: Passed to the template.
-            special_tokens_in_text: What becomes of control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
-                ``"refuse"`` or ``"escape"``. ``None``: escaped in chat messages, where they could end a turn or forge
-                one, kept in plain text; see :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
+            special_tokens_in_text: What to do with control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
+                ``"refuse"`` or ``"escape"``. ``None``: escape them in chat messages, where they could end or forge a
+                turn, and keep them in plain text; see
+                :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
             tokenizer: A tokenizer or its name; ``None``: the LightningModule's attribute ``tokenizer``.
-            cache_dir: Folder where tokenised examples are kept for the next start, see
+            cache_dir: Folder of the cache of tokenised examples, see
                 :class:`~rlhfkit.datamodules.tokenization.cache.TokenCache`.
             num_proc: Processes that tokenise.
 
@@ -131,9 +134,9 @@ class SFTDataModule(L.LightningDataModule):
             )
         if overlong not in ("truncate", "drop", "error"):
             raise ValueError(f"overlong must be 'truncate', 'drop' or 'error', got {overlong!r}")
-        self.data = Mixture(data) if isinstance(data, Mapping) else data
-        self.prompt: Any = prompt  # text where a subclass has a default
-        self.completion: Any = completion
+        self.data = as_mixture(data)
+        self.prompt = prompt
+        self.completion = completion
         self.messages = messages
         self.text = text
         self.validation_data = validation_data
@@ -161,7 +164,7 @@ class SFTDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Download, convert and tokenise once per machine, so that the other ranks find it done."""
-        sources = [(source, self.split) for source in self._sources()]
+        sources = [(source, self.split) for source in list_sources(self.data)]
         if self.validation_data is not None:
             sources.append((self.validation_data, self.validation_split))
         for source, split in sources:
@@ -170,43 +173,40 @@ class SFTDataModule(L.LightningDataModule):
                 self._build(source, split, self._load_tokenizer())
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and tokenise; a second call does nothing.
+        """Read and tokenise the data; a second call does nothing.
 
         Args:
             stage: Not used.
 
         Raises:
             ValueError: If a column is missing, a value has the wrong type, a row is longer than the model's context, or
-                nothing is left to learn.
+                no row has a token to learn.
         """
         if self.examples is not None:
             return
         tokenizer = self._load_tokenizer()
         if self.validation_data is not None:
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
-        examples = [self._build(source, self.split, tokenizer) for source in self._sources()]
+        examples = [self._build(source, self.split, tokenizer) for source in list_sources(self.data)]
         self.examples = self.data.mix(examples, seed=self.seed) if isinstance(self.data, Mixture) else examples[0]
-
-    def _sources(self) -> list[Any]:
-        return self.data.sources if isinstance(self.data, Mixture) else [self.data]
 
     def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.tokenizer, None if self.trainer is None else self.trainer.lightning_module)
 
     def _build(self, source: Source, split: str, tokenizer: Any) -> CountedRows:
-        """Read a source and make examples of it; override for other columns."""
+        """Read a source and tokenise it; override for other columns."""
         rows = read_rows(source, split=split, subset=self.subset)
         named = {"messages": self.messages, "prompt": self.prompt, "completion": self.completion, "text": self.text}
         columns = find_columns(rows, source, (CONVERSATION, PROMPT_COMPLETION, LANGUAGE_MODELLING), named)
-        return self._tokenised(rows, source, tokenizer, **columns)
+        return self._tokenize(rows, source, tokenizer, **columns)
 
-    def _tokenised(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:
-        """Examples of rows, by the columns that :meth:`ExampleBuilder.build` takes."""
+    def _tokenize(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:
+        """Tokenise the columns that :meth:`ExampleBuilder.build` takes."""
         check_columns(rows, source, **columns)
         return self._builder(ExampleBuilder, source, tokenizer).build(rows, **columns)
 
     def _builder(self, kind: type[Builder], source: Source, tokenizer: Any) -> Builder:
-        """What makes examples of a source's rows, by the arguments of this DataModule and the model's context."""
+        """Make a builder with the arguments of this DataModule and the context length of the model."""
         style = PromptFormat(
             tokenizer,
             apply_chat_template=self.apply_chat_template,
@@ -224,12 +224,13 @@ class SFTDataModule(L.LightningDataModule):
         )
 
     def _context_length(self) -> int | None:
-        """Tokens that the model being trained can see; ``None``: any number, or it does not say."""
-        return None if self.trainer is None else getattr(self.trainer.lightning_module, "context_length", None)
+        """Tokens that the model can see; ``None``: any number, or not known."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        return module.context_length if isinstance(module, HasModelLimits) else None
 
     def train_dataloader(self) -> StepLoader[Any]:
-        """Micro-batches of this rank, with the exact totals of their optimizer step."""
-        trainer = self._attached()
+        """Micro-batches of this rank, each with the token count of its whole optimizer step."""
+        trainer = self._attached_trainer()
         return self._loader(
             self.examples,
             accumulate=trainer.accumulate_grad_batches,
@@ -239,7 +240,7 @@ class SFTDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> Any:
-        """Validation micro-batches whose plain mean of losses is the exact mean over all of them; or no loader."""
+        """Validation micro-batches, normalised so that the plain mean of their losses is the mean over all tokens."""
         if self.validation_data is None:
             return no_loader()
         return self._loader(self.validation_examples, accumulate=1, shuffle=False, whole_epoch=True)
@@ -249,7 +250,7 @@ class SFTDataModule(L.LightningDataModule):
         return self._loader(self.examples, accumulate=1, shuffle=False)
 
     def _loader(self, examples: CountedRows | None, **arguments: Any) -> StepLoader[Any]:
-        trainer = self._attached()
+        trainer = self._attached_trainer()
         if examples is None:
             raise RuntimeError(f"the data is not open yet: call {type(self).__name__}.setup() first (the Trainer does)")
         return self._step_loader(
@@ -265,10 +266,10 @@ class SFTDataModule(L.LightningDataModule):
         )
 
     def _step_loader(self, examples: CountedRows, **arguments: Any) -> StepLoader[Any]:
-        """The loader; override for batches of another kind."""
+        """Make the loader; override for batches of another kind."""
         return StepLoader(examples, collate_tokens, **arguments)
 
-    def _attached(self) -> L.Trainer:
+    def _attached_trainer(self) -> L.Trainer:
         if self.trainer is None:
             raise RuntimeError(f"{type(self).__name__} has no Trainer: pass it to trainer.fit(module, datamodule)")
         return self.trainer

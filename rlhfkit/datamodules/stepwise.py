@@ -1,4 +1,4 @@
-"""``StepwiseDataModule``: answers in reasoning steps with a label each, for process reward models."""
+"""``StepwiseDataModule``: answers in reasoning steps with one label per step, for process reward models."""
 
 import itertools
 import logging
@@ -9,8 +9,9 @@ from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.stepwise import StepwiseExamples, collate_stepwise
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
+from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.columns import STEPWISE, find_columns
-from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, common_prefix, log_counts
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, log_counts
 from rlhfkit.datamodules.tokenization.mixture import Sources
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, read_rows
 
@@ -23,16 +24,16 @@ _WORDS = {"+": 1.0, "good": 1.0, "true": 1.0, "1": 1.0, "-": 0.0, "bad": 0.0, "f
 
 
 class StepwiseDataModule(SFTDataModule):
-    r"""Judged reasoning steps, in optimizer steps that are the same on any number of ranks.
+    r"""Reasoning steps with labels, in optimizer steps that are the same on any number of ranks.
 
-    Two kinds of data, by the columns that are named:
+    Reads two formats:
 
-    - prompt, completions and labels (the default, TRL's format): a list of steps and a list of as many labels. Behind
-      each step ``separator`` is written, and the step is judged at the last token of it;
+    - prompt, completions and labels (the default, TRL's format): a list of steps and a list of as many labels. Each
+      step is followed by ``separator``, and predicted at the last token of it;
     - ``text="input"`` with ``step_token`` (OpenRLHF's format): one text in which that token ends each step.
 
-    A label is a boolean, 0 or 1, one of the words ``+``, ``-``, good, bad, true and false, or a number between 0 and 1:
-    the probability that the step leads to a right answer (a soft label).
+    A label is a boolean, 0 or 1, one of the words ``+``, ``-``, good, bad, true and false, or a number between 0 and 1,
+    the probability that the step leads to a correct answer (a soft label).
 
     Example::
 
@@ -52,17 +53,19 @@ class StepwiseDataModule(SFTDataModule):
         step_token: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Remember what to read; nothing is opened before ``setup``.
+        """Check the arguments; data is opened in ``setup``.
 
         Args:
-            data: Where the rows are, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`.
-            prompt: Column of the prompts: text or chat messages. ``None`` here and below: found by its usual name.
+            data: The rows, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`.
+            prompt: Column of the prompts: text or chat messages. ``None`` here and for the columns below:
+                found by its usual name.
             completions: Column of lists of steps, each a text.
             labels: Column of lists of labels.
-            separator: Written behind each step (a line break: TRL's default). May be a special token.
-            text: Column of whole texts; takes the place of ``prompt``, ``completions`` and ``separator``.
+            separator: Text after each step (a line break, TRL's default); may be a special token.
+            text: Column of whole texts, instead of ``prompt``, ``completions`` and ``separator``.
             step_token: The token that ends a step in ``text``.
-            **kwargs: See :class:`SFTDataModule`: validation data, splits, micro-batch size, lengths, chat template.
+            **kwargs: Arguments of :class:`SFTDataModule`: validation data, splits, micro-batch size, lengths, chat
+                template.
 
         Raises:
             ValueError: If an argument is out of range, or only one of ``text`` and ``step_token`` is given.
@@ -99,15 +102,15 @@ class StepwiseDataModule(SFTDataModule):
 
 
 class StepwiseBuilder(ExampleBuilder):
-    """Turns rows into sequences that mark the last token of each step, and reads the labels."""
+    """Tokenises rows with a mask of the last token of each step, and reads the labels."""
 
     def build_steps(self, rows: "Dataset", columns: Mapping[str, str], ends: str) -> StepwiseExamples:
-        """Tokenise rows; what is left out or cut is counted and logged.
+        """Tokenise rows; log how many were truncated or dropped.
 
         Args:
             rows: The data.
-            columns: Of labels, and of prompts and completions or of texts.
-            ends: What a step ends with: the separator that is put behind it, or the token that texts have there.
+            columns: Column by argument: labels, and prompt and completions, or text.
+            ends: What a step ends with: the separator, or the step token of a text.
 
         Returns:
             At least one answer.
@@ -119,7 +122,7 @@ class StepwiseBuilder(ExampleBuilder):
         self.columns, self.ends = columns, ends
         self.step_token_id = self._step_token_id(ends) if "text" in columns else None
         labels = [self._labels(values, row) for row, values in enumerate(rows[columns["labels"]])]
-        answers = self.kept(rows, {**columns, "ends": ends}, lambda: self._make(rows, columns))
+        answers = self.cached_examples(rows, {**columns, "ends": ends}, lambda: self._make_examples(rows, columns))
         log_counts(self.source, len(rows), answers.counts, self.max_length)
         # Cutting a sequence cuts its last steps, so the labels that are left are the first ones.
         kept = [labels[row][:steps] for row, steps in zip(answers.rows, answers.targets, strict=True)]
@@ -132,7 +135,7 @@ class StepwiseBuilder(ExampleBuilder):
         return StepwiseExamples(answers, kept)
 
     def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
-        """One answer with its steps, which must be as many as its labels."""
+        """The recipe of one answer, which must have as many steps as labels."""
         labels = row[self.columns["labels"]]
         if "text" in self.columns:
             return self._ended_by_token(
@@ -142,7 +145,7 @@ class StepwiseBuilder(ExampleBuilder):
         return self._steps(row[self.columns["prompt"]], row[self.columns["completions"]], labels, where)
 
     def _ended_by_token(self, text: str, labels: Sequence[Any], where: str) -> Recipe:
-        """Steps that end with the step token."""
+        """The recipe of a text in which the step token ends each step."""
 
         def finish(parts: list[list[int]]) -> TokenExample:
             mask = [token == self.step_token_id for token in parts[0]]
@@ -152,14 +155,14 @@ class StepwiseBuilder(ExampleBuilder):
         return Recipe([text], False, finish)
 
     def _steps(self, prompt: Any, steps: Any, labels: Sequence[Any], where: str) -> Recipe:
-        """A list of steps; where each ends among the tokens is found by common token prefixes."""
+        """The recipe of a list of steps; their last tokens are found by common token prefixes."""
         column = self.columns["completions"]
         if not isinstance(steps, list):
             raise ValueError(f"column {column!r} of {where} must hold a list of steps, it holds {steps!r}")
         _check_count(len(steps), len(labels), where)
-        borders = [self.style.prompt(prompt)]
+        prefixes = [self.style.prompt(prompt)]
         for step in steps:
-            borders.append(borders[-1] + self._text(step, column, where) + self.ends)
+            prefixes.append(prefixes[-1] + self._text(step, column, where) + self.ends)
 
         def finish(parts: list[list[int]]) -> TokenExample:
             whole = parts[-1]
@@ -168,7 +171,7 @@ class StepwiseBuilder(ExampleBuilder):
                 raise ValueError(f"{where} has a step without a token of its own: the tokenizer joins it with others")
             return TokenExample(whole, [position in last[1:] for position in range(len(whole))])
 
-        return Recipe(borders, self.style.templated(prompt), finish)
+        return Recipe(prefixes, self.style.templated(prompt), finish)
 
     def _step_token_id(self, token: str) -> int:
         found = self.tokenizer(token, add_special_tokens=False)["input_ids"]
@@ -177,10 +180,11 @@ class StepwiseBuilder(ExampleBuilder):
                 f"step_token must be one token of the tokenizer, {token!r} is {found}: add it to the tokenizer, or "
                 "give steps as lists (column completions)"
             )
-        return found[0]
+        token_id: int = found[0]
+        return token_id
 
     def _labels(self, values: Any, row: int) -> list[float]:
-        """The labels of a row as probabilities that the steps are good."""
+        """The labels of a row as probabilities that the steps are correct."""
         where = f"column {self.columns['labels']!r} of {self.source}, row {row},"
         if not isinstance(values, list):
             raise ValueError(f"{where} must hold a list of labels, it holds {values!r}")

@@ -1,8 +1,8 @@
-"""``StreamingSFTDataModule``: supervised data that is read while it is trained on, for files too large to do it before.
+"""``StreamingSFTDataModule``: supervised data that is read during training, for files too large to tokenise before.
 
-A place in a stream is plain numbers (pass over the data, row), so a resumed run opens the files, leaves out the rows it
-has seen and goes on with the same examples. Rows are shuffled within blocks, each a function of (seed, pass, block),
-because a stream cannot be shuffled as a whole.
+A position in a stream is plain numbers (pass over the data, row). A resumed run opens the files, skips the rows it has
+seen and continues with the same examples. A stream cannot be shuffled as a whole, so rows are shuffled within blocks,
+as a function of (seed, pass, block).
 """
 
 import itertools
@@ -16,7 +16,7 @@ from rlhfkit.data.shuffling import permutation
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.columns import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, log_counts
-from rlhfkit.datamodules.tokenization.mixture import Mixture
+from rlhfkit.datamodules.tokenization.mixture import Mixture, list_sources
 from rlhfkit.datamodules.tokenization.sources import describe, readable, stream_rows
 from rlhfkit.validation import check_integer
 
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 class StreamingSFTDataModule(SFTDataModule):
     """:class:`SFTDataModule` over streams: nothing is converted, tokenised or counted before training.
 
-    An epoch is a number of optimizer steps; the next epoch goes on where the last one ended, and where the data ends a
-    new pass over it begins. Every rank reads and tokenises all of the stream, in the training process. Rows are
-    shuffled within blocks only, so shuffle files that are sorted.
+    An epoch is a number of optimizer steps; the next epoch continues where the last one ended, and a new pass begins
+    where the data ends. Every rank reads and tokenises the whole stream, in the training process. Rows are shuffled
+    within blocks only, so shuffle sorted files before.
 
     Example::
 
@@ -38,20 +38,19 @@ class StreamingSFTDataModule(SFTDataModule):
     keeps_tokens = False
 
     def __init__(self, data: Any, *, steps_per_epoch: int, shuffle_block: int = 10_000, **kwargs: Any) -> None:
-        """Remember what to read; nothing is opened before ``setup``.
+        """Check the arguments; streams are opened in ``setup``.
 
         Args:
             data: A path, hub name, ``datasets.IterableDataset``, or several with their weights.
-            steps_per_epoch: Optimizer steps that Lightning calls an epoch: validation, schedules and checkpoints count
-                by it.
-            shuffle_block: Rows that are read at once and shuffled; memory for that many is needed.
-            **kwargs: See :class:`SFTDataModule`. ``validation_data`` is read as a whole.
+            steps_per_epoch: Optimizer steps per Lightning epoch, the unit of validation, schedules and checkpoints.
+            shuffle_block: Rows that are read into memory at once and shuffled.
+            **kwargs: Arguments of :class:`SFTDataModule`. ``validation_data`` is read as a whole.
 
         Raises:
             ValueError: If an argument is out of range, or needs the whole data (``max_tokens_per_micro_batch``,
                 ``drop_last``, ``num_proc``, ``cache_dir``).
         """
-        # The command line passes defaults too.
+        # Defaults are allowed, because the command line passes them.
         defaults = {"max_tokens_per_micro_batch": None, "drop_last": False, "num_proc": 1, "cache_dir": None}
         for name, default in defaults.items():
             if kwargs.get(name, default) != default:
@@ -68,7 +67,7 @@ class StreamingSFTDataModule(SFTDataModule):
         self._stream_loader: StreamLoader[Any] | None = None
 
     def prepare_data(self) -> None:
-        """Nothing: rows are read when they are trained on."""
+        """Do nothing: rows are read during training."""
 
     def setup(self, stage: str | None = None) -> None:
         """Open the streams and find their columns; a second call does nothing.
@@ -84,25 +83,20 @@ class StreamingSFTDataModule(SFTDataModule):
         tokenizer = self._load_tokenizer()
         if self.validation_data is not None:
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
-        self._streams = [_SourceStream(self, source, tokenizer) for source in self._sources()]
+        self._streams = [_SourceStream(self, source, tokenizer) for source in list_sources(self.data)]
 
     def predict_dataloader(self) -> Any:
-        """Not possible.
-
-        Raises:
-            RuntimeError: A stream need not end, and its rows are shuffled.
-        """
+        """Raise RuntimeError: a stream need not end, and its rows are shuffled."""
         raise RuntimeError("a stream has no end and no order to predict in: use SFTDataModule")
 
     def open_stream(self, place: Any = None) -> Stream:
-        """Examples without end.
+        """Yield examples without end, interleaved so that each source stays as close as possible to its share.
 
         Args:
-            place: Where to begin, from the stream itself; ``None``: at the beginning.
+            place: Where to begin, a place that the stream has yielded; ``None``: at the beginning.
 
         Yields:
-            The place behind an example, and the example. Sources take turns so that after each example all are as close
-            to their shares as they can be.
+            The place after an example, and the example.
         """
         assert self._streams is not None
         weights = self.data.weights if isinstance(self.data, Mixture) else [1.0]
@@ -116,9 +110,9 @@ class StreamingSFTDataModule(SFTDataModule):
             places[source] = [number, row, places[source][2] + 1]
             yield [list(one) for one in places], example
 
-    def train_dataloader(self) -> StreamLoader[Any]:  # type: ignore[override]  # the same protocol, another source
-        """Micro-batches of this rank, with the exact totals of their optimizer step."""
-        trainer = self._attached()
+    def train_dataloader(self) -> StreamLoader[Any]:  # type: ignore[override]  # a loader of the same protocol
+        """Micro-batches of this rank, each with the token count of its whole optimizer step."""
+        trainer = self._attached_trainer()
         self._stream_loader = StreamLoader(
             self.open_stream,
             collate_tokens,
@@ -133,15 +127,11 @@ class StreamingSFTDataModule(SFTDataModule):
         return self._stream_loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in the stream training is. Here, because Lightning saves a loader's state inside an epoch only."""
+        """Position in the stream; saved here, because Lightning saves the state of a loader inside an epoch only."""
         return {} if self._stream_loader is None else {"stream": self._stream_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the saved place.
-
-        Args:
-            state_dict: From :meth:`state_dict`.
-        """
+        """Continue at the saved position."""
         self._loader_state = state_dict.get("stream")
         if self._stream_loader is not None and self._loader_state is not None:
             self._stream_loader.load_state_dict(self._loader_state)
@@ -151,7 +141,7 @@ class _SourceStream:
     """The examples of one source, pass after pass."""
 
     def __init__(self, options: StreamingSFTDataModule, source: Any, tokenizer: Any) -> None:
-        """Open it, and find the columns by its first row."""
+        """Open the source, and find the columns by its first row."""
         import datasets
 
         self.rows = stream_rows(source, split=options.split, subset=options.subset)
@@ -169,7 +159,7 @@ class _SourceStream:
         self.seed = options.seed if options.shuffle else None
 
     def examples(self, number: int, row: int) -> Iterator[tuple[int, int, TokenExample]]:
-        """Examples from a row of a pass on: pass, row behind the example, example."""
+        """Yield (pass, row after the example, example) without end, from a row of a pass on."""
         while True:
             kept = 0
             for behind, example in self._pass(number, row):
@@ -181,7 +171,7 @@ class _SourceStream:
             log.info("%s: pass %d begins", self.source, number + 1)
 
     def _pass(self, number: int, row: int) -> Iterator[tuple[int, TokenExample]]:
-        """The rest of one pass."""
+        """Yield (row after the example, example) until the end of one pass."""
         first = row // self.block * self.block
         rows = iter(self.rows.skip(first))
         while block := self._block(rows):
@@ -191,10 +181,10 @@ class _SourceStream:
             counts = {"truncated": 0, "dropped": 0, "empty": 0}
             places = [first + turn for turn in range(len(block)) if first + turn >= row]
             chosen = [(first + order[place - first], block[order[place - first]]) for place in places]
-            tokenised = self.builder.tokenized(chosen, self._recipes)
-            for place, (index, _), example in zip(places, chosen, tokenised, strict=True):
+            tokenized = self.builder.tokenize_rows(chosen, self._recipes)
+            for place, (index, _), example in zip(places, chosen, tokenized, strict=True):
                 where = f"{self.source}, row {index},"
-                fitting = self.builder.fit(example, where, counts)
+                fitting = self.builder.limit_length(example, where, counts)
                 if fitting is not None:
                     self.builder.check_context(len(fitting.input_ids), where)
                     yield place + 1, fitting
@@ -202,7 +192,7 @@ class _SourceStream:
             first += len(block)
 
     def _block(self, rows: Iterator[Any]) -> list[Any]:
-        """The next rows."""
+        """Read the next block of rows."""
         with readable(self.source):
             return list(itertools.islice(rows, self.block))
 

@@ -1,4 +1,4 @@
-"""``UnpairedPreferenceDataModule``: answers labelled desirable or not, for KTO; a pair becomes two of them."""
+"""``UnpairedPreferenceDataModule``: answers labelled desirable or undesirable, for KTO; a pair becomes two of them."""
 
 import logging
 from typing import Any
@@ -7,9 +7,9 @@ from rlhfkit.data.formats.unpaired import UnpairedExamples, UnpairedLoader, coll
 from rlhfkit.data.loaders.steps import CountedRows
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.columns import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
-from rlhfkit.datamodules.tokenization.examples import TokenExamples
 from rlhfkit.datamodules.tokenization.mixture import Sources
 from rlhfkit.datamodules.tokenization.sources import Source, describe, no_loader, read_rows
+from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 
 log = logging.getLogger(__name__)
 
@@ -17,12 +17,12 @@ _TRUE, _FALSE = ("true", "yes", "1", "desirable", "chosen"), ("false", "no", "0"
 
 
 class UnpairedPreferenceDataModule(SFTDataModule):
-    """Prompts with completions and a label each, in optimizer steps that are the same on any number of ranks.
+    """Prompts with labelled completions, in optimizer steps that are the same on any number of ranks.
 
-    Two kinds of data, told by their columns; columns that are called otherwise are named:
+    The columns decide which of two kinds of data it is; columns with other names are given as arguments:
 
-    - ``prompt``, ``completion`` and ``label``: true, 1 or "desirable" where the completion is wanted;
-    - ``prompt``, ``chosen`` and ``rejected``: each row becomes a desirable and an undesirable one.
+    - ``prompt``, ``completion`` and ``label``: true, 1 or "desirable" for wanted completions;
+    - ``prompt``, ``chosen`` and ``rejected``: each row becomes a desirable and an undesirable answer.
 
     Example::
 
@@ -40,18 +40,19 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         rejected: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Remember what to read; nothing is opened before ``setup``.
+        """Check the arguments; data is opened in ``setup``.
 
         Args:
-            data: Where the rows are, see :class:`SFTDataModule`.
-            prompt: Column of the prompts: text or chat messages. ``None`` here and below: found by its usual name,
-                where the data has such columns.
+            data: The rows, see :class:`SFTDataModule`.
+            prompt: Column of the prompts: text or chat messages. ``None`` here and for the columns below: found by its
+                usual name.
             completion: Column of the completions: text, or the chat messages of the answer.
             label: Column of the labels: booleans, 0 and 1, or one of the words true, yes, desirable, chosen and their
                 opposites.
-            chosen: Column of the better of two completions.
-            rejected: Column of the worse.
-            **kwargs: See :class:`SFTDataModule`: validation data, splits, micro-batch size, lengths, chat template.
+            chosen: Column of the preferred completions.
+            rejected: Column of the other completions.
+            **kwargs: Arguments of :class:`SFTDataModule`: validation data, splits, micro-batch size, lengths, chat
+                template.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -74,19 +75,19 @@ class UnpairedPreferenceDataModule(SFTDataModule):
                 _is_desirable(value, f"column {columns['label']!r} of {describe(source)}, row {row},")
                 for row, value in enumerate(rows[columns["label"]])
             ]
-            answers = self._tokenised(rows, source, tokenizer, prompt=prompt, completion=columns["completion"])
+            answers = self._tokenize(rows, source, tokenizer, prompt=prompt, completion=columns["completion"])
             desirable = [labels[row] for row in answers.rows]
         else:
-            better = self._tokenised(rows, source, tokenizer, prompt=prompt, completion=columns["chosen"])
-            worse = self._tokenised(rows, source, tokenizer, prompt=prompt, completion=columns["rejected"])
-            answers, desirable = _side_by_side(better, worse)
+            better = self._tokenize(rows, source, tokenizer, prompt=prompt, completion=columns["chosen"])
+            worse = self._tokenize(rows, source, tokenizer, prompt=prompt, completion=columns["rejected"])
+            answers, desirable = _interleave(better, worse)
         log.info("%s: %d desirable answers of %d", describe(source), sum(desirable), len(desirable))
-        # A mismatched pair, one row's prompt with another's completion, may be longer than any row.
+        # A mismatched pair, the prompt of one row with the completion of another, may be longer than any row.
         limit = min(self.max_length, self._context_length() or self.max_length)
         return UnpairedExamples(answers, desirable, seed=self.seed, max_length=limit)
 
     def val_dataloader(self) -> Any:
-        """All validation micro-batches as one step, so that their KL estimate is that of all of them; or no loader."""
+        """All validation micro-batches as one step, so that the KL estimate is taken over all of them."""
         if self.validation_examples is None:
             return no_loader()
         micro_batches = len(self._loader(self.validation_examples, accumulate=1, shuffle=False))
@@ -97,7 +98,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
 
 
 def _is_desirable(value: Any, where: str) -> bool:
-    """A label as a boolean; a score of 0.7 or the word "maybe" is nobody's yes."""
+    """Convert a label to a boolean; scores such as 0.7 and other words are errors."""
     word = str(int(value) if value in (0, 1) else value).strip().lower()
     if word not in _TRUE + _FALSE:
         raise ValueError(
@@ -106,8 +107,8 @@ def _is_desirable(value: Any, where: str) -> bool:
     return word in _TRUE
 
 
-def _side_by_side(better: TokenExamples, worse: TokenExamples) -> tuple[TokenExamples, list[bool]]:
-    """Both answers of a row next to each other, in the order of the rows."""
+def _interleave(better: TokenExamples, worse: TokenExamples) -> tuple[TokenExamples, list[bool]]:
+    """Put both answers of a row next to each other, in the order of the rows."""
     places = [(row, False, place) for place, row in enumerate(better.rows)]
     places += [(row, True, place) for place, row in enumerate(worse.rows)]
     places.sort()

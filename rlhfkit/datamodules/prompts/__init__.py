@@ -1,5 +1,5 @@
 """Prompts of reinforcement learning, and the cursor that says which come next.
 
-May import: ``datamodules.sft``, ``datamodules.tokenization``, data.
+May import: ``rlhfkit.data``, ``protocols.py``, ``datamodules.sft`` and ``datamodules.tokenization``.
 Start at :mod:`rlhfkit.datamodules.prompts.datamodule`.
 """

@@ -1,8 +1,8 @@
-"""Which prompts come when: functions that order a pass over the data, by what is known of its prompts.
+"""Curricula: functions that order a pass over the prompts, or leave prompts out, by what is known of them.
 
-``PromptDataModule(order=...)`` takes any function of a :class:`PromptPass` that returns rows. It is asked once per
-pass, when the first prompt of the pass is drawn, and with the rewards of every iteration drawn before: however far
-sampling is ahead of learning, the answer depends on the sequence of samples alone. Answer and rewards are saved.
+``PromptDataModule(order=...)`` takes any function of a :class:`PromptPass` that returns rows. It is called once per
+pass, when the first prompt of the pass is drawn, with the rewards of all iterations drawn before. So the result depends
+on the sequence of samples alone, however far sampling is ahead of training. Result and rewards are in checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from rlhfkit.validation import check_integer, check_number
 
 
 class PromptStats(NamedTuple):
-    """What the samples of a prompt were worth."""
+    """Rewards of a prompt's samples."""
 
     samples: int
     """Scored samples so far."""
@@ -24,33 +24,34 @@ class PromptStats(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptPass:
-    """A pass over the prompts that is to be ordered; a row is a prompt's place among those that are used."""
+    """A pass over the prompts that is to be ordered; a row is a prompt's position among those that are used."""
 
     number: int
-    """Passes before it."""
+    """Passes before this one."""
     rows: Sequence[int]
-    """In the order that they have without a curriculum: shuffled, mixed."""
+    """All rows in the order that they would have without a curriculum: shuffled, sources mixed."""
     history: Mapping[int, PromptStats]
-    """By row, of the prompts that were sampled."""
+    """Statistics by row, of the prompts that were sampled."""
     column: Callable[[str], Sequence[Any]]
     """The values of a column of the data, by row."""
 
 
 Order = Callable[[PromptPass], Sequence[int]]
-"""Rows of a pass in the order in which they are to be sampled. What it leaves out is not sampled in this pass (except
-where an iteration could not be filled otherwise); a row that it names twice comes twice, never in one iteration."""
+"""Returns the rows of a pass in the order in which they are to be sampled. A row that it leaves out is not sampled in
+this pass, unless an iteration could not be filled otherwise; a row that it names twice is sampled twice, but never
+twice in one iteration."""
 
 
 @runtime_checkable
 class DeclaresHistoryUse(Protocol):
-    """An order that says whether it reads ``PromptPass.history``; one that does not say so is assumed to."""
+    """A curriculum that says whether it reads ``PromptPass.history``; one that does not say so is assumed to."""
 
     uses_rewards: bool
 
 
 @dataclass(frozen=True)
 class ByColumn:
-    """Easy prompts first (Bengio et al., 2009): in the order of a column's values, shuffled where they are equal.
+    """Order a pass by the values of a column, easy prompts first (Bengio et al., 2009); ties stay shuffled.
 
     Example::
 
@@ -58,11 +59,11 @@ class ByColumn:
     """
 
     name: str
-    """Of the column; values that can be compared."""
+    """Column of values that can be compared."""
     descending: bool = False
-    """Largest first."""
+    """Largest values first."""
     passes: int | None = None
-    """Only the first so many passes are ordered; ``None``: all."""
+    """How many passes are ordered, from the first; ``None``: all."""
     uses_rewards: ClassVar[bool] = False
     """It does not read ``PromptPass.history``; see :class:`DeclaresHistoryUse`."""
 
@@ -71,11 +72,11 @@ class ByColumn:
         check_integer("passes", self.passes, minimum=0, optional=True)
 
     def __call__(self, one: PromptPass) -> Sequence[int]:
-        """Sort, stably."""
+        """Sort the rows, keeping the order of ties."""
         if self.passes is not None and one.number >= self.passes:
             return one.rows
         values = one.column(self.name)
-        # Sorted in reverse of reverse: a stable order in both directions.
+        # Sorting the reversed rows and reversing the result keeps the order of ties when descending.
         rows = list(reversed(one.rows)) if self.descending else list(one.rows)
         rows.sort(key=lambda row: values[row])
         return rows[::-1] if self.descending else rows
@@ -83,10 +84,10 @@ class ByColumn:
 
 @dataclass(frozen=True)
 class BySuccess:
-    """Leave out most prompts whose latest samples were all right or all wrong: they teach nothing.
+    """Leave out most prompts whose latest samples were all right or all wrong, which give no policy gradient.
 
-    Selection by success rate as in SPEED (Zhang et al., 2025, arXiv:2506.09016), and as DAPO's dynamic sampling does
-    it, here before anything is sampled. A share of them is kept, because policies improve, and forget.
+    Selects by success rate as SPEED does (Zhang et al., 2025, arXiv:2506.09016), and DAPO's dynamic sampling, but
+    before anything is sampled. A share of these prompts is kept, because policies improve and forget.
 
     Example::
 
@@ -94,13 +95,13 @@ class BySuccess:
     """
 
     low: float = 0.0
-    """Hopeless at this mean reward of the latest group, or less."""
+    """A prompt is hopeless if the mean reward of its latest group is at most this."""
     high: float = 1.0
-    """Solved at this mean reward of the latest group, or more."""
+    """A prompt is solved if the mean reward of its latest group is at least this."""
     keep: float = 0.1
-    """Chance that such a prompt is in a pass all the same."""
+    """Probability that a solved or hopeless prompt is in a pass."""
     seed: int = 0
-    """Of who is kept, which is a function of (seed, pass, row)."""
+    """Seed of that choice, which is a function of (seed, pass, row)."""
 
     def __post_init__(self) -> None:
         """Check the bounds."""
@@ -110,12 +111,12 @@ class BySuccess:
         check_integer("seed", self.seed)
 
     def __call__(self, one: PromptPass) -> Sequence[int]:
-        """Choose."""
-        return [row for row in one.rows if self._wanted(one, row)]
+        """Select the rows, in their order."""
+        return [row for row in one.rows if self._is_selected(one, row)]
 
-    def _wanted(self, one: PromptPass, row: int) -> bool:
-        worth = one.history.get(row)
-        if worth is None or self.low < worth.reward < self.high:
+    def _is_selected(self, one: PromptPass, row: int) -> bool:
+        stats = one.history.get(row)
+        if stats is None or self.low < stats.reward < self.high:
             return True
         digest = blake2b(f"{self.seed}/{one.number}/{row}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64 < self.keep

@@ -1,8 +1,8 @@
-"""The endless sequence of shuffled passes over the prompts, and how an iteration draws from it and puts back.
+"""The endless sequence of shuffled passes over the prompts, and how an iteration draws prompts from it.
 
-Every pass has each row once, no iteration has a row twice, and what an iteration drew without using it comes first in
-the next one. Nothing here changes while prompts are drawn: a cursor says where a sequence continues, and whoever trains
-on what was drawn decides when the cursor moves.
+Every pass has each row once, no iteration has a row twice, and prompts that an iteration drew and did not use come
+first in the next one. Drawing changes no state that is saved: a cursor says where the sequence continues, and it is
+moved only when the iteration was trained on.
 """
 
 import logging
@@ -18,50 +18,46 @@ log = logging.getLogger(__name__)
 
 
 class PromptCursor(NamedTuple):
-    """Where in the endless sequence of shuffled passes the next prompt is."""
+    """Position of the next prompt in the endless sequence of passes."""
 
     number: int = 0
     """Passes finished."""
     offset: int = 0
-    """Rows of the current pass that were taken or put off."""
+    """Rows of the current pass that were taken or postponed."""
     postponed: tuple[int, ...] = ()
-    """Rows before the offset that were put off: the batch that reached them had them already, or gave them back."""
+    """Rows before the offset that come first in the next batch: the last one had them already, or requeued them."""
     rows: Sequence[int] | None = None
-    """The current pass as a curriculum has ordered it; ``None``: there is none."""
+    """The current pass as a curriculum has ordered it; ``None`` without a curriculum."""
     history: Mapping[int, PromptStats] | None = None
-    """What a curriculum knows of each row that was sampled."""
+    """Statistics by row for a curriculum, of the prompts that were sampled."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """The cursor as plain values, for a checkpoint."""
         state: dict[str, Any] = {"pass": self.number, "offset": self.offset, "postponed": list(self.postponed)}
         if self.rows is not None:
             state["rows"] = list(self.rows)
         if self.history is not None:
-            state["history"] = [[row, *worth] for row, worth in self.history.items()]
+            state["history"] = [[row, *stats] for row, stats in self.history.items()]
         return state
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Self:
-        """Inverse of :meth:`state_dict`.
-
-        Args:
-            state: May have other entries too.
-        """
-        history = state.get("history")
-        known = None if history is None else {row: PromptStats(*worth) for row, *worth in history}
-        return cls(state["pass"], state["offset"], tuple(state["postponed"]), state.get("rows"), known)
+        """Inverse of :meth:`state_dict`; other entries of ``state`` are ignored."""
+        saved = state.get("history")
+        history = None if saved is None else {row: PromptStats(*stats) for row, *stats in saved}
+        return cls(state["pass"], state["offset"], tuple(state["postponed"]), state.get("rows"), history)
 
 
 class PromptOrder:
-    """The order of the rows.
+    """The order of the rows in each pass.
 
     Args:
-        total: Rows.
-        seed: Of the shuffling, which is a function of (seed, pass) and nothing else.
-        shuffle: The order of the rows in every pass when false.
-        plain: The rows of a pass by its number, in place of all rows, shuffled.
-        curriculum: What makes of these the rows that are sampled.
-        column: Values by row, for the curriculum.
+        total: Number of rows.
+        seed: Seed of the shuffling, which is a function of (seed, pass) alone.
+        shuffle: Shuffle each pass; the order of the rows when false.
+        plain: Returns the rows of a pass by its number, in place of all rows, shuffled.
+        curriculum: Selects and orders the rows of a pass; ``None``: all rows.
+        column: Returns the values of a column by row, for the curriculum.
     """
 
     def __init__(
@@ -85,15 +81,18 @@ class PromptOrder:
     def take(
         self, count: int, cursor: PromptCursor, *, without: Collection[int] = ()
     ) -> tuple[list[int], PromptCursor]:
-        """Different rows from the cursor on, and the cursor behind them.
+        """Take different rows from the cursor on.
 
-        A batch that spans two passes may meet a row that it has from the first of them; that row is put off to the
-        front of the next batch, so no batch has a row twice and no pass loses one.
+        A batch that spans two passes may meet a row that it has from the first of them. That row is postponed to the
+        front of the next batch, so that no batch has a row twice and no pass loses one.
 
         Args:
-            count: Rows.
+            count: Rows to take.
             cursor: Where to begin.
             without: Rows that the batch has already, from an earlier call.
+
+        Returns:
+            The rows, and the cursor behind them.
 
         Raises:
             ValueError: If ``count`` is below 1, or there are not as many different rows.
@@ -113,12 +112,12 @@ class PromptOrder:
         number, offset, rows = cursor.number, cursor.offset, cursor.rows
         if rows is None:
             rows = self._rows(number, cursor) if offset == 0 else self._permutation(number)
-        before = -1  # rows taken when the current pass began; -1: it began in another batch
+        taken_before_pass = -1  # rows taken when the current pass began; -1: it began in another batch
         while len(taken) < count:
-            if offset >= len(rows) and before == len(taken):
-                rows = self._and_the_rest(number, rows)
+            if offset >= len(rows) and taken_before_pass == len(taken):
+                rows = self._with_left_out_rows(number, rows)
             elif offset >= len(rows):
-                number, offset, before = number + 1, 0, len(taken)
+                number, offset, taken_before_pass = number + 1, 0, len(taken)
                 rows = self._rows(number, cursor)
                 continue
             row = rows[offset]
@@ -129,21 +128,21 @@ class PromptOrder:
         return taken, PromptCursor(number, offset, (*skipped, *cursor.postponed[first:]), kept, cursor.history)
 
     def _rows(self, number: int, cursor: PromptCursor) -> Sequence[int]:
-        """The rows of one pass, as the curriculum wants them now."""
+        """The rows of one pass, ordered by the curriculum from what is known now."""
         if self.curriculum is None:
             return self._permutation(number)
-        known = {} if cursor.history is None else cursor.history
-        rows = list(self.curriculum(PromptPass(number, self._permutation(number), known, self.column)))
+        history = {} if cursor.history is None else cursor.history
+        rows = list(self.curriculum(PromptPass(number, self._permutation(number), history, self.column)))
         wrong = [row for row in rows if not (isinstance(row, Integral) and 0 <= int(row) < self.total)]
         if wrong:
             raise ValueError(
                 f"order={self.curriculum!r} has returned {wrong[0]!r} for pass {number}: it must return rows of the "
                 f"pass, integers from 0 to {self.total - 1}"
             )
-        return list(map(int, rows))  # NumPy's are no plain values for a checkpoint
+        return list(map(int, rows))  # NumPy's integers are not plain values for a checkpoint
 
-    def _and_the_rest(self, number: int, rows: Sequence[int]) -> Sequence[int]:
-        """A pass that had nothing new for a batch: what it leaves out follows, or the batch would never be full."""
+    def _with_left_out_rows(self, number: int, rows: Sequence[int]) -> Sequence[int]:
+        """A pass that is too short to fill a batch, followed by the rows that its curriculum leaves out."""
         log.warning(
             "pass %d over the prompts has %d rows, too few for an iteration: those that its order leaves out follow",
             *(number, len(set(rows))),
@@ -151,27 +150,27 @@ class PromptOrder:
         return list(dict.fromkeys([*rows, *self._permutation(number), *range(self.total)]))
 
     def _permutation(self, number: int) -> Sequence[int]:
-        """Order of one pass; the last few are remembered. Safe in several threads: the dictionary is replaced whole."""
-        known = self._permutations
-        if number not in known:
+        """Order of one pass, cached for the last two. Thread-safe: the dictionary is replaced, not changed."""
+        cached = self._permutations
+        if number not in cached:
             order: Sequence[int]
             if self.plain is not None:
                 order = self.plain(number)
             else:
                 order = permutation(self.total, seed=self.seed, number=number) if self.shuffle else range(self.total)
-            self._permutations = {key: known[key] for key in known if key >= number - 1} | {number: order}
+            self._permutations = {key: cached[key] for key in cached if key >= number - 1} | {number: order}
             return order
-        return known[number]
+        return cached[number]
 
 
 class PromptDraws:
-    """What one iteration draws: no prompt twice, and some of it may be put back.
+    """The prompts of one iteration: none is drawn twice, and those that were not used can be requeued.
 
     Args:
-        order: The sequence.
-        prompt: The prompt of a row.
+        order: The sequence of rows.
+        prompt: Returns the prompt of a row.
         cursor: Where the iteration begins.
-        fingerprint: Of the data, which goes into :attr:`after`.
+        fingerprint: Digest of the data, a part of :attr:`after`.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class PromptDraws:
         self._cursor = cursor
         self._fingerprint = fingerprint
         self._rows: dict[int, int] = {}  # index of a prompt -> its row, in the order of drawing
-        self._returned: set[int] = set()
+        self._requeued: set[int] = set()
 
     @property
     def left(self) -> int:
@@ -190,29 +189,21 @@ class PromptDraws:
         return self._order.total - len(self._rows)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts.
-
-        Args:
-            count: At least 1, and at most :attr:`left`.
-        """
+        """Draw the next prompts, at most :attr:`left`."""
         rows, self._cursor = self._order.take(count, self._cursor, without=self._rows.values())
         prompts = [self._prompt(row) for row in rows]
         self._rows |= {prompt.index: row for prompt, row in zip(prompts, rows, strict=True)}
         return prompts
 
     def requeue(self, prompts: Iterable[Prompt]) -> None:
-        """Have prompts come first in the next iteration, in the order in which they were drawn here.
-
-        Args:
-            prompts: Drawn here and not used.
-        """
-        self._returned |= {prompt.index for prompt in prompts}
+        """Put prompts that were drawn here at the front of the next iteration, in the order of drawing."""
+        self._requeued |= {prompt.index for prompt in prompts}
 
     def record(self, groups: Iterable[Sequence[Sample]]) -> None:
-        """Remember what the samples of prompts were worth, if there is a curriculum that asks for it.
+        """Remember the rewards of groups for a curriculum; without one, do nothing.
 
         Args:
-            groups: Of prompts drawn here, with their rewards.
+            groups: Samples of each prompt drawn here, with their rewards.
         """
         if self._order.curriculum is None:
             return
@@ -227,7 +218,7 @@ class PromptDraws:
 
     @property
     def after(self) -> dict[str, Any]:
-        """Where the next iteration begins when this one was trained on, as plain values."""
-        returned = [row for index, row in self._rows.items() if index in self._returned]
-        cursor = self._cursor._replace(postponed=(*returned, *self._cursor.postponed))
+        """Where the next iteration begins, as plain values: the cursor behind this one, and the fingerprint."""
+        requeued = [row for index, row in self._rows.items() if index in self._requeued]
+        cursor = self._cursor._replace(postponed=(*requeued, *self._cursor.postponed))
         return {**cursor.state_dict(), "fingerprint": self._fingerprint}

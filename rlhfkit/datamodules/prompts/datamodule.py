@@ -1,8 +1,7 @@
 """``PromptDataModule``: the prompts of reinforcement learning, and the cursor that says which come next.
 
-The cursor lives here and not in the loader, because Lightning always restores a DataModule's state, but a loader's only
-in the middle of an epoch. Prompts are shuffled anew in each pass over the data, as a function of (seed, pass) and
-nothing else, and each row is used exactly once per pass.
+The cursor lives here and not in the loader, because Lightning always restores the state of a DataModule, but that of a
+loader only in the middle of an epoch.
 """
 
 import logging
@@ -18,13 +17,13 @@ from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.prompts.curriculum import DeclaresHistoryUse, Order
 from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
-from rlhfkit.datamodules.prompts.mixed import MixedPrompts, as_mixture, sources_of
+from rlhfkit.datamodules.prompts.mixed import MixedPrompts
 from rlhfkit.datamodules.prompts.pretraining import PretrainingText
 from rlhfkit.datamodules.prompts.rows import PromptBatches, PromptRows
 from rlhfkit.datamodules.sft import SFTDataModule
-from rlhfkit.datamodules.tokenization.chat import SpecialTokensInText, check_special_tokens_in_text
-from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.sources import describe, load_tokenizer, no_loader, read_rows
+from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokensInText, check_special_tokens_in_text
+from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
+from rlhfkit.datamodules.tokenization.sources import Source, describe, load_tokenizer, no_loader, read_rows
 from rlhfkit.protocols import experience_source_of
 from rlhfkit.validation import check_integer
 
@@ -32,15 +31,9 @@ log = logging.getLogger(__name__)
 
 
 def final_answer(answer: Any) -> Any:
-    """What stands behind the last ``####``, as in GSM8K (Cobbe et al., 2021, arXiv:2110.14168); else the answer itself.
+    """Return what follows the last ``####``, as in GSM8K (Cobbe et al., 2021, arXiv:2110.14168).
 
-    Thousands separators are removed there: ``"... #### 1,234"`` becomes ``"1234"``.
-
-    Args:
-        answer: The answer column's value.
-
-    Returns:
-        The text that a completion is compared with, or ``answer`` unchanged.
+    Thousands separators are removed: ``"... #### 1,234"`` becomes ``"1234"``. Other answers are returned unchanged.
     """
     if not isinstance(answer, str) or "####" not in answer:
         return answer
@@ -48,10 +41,12 @@ def final_answer(answer: Any) -> Any:
 
 
 class PromptDataModule(L.LightningDataModule):
-    """Prompts from a file, a ``datasets`` folder, the hub or memory; a chat template when the tokenizer has one.
+    """Prompts from files, saved data sets, the hub or memory, for modules that learn from their own samples.
 
-    ``train_dataloader`` yields the experience that the trainer's rollout callback makes of the prompts; the callback
-    asks for :meth:`draws` and, when all that they gave was trained on, calls :meth:`set_cursor`.
+    ``train_dataloader`` yields the experience that the Trainer's rollout callback makes of the prompts. The callback
+    draws an iteration's prompts from :meth:`draws` and calls :meth:`set_cursor` when the iteration was trained on.
+    Prompts are shuffled anew in each pass over the data, as a function of (seed, pass) alone, and each is used exactly
+    once per pass.
 
     Example::
 
@@ -84,37 +79,37 @@ class PromptDataModule(L.LightningDataModule):
         special_tokens_in_text: SpecialTokensInText | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Remember what to read; nothing is opened before ``setup``.
+        """Check the arguments; data is opened in ``setup``.
 
         Args:
-            data: Where the prompts are, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`; several sources
-                with their weights as a mapping or a :class:`~rlhfkit.Mixture` are in every iteration in proportion.
+            data: The prompts, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`. Several sources with their
+                weights, as a mapping or a :class:`~rlhfkit.Mixture`, are in every iteration in proportion.
             prompt: Column of the prompts: text, or a list of chat messages ``{"role": ..., "content": ...}``.
             answer: Column of the reference answers; ``None``: there are none.
             answer_extractor: Applied to each value of the answer column.
-            validation_data: Where the validation prompts are; same columns. Of several sources, every prompt of each
-                is used, and metrics are logged for each, too.
-            pretraining_data: Text that is learned in every update too, by modules with a ``ptx_coef``: examples of any
-                kind, ``micro_batch_size`` of them beside each micro-batch of samples.
+            validation_data: The validation prompts, in the same columns. All prompts of each source are used, and
+                metrics are logged per source too.
+            pretraining_data: Text for modules with a ``ptx_coef``: ``micro_batch_size`` of its examples beside each
+                micro-batch of samples.
             split: Split of ``data``, where it has several.
             validation_split: Split of ``validation_data``, where it has several.
             subset: Configuration of a hub data set.
             rollout_batch_size: Prompts per iteration, all ranks together.
             micro_batch_size: Sequences per micro-batch on average.
-            validation_batch_size: Prompts generated for at once in validation, all ranks together.
-            max_prompt_length: Tokens, template included; ``None``: no limit of its own.
+            validation_batch_size: Prompts per batch of validation, all ranks together.
+            max_prompt_length: Tokens of a prompt, template included; ``None``: as many as the model and engine take.
             overlong_prompts: ``"error"`` or ``"drop"`` (with a logged count) for prompts above that length.
             shuffle: Shuffle each pass over the data; the order of the file when false.
-            seed: Of the shuffling.
-            order: A curriculum: in which order, and which prompts at all, a pass over the data has; see
-                :mod:`rlhfkit.datamodules.prompts.curriculum`.
+            seed: Seed of the shuffling.
+            order: A curriculum, see :mod:`rlhfkit.datamodules.prompts.curriculum`.
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template. Chat
                 messages always go through the template.
             system: System message put in front; needs the chat template.
-            chat_template_arguments: Passed to the template, e.g. ``{"enable_thinking": False}``.
-            special_tokens_in_text: What becomes of control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
-                ``"refuse"`` or ``"escape"``. ``None``: escaped in chat messages, where they could end a turn or forge
-                one, kept in plain text; see :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
+            chat_template_arguments: Passed to the template, for example ``{"enable_thinking": False}``.
+            special_tokens_in_text: What to do with control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
+                ``"refuse"`` or ``"escape"``. ``None``: escape them in chat messages, where they could end or forge a
+                turn, and keep them in plain text; see
+                :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
             tokenizer: A tokenizer or its name; ``None``: the LightningModule's attribute ``tokenizer``.
 
         Raises:
@@ -128,11 +123,13 @@ class PromptDataModule(L.LightningDataModule):
         check_integer("seed", seed)
         if overlong_prompts not in ("error", "drop"):
             raise ValueError(f"overlong_prompts must be 'error' or 'drop', got {overlong_prompts!r}")
-        self.data = as_mixture(data) or data
+        check_special_tokens_in_text(special_tokens_in_text)
+        self.data = as_mixture(data)
         self.prompt = prompt
         self.answer = answer
         self.answer_extractor = answer_extractor
-        self.validation_data = None if validation_data is None else as_mixture(validation_data) or validation_data
+        self.validation_data = None if validation_data is None else as_mixture(validation_data)
+        self.pretraining_data = pretraining_data
         self.split = split
         self.validation_split = validation_split
         self.subset = subset
@@ -147,7 +144,6 @@ class PromptDataModule(L.LightningDataModule):
         self.apply_chat_template = apply_chat_template
         self.system = system
         self.chat_template_arguments = dict(chat_template_arguments or {})
-        check_special_tokens_in_text(special_tokens_in_text)
         self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
         self._rows: PromptRows | MixedPrompts | None = None
@@ -155,16 +151,15 @@ class PromptDataModule(L.LightningDataModule):
         self._order: PromptOrder | None = None
         self._cursor = PromptCursor()
         self._saved_fingerprint: str | None = None
-        self.pretraining_data = pretraining_data
         self._text: PretrainingText | None = None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
         """Download and convert once per machine, so that the other ranks find it done."""
-        for source in sources_of(self.data):
+        for source in list_sources(self.data):
             read_rows(source, split=self.split, subset=self.subset)
-        for source in [] if self.validation_data is None else sources_of(self.validation_data):
+        for source in [] if self.validation_data is None else list_sources(self.validation_data):
             read_rows(source, split=self.validation_split, subset=self.subset)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = self.trainer
@@ -174,7 +169,7 @@ class PromptDataModule(L.LightningDataModule):
         """Open the data and check it; a second call does nothing.
 
         Args:
-            stage: Not used: training and validation prompts are both needed in ``fit``.
+            stage: Not used: ``fit`` needs the prompts of training and of validation.
 
         Raises:
             ValueError: If a column is missing, a prompt is too long, or there are fewer prompts than a batch needs.
@@ -193,35 +188,83 @@ class PromptDataModule(L.LightningDataModule):
         self._check_count()
         self._check_fingerprint()
 
+    def _open(self, data: Mixture | Source, split: str, tokenizer: Any) -> PromptRows | MixedPrompts:
+        parts = [self._open_source(source, split, tokenizer) for source in list_sources(data)]
+        return MixedPrompts(data, parts) if isinstance(data, Mixture) else parts[0]
+
+    def _open_source(self, source: Source, split: str, tokenizer: Any) -> PromptRows:
+        style = PromptFormat(
+            tokenizer,
+            apply_chat_template=self.apply_chat_template,
+            system=self.system,
+            chat_template_arguments=self.chat_template_arguments,
+            special_tokens_in_text=self.special_tokens_in_text,
+        )
+        return PromptRows(
+            read_rows(source, split=split, subset=self.subset),
+            source,
+            style,
+            prompt=self.prompt,
+            answer=self.answer,
+            answer_extractor=self.answer_extractor,
+            max_length=self.max_prompt_length,
+            overlong=self.overlong_prompts,
+        )
+
+    @staticmethod
+    def _opened(rows: PromptRows | MixedPrompts | None) -> PromptRows | MixedPrompts:
+        if rows is None:
+            raise RuntimeError("the data is not open yet: call PromptDataModule.setup() first (the Trainer does)")
+        return rows
+
     def _check_count(self) -> None:
-        rows = self._ready(self._rows)
+        rows = self._opened(self._rows)
         if len(rows) < self.rollout_batch_size:
             raise ValueError(
-                f"{self._described} has {len(rows)} prompts, fewer than rollout_batch_size "
+                f"{self._description} has {len(rows)} prompts, fewer than rollout_batch_size "
                 f"{self.rollout_batch_size}, and a prompt cannot be in an iteration twice: lower rollout_batch_size or "
                 "add prompts"
             )
         if isinstance(rows, MixedPrompts):
             rows.check_share(self.rollout_batch_size)
 
-    def _open(self, data: Any, split: str, tokenizer: Any) -> PromptRows | MixedPrompts:
-        parts = [
-            PromptRows(self, read_rows(source, split=split, subset=self.subset), source, tokenizer)
-            for source in sources_of(data)
-        ]
-        mixture = as_mixture(data)
-        return parts[0] if mixture is None else MixedPrompts(mixture, parts)
+    def check_prompts(
+        self, *, longest: int, reason: str, vocabulary: int | None = None, validation: bool = False
+    ) -> None:
+        """Check all prompts against the limits of the engine before anything is generated.
+
+        Args:
+            longest: Tokens that a prompt may have.
+            reason: Where that limit comes from, for messages.
+            vocabulary: Number of tokens of the model; ``None``: not known.
+            validation: Check the validation prompts instead of the training prompts.
+
+        Raises:
+            ValueError: If a prompt is longer and ``overlong_prompts`` is ``"error"``, too few are left when overlong
+                ones are dropped, or one has a token that the model does not know.
+        """
+        rows = self._opened(self._validation_rows if validation else self._rows)
+        for part in rows.parts if isinstance(rows, MixedPrompts) else [rows]:
+            part.check_vocabulary(vocabulary)
+            part.limit_lengths(longest, reason)
+        if not validation:
+            self._check_count()
 
     @property
-    def _described(self) -> str:
-        return " and ".join(describe(source) for source in sources_of(self.data))
+    def _description(self) -> str:
+        return " and ".join(describe(source) for source in list_sources(self.data))
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     @property
     def num_prompts(self) -> int:
-        """Different prompts there are."""
-        return len(self._ready(self._rows))
+        """Number of training prompts."""
+        return len(self._opened(self._rows))
+
+    @property
+    def has_validation_prompts(self) -> bool:
+        """Whether there are prompts for validation."""
+        return self.validation_data is not None
 
     @property
     def order_uses_rewards(self) -> bool:
@@ -229,27 +272,20 @@ class PromptDataModule(L.LightningDataModule):
         order = self.order
         return order is not None and (not isinstance(order, DeclaresHistoryUse) or order.uses_rewards)
 
-    @property
-    def has_validation_prompts(self) -> bool:
-        """Whether there is ``validation_data``."""
-        return self.validation_data is not None
-
     def draws(self, after: dict[str, Any] | None = None) -> PromptDraws:
-        """An iteration's prompts, drawn as it needs them; the cursor stays where it is.
+        """Draw the prompts of an iteration; the cursor of the DataModule stays where it is.
 
         Args:
-            after: Begin where other draws end (their ``after``); ``None``: at the cursor.
+            after: Where to begin: :attr:`PromptDraws.after` of the iteration before; ``None``: at the cursor.
         """
-        rows = self._ready(self._rows)
+        rows = self._opened(self._rows)
         if self._order is None:
-            mixed = (
-                partial(rows.order, seed=self.seed, shuffle=self.shuffle) if isinstance(rows, MixedPrompts) else None
-            )
+            pass_order = rows.pass_order if isinstance(rows, MixedPrompts) else None
             self._order = PromptOrder(
                 len(rows),
                 seed=self.seed,
                 shuffle=self.shuffle,
-                plain=mixed,
+                plain=pass_order and partial(pass_order, seed=self.seed, shuffle=self.shuffle),
                 curriculum=self.order,
                 column=rows.column,
             )
@@ -257,19 +293,16 @@ class PromptDataModule(L.LightningDataModule):
         return PromptDraws(self._order, rows.__getitem__, cursor, rows.fingerprint())
 
     def set_cursor(self, after: dict[str, Any]) -> None:
-        """Move the cursor behind an iteration that was trained on; not if it was drawn from data of another checkpoint.
+        """Move the cursor to the end of an iteration that was trained on, unless it was drawn from other data.
 
         Args:
-            after: Of its :meth:`draws`.
+            after: :attr:`PromptDraws.after` of the iteration.
         """
-        if after["fingerprint"] == self._ready(self._rows).fingerprint():
+        if after["fingerprint"] == self._opened(self._rows).fingerprint():
             self._cursor = PromptCursor.from_state_dict(after)
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The coming prompts, no two of them the same row; the cursor stays where it is.
-
-        Args:
-            count: Prompts.
+        """Return the next prompts, no two of them the same row, without moving the cursor.
 
         Raises:
             ValueError: If ``count`` is below 1 or above the number of prompts.
@@ -277,72 +310,40 @@ class PromptDataModule(L.LightningDataModule):
         return self.draws().take(count)
 
     def advance(self, count: int) -> None:
-        """Move the cursor past :meth:`next_prompts` of the same count.
-
-        Args:
-            count: Prompts.
-        """
+        """Move the cursor past what :meth:`next_prompts` returns for the same count."""
         draws = self.draws()
         draws.take(count)
         self.set_cursor(draws.after)
 
     def validation_prompts(self) -> list[Prompt]:
-        """All validation prompts, in the order of the file; none without ``validation_data``."""
+        """Return all validation prompts in the order of the file; none without ``validation_data``."""
         if self.validation_data is None:
             return []
-        rows = self._ready(self._validation_rows)
+        rows = self._opened(self._validation_rows)
         return [rows[position] for position in range(len(rows))]
 
-    @staticmethod
-    def _ready(rows: PromptRows | MixedPrompts | None) -> PromptRows | MixedPrompts:
-        if rows is None:
-            raise RuntimeError("the data is not open yet: call PromptDataModule.setup() first (the Trainer does)")
-        return rows
-
     def pretraining_batch(self, number: int) -> TokenBatch:
-        """The text beside one of this rank's micro-batches of samples.
+        """Return the pretraining text beside one of this rank's micro-batches of samples.
 
         Args:
-            number: Micro-batches before it, since the run began.
+            number: Number of that micro-batch, counted from the start of the run.
 
         Raises:
-            RuntimeError: If there is no ``pretraining_data``, or the Trainer has not asked for a loader yet.
+            RuntimeError: If there is no ``pretraining_data``, or no training.
         """
         if self._text is None:
             raise RuntimeError("there is no pretraining_data, or no training that it would be for")
         return self._text.batch(number)
 
-    def check_prompts(
-        self, *, longest: int, reason: str, vocabulary: int | None = None, validation: bool = False
-    ) -> None:
-        """Check all prompts against what generates, before anything is generated; overlong ones may be dropped.
-
-        Args:
-            longest: Tokens that a prompt may have.
-            reason: Where that comes from, for messages.
-            vocabulary: Tokens of the model; ``None``: not known.
-            validation: Check the prompts of validation instead of those of training.
-
-        Raises:
-            ValueError: If a prompt is longer and ``overlong_prompts`` is ``"error"``, none or too few are left, or one
-                has a token that the model does not know.
-        """
-        rows = self._ready(self._validation_rows if validation else self._rows)
-        for part in rows.parts if isinstance(rows, MixedPrompts) else [rows]:
-            part.check_vocabulary(vocabulary)
-            part.limit_lengths(longest, reason)
-        if not validation:
-            self._check_count()
-
     # -- loaders -------------------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> ExperienceLoader[Any]:
-        """The experience that the trainer's rollout callback makes, iteration by iteration.
+        """The experience that the Trainer's rollout callback makes, one iteration per epoch.
 
         Raises:
-            ValueError: If the trainer has no such callback or several, or the sizes do not divide.
+            ValueError: If the Trainer has no such callback or several, or the sizes do not divide.
         """
-        trainer = self._trainer()
+        trainer = self._attached_trainer()
         source = experience_source_of(trainer)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = trainer
@@ -350,14 +351,14 @@ class PromptDataModule(L.LightningDataModule):
         return ExperienceLoader(source.collect, source.batches_per_iteration())
 
     def val_dataloader(self) -> Any:
-        """Lists of validation prompts, this rank's share of each; no loader at all without ``validation_data``."""
+        """Lists of validation prompts, this rank's share of each batch; an empty list without ``validation_data``."""
         if self.validation_data is None:
             return no_loader()
-        trainer = self._trainer()
-        rows = self._ready(self._validation_rows)
+        trainer = self._attached_trainer()
+        rows = self._opened(self._validation_rows)
         return PromptBatches(rows, self.validation_batch_size, trainer.global_rank, trainer.world_size)
 
-    def _trainer(self) -> L.Trainer:
+    def _attached_trainer(self) -> L.Trainer:
         if self.trainer is None:
             raise RuntimeError(
                 "PromptDataModule is not attached to a Trainer: pass it to trainer.fit(module, datamodule)"
@@ -374,7 +375,7 @@ class PromptDataModule(L.LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved prompt; with a warning and at the start of a new pass if the data has changed.
+        """Continue at the saved prompt; if the data has changed, warn and begin a new pass.
 
         Args:
             state_dict: From :meth:`state_dict`.
@@ -385,12 +386,12 @@ class PromptDataModule(L.LightningDataModule):
             self._check_fingerprint()
 
     def _check_fingerprint(self) -> None:
-        rows, saved = self._ready(self._rows), self._saved_fingerprint
+        rows, saved = self._opened(self._rows), self._saved_fingerprint
         if saved is not None and saved != rows.fingerprint():
             log.warning(
                 "The prompts of %s are not those that the checkpoint was saved with (%d rows now); the order cannot be "
                 "continued, so a new pass over them begins",
-                self._described,
+                self._description,
                 len(rows),
             )
             self._cursor = PromptCursor(self._cursor.number + 1)

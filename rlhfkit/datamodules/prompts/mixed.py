@@ -1,7 +1,7 @@
-"""Prompts of several sources: in every iteration in proportion, and told apart by name in validation."""
+"""Prompts of several sources: in proportion in every iteration, and named by source in validation."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,58 +11,26 @@ from rlhfkit.datamodules.prompts.rows import PromptRows
 from rlhfkit.datamodules.tokenization.mixture import Mixture
 
 
-def as_mixture(data: Any) -> Mixture | None:
-    """The mixture that a ``data`` argument is; ``None``: it is one source.
-
-    Args:
-        data: See :data:`~rlhfkit.datamodules.tokenization.mixture.Sources`.
-    """
-    return Mixture(data) if isinstance(data, Mapping) else data if isinstance(data, Mixture) else None
-
-
-def sources_of(data: Any) -> list[Any]:
-    """The sources of a ``data`` argument, one or several.
-
-    Args:
-        data: See :data:`~rlhfkit.datamodules.tokenization.mixture.Sources`.
-    """
-    mixture = as_mixture(data)
-    return [data] if mixture is None else mixture.sources
-
-
-def source_names(sources: Sequence[Any]) -> list[str]:
-    """Short names: of files without folder and ending where that tells them apart.
-
-    Args:
-        sources: Paths, hub names, or rows in memory.
-    """
-    paths = [isinstance(source, str | os.PathLike) for source in sources]
-    whole = [os.fspath(one) if path else f"rows{i}" for i, (one, path) in enumerate(zip(sources, paths, strict=True))]
-    short = [Path(name).name.split(".")[0] for name in whole]
-    return short if len(set(short)) == len(short) else whole
-
-
 class MixedPrompts:
-    """The prompts of several sources, one source after the other; and passes in which they take turns by weight."""
+    """The prompts of several sources, one source after the other, and passes that interleave them by weight.
+
+    Args:
+        mixture: Sources and weights.
+        parts: The prompts of each source.
+    """
 
     def __init__(self, mixture: Mixture, parts: Sequence[PromptRows]) -> None:
-        """Put them together.
-
-        Args:
-            mixture: Sources and weights.
-            parts: The prompts of each source.
-        """
         self.mixture = mixture
         self.parts = parts
         self.names = source_names(mixture.sources)
         self.counts = mixture.counts([len(part) for part in parts])
 
     def __len__(self) -> int:
-        """Prompts of all sources."""
+        """Number of prompts of all sources."""
         return sum(map(len, self.parts))
 
     def __getitem__(self, position: int) -> Prompt:
-        """A prompt; its index counts on from source to source, and its metadata has the ``source``, if not already."""
+        """One prompt. Its ``index`` counts on from source to source; its metadata gets a ``source`` if it has none."""
         first = 0
         for name, part in zip(self.names, self.parts, strict=True):
             if position < len(part):
@@ -74,17 +42,18 @@ class MixedPrompts:
         raise IndexError(f"there are {len(self)} prompts")
 
     def column(self, name: str) -> list[Any]:
-        """The values of a column, which every source must have."""
+        """The values of a column that every source must have."""
         return [value for part in self.parts for value in part.column(name)]
 
-    def order(self, number: int, *, seed: int, shuffle: bool) -> list[int]:
-        """One pass: each source's share, evenly spread. A source goes on where it was in the pass before, so that each
-        of its prompts is used as often as the others.
+    def pass_order(self, number: int, *, seed: int, shuffle: bool) -> list[int]:
+        """Positions of one pass: each source's share, evenly spread.
+
+        A source continues where it was in the pass before, so that each of its prompts is used as often as the others.
 
         Args:
-            number: Of the pass.
-            seed: Of the shuffling.
-            shuffle: The order of the file in every source when false.
+            number: Passes before this one.
+            seed: Seed of the shuffling.
+            shuffle: Shuffle each source; the order of its file when false.
         """
         places: list[tuple[float, int, int]] = []
         first = 0
@@ -100,7 +69,7 @@ class MixedPrompts:
         return [row for _, _, row in sorted(places, key=lambda place: place[:2])]
 
     def check_share(self, batch_size: int) -> None:
-        """Raise if a source cannot give its share of an iteration without giving a prompt twice.
+        """Raise if a source has fewer prompts than its share of an iteration, which must not have one twice.
 
         Args:
             batch_size: Prompts of an iteration.
@@ -118,5 +87,13 @@ class MixedPrompts:
                 )
 
     def fingerprint(self) -> str:
-        """Changes with the prompts and with their shares."""
+        """Digest that changes with the prompts and with their shares."""
         return "/".join(f"{part.fingerprint()}*{count}" for part, count in zip(self.parts, self.counts, strict=True))
+
+
+def source_names(sources: Sequence[Any]) -> list[str]:
+    """Names of sources for metrics: of files without folder and suffix, where that tells them apart."""
+    paths = [isinstance(source, str | os.PathLike) for source in sources]
+    whole = [os.fspath(one) if path else f"rows{i}" for i, (one, path) in enumerate(zip(sources, paths, strict=True))]
+    short = [Path(name).name.split(".")[0] for name in whole]
+    return short if len(set(short)) == len(short) else whole

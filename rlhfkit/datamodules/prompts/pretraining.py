@@ -1,4 +1,4 @@
-"""Text that a policy goes on learning from while it learns from its own samples."""
+"""Pretraining text that a policy keeps learning from in reinforcement learning (PTX)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,10 +9,10 @@ from rlhfkit.datamodules.sft import SFTDataModule
 
 
 class PretrainingText:
-    """Micro-batches of text by number: the n-th of a run is the same whenever it is asked for.
+    """Micro-batches of text by number: the n-th of a run is always the same, so there is no cursor to save.
 
-    So there is no cursor to save: a resumed run knows which micro-batch it is at. A pass over the text takes whole
-    optimizer steps; what is left over is in the next, which has another order.
+    A pass over the text takes whole optimizer steps; examples that are left over are in later passes, which have other
+    orders.
 
     Args:
         data: Attached to a Trainer, and set up.
@@ -43,17 +43,13 @@ class PretrainingText:
         self._batches: Iterator[TokenBatch] = iter(())
 
     def batch(self, number: int) -> TokenBatch:
-        """This rank's micro-batch, with the counts of its whole optimizer step.
-
-        Args:
-            number: Micro-batches of a rank before it, since the run began.
-        """
+        """This rank's micro-batch of that number, counted from the start of the run, with its step's token counts."""
         if number != self._next:
-            self._batches = self._from(number)
+            self._batches = self._iterate_from(number)
         self._next = number + 1
         return next(self._batches)
 
-    def _from(self, number: int) -> Iterator[TokenBatch]:
+    def _iterate_from(self, number: int) -> Iterator[TokenBatch]:
         epoch, position = divmod(number, len(self.loader))
         state: dict[str, Any] = self.loader.state_dict() | {"position": position}
         self.loader.load_state_dict(state)

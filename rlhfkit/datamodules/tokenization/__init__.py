@@ -1,5 +1,5 @@
-"""From the user's files to token ids: sources, columns, chat templates, what is learned of a conversation, a cache.
+"""From the user's files to token ids: sources, columns, chat templates, the mask of learned tokens, a cache.
 
-May import: data and Transformers' tokenizers.
+May import: ``rlhfkit.data``, ``protocols.py``; Transformers and ``datasets``, when used.
 Start at :mod:`rlhfkit.datamodules.tokenization.examples`.
 """

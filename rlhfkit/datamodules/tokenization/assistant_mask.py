@@ -1,50 +1,48 @@
-"""Which characters of a written conversation the assistant has to say.
+"""Find the assistant's turns in a conversation that a chat template has written, and mask their tokens.
 
-Templates with ``{% generation %}`` say it themselves. For all others a conversation is written once as it is and once
-with the content of one turn replaced by a character that occurs nowhere else: what differs is what the template made of
-that content, wherever it stands and whatever the template did to other turns. Templates that write earlier turns
-differently once others follow (without their thoughts, say) are read as correctly as those that do not.
+Templates with ``{% generation %}`` mark the turns themselves. With all others, the conversation is rendered once as it
+is and once with the content of one turn replaced by a character that occurs nowhere else; the difference is what the
+template made of that content. This is also right for templates that write a turn differently once others follow, for
+example without its reasoning.
 
-A turn begins behind the generation prompt and ends with the first special token behind its content (the end-of-turn
-token); line breaks that a template writes behind that are never generated and not learned.
+A turn begins after the generation prompt and ends with the first special token after its content, the end-of-turn
+token. Line breaks that a template writes after that are never generated, so they are not learned.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from rlhfkit.datamodules.tokenization.chat import PromptFormat
 
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 Stop = Literal["learned", "left out", "missing"]
+T = TypeVar("T")
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _SENTINEL = "\ue000"
-"""A private-use character: no template writes it and no tokenizer has to read it."""
+"""A private-use character, which no template writes; texts with it are never tokenised."""
 
 
 class Conversation(NamedTuple):
     """A conversation as text."""
 
     text: str
-    """What the model reads."""
+    """The text that the model reads."""
     spans: list[Span]
-    """Characters that are learned, ascending, the ends excluded."""
+    """Ranges of characters that are learned, ascending, ends excluded."""
     stop: Stop
-    """What became of the end-of-turn token of the last learned turn: it is in the span, behind it, or nowhere."""
+    """Whether the end-of-turn token of the last learned turn is in its span, behind it, or missing."""
 
 
 def write_conversation(style: PromptFormat, messages: Messages, *, first: int = 0) -> Conversation:
-    """Write a conversation and find the assistant's turns in it.
+    """Render a conversation and find the assistant's turns in it.
 
     Args:
-        style: Has the template.
-        messages: With everything in them.
+        style: Has the chat template.
+        messages: Chat messages, all with role and content.
         first: Turns in front of this one are not learned.
-
-    Returns:
-        Text and spans; no span where the assistant says nothing.
 
     Raises:
         ValueError: If a turn consists of tool calls and the template does not write them.
@@ -61,7 +59,7 @@ def write_conversation(style: PromptFormat, messages: Messages, *, first: int = 
 
 
 def _check_calls(style: PromptFormat, messages: Messages) -> None:
-    """Refuse templates without tool calls where nothing would be left of a turn."""
+    """Raise if the template ignores tool calls and a turn has nothing else."""
     calling = [turn for turn, message in enumerate(messages) if message.get("tool_calls") and not message["content"]]
     if not calling:
         return
@@ -75,12 +73,12 @@ def _check_calls(style: PromptFormat, messages: Messages) -> None:
 
 
 def _marked(style: PromptFormat, messages: Messages, first: int) -> tuple[str, list[tuple[int, int]]]:
-    """By the template's own marks."""
+    """Text and spans by the template's own generation marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # The tokenizer's own apply_chat_template gives token masks only, and wrong ones where a mark ends inside a token.
     texts, marks = render_jinja_template(
-        conversations=[style.guarded(list(messages), templated=True)],
+        conversations=[style.handle_special_tokens(list(messages), templated=True)],
         chat_template=style.tokenizer.get_chat_template(),
         return_assistant_tokens_mask=True,
         **{**style.tokenizer.special_tokens_map, **style.arguments},
@@ -88,24 +86,24 @@ def _marked(style: PromptFormat, messages: Messages, first: int) -> tuple[str, l
     text = texts[0]
     begin = 0
     if first:
-        begin = _common(text, style.render(_replaced(messages, first), generation=False))
+        begin = common_prefix(text, style.render(_replaced(messages, first), generation=False))
     return text, [(start, end) for start, end in marks[0] if end > max(start, begin)]
 
 
 def _span(style: PromptFormat, messages: Messages, turn: int, text: str) -> tuple[int, int] | None:
-    """Characters of one turn; ``None`` if the template leaves the turn out."""
+    """Range of the characters of one turn; ``None`` if the template leaves the turn out."""
     replaced = style.render(_replaced(messages, turn), generation=False)
     if _SENTINEL not in replaced:
         return None
-    content = _common(text, replaced)
-    behind = len(text) - min(_common(text[::-1], replaced[::-1]), len(text) - content)
-    alone = replaced  # up to this turn, so that what the template writes behind it ends there
+    content = common_prefix(text, replaced)
+    behind = len(text) - min(common_prefix(text[::-1], replaced[::-1]), len(text) - content)
+    alone = replaced  # the conversation up to this turn, to see what the template writes right behind the turn
     if turn < len(messages) - 1:
         alone = _written(style, _replaced(messages[: turn + 1], turn)) or replaced
     closing = alone.rpartition(_SENTINEL)[2]
     if not messages[turn]["content"] and not text.startswith(closing[:1], behind):
-        closing = closing.lstrip()  # what a template writes between a content and what follows it, tool calls say
-    closing = closing[: _common(text[behind:], closing)]
+        closing = closing.lstrip()  # white space between the content and what follows it, for example tool calls
+    closing = closing[: common_prefix(text[behind:], closing)]
     end_of_turn = style.special_pattern.search(closing)
     start = _start(style, messages[:turn], text, content, alone)
     end = behind + (end_of_turn.end() if end_of_turn else len(closing))
@@ -113,7 +111,7 @@ def _span(style: PromptFormat, messages: Messages, turn: int, text: str) -> tupl
 
 
 def _written(style: PromptFormat, messages: Messages, *, generation: bool = False) -> str | None:
-    """The beginning of a conversation; ``None`` if the template takes the whole of it only (a user has to speak)."""
+    """Render the beginning of a conversation; ``None`` if the template refuses it, for example without a user turn."""
     from jinja2 import TemplateError
 
     try:
@@ -123,13 +121,13 @@ def _written(style: PromptFormat, messages: Messages, *, generation: bool = Fals
 
 
 def _start(style: PromptFormat, before: Messages, text: str, content: int, alone: str) -> int:
-    """Behind the generation prompt, or where the content begins if the template does not write that prompt here."""
+    """Start of a turn: after the generation prompt, or at the content if the template writes no such prompt here."""
     asked, plain = (_written(style, before, generation=generation) for generation in (True, False))
     if asked is None or plain is None:
         return content
     if text.startswith(asked):
         return len(asked)
-    header = asked[_common(asked, plain) :]
+    header = asked[common_prefix(asked, plain) :]
     place = text.rfind(header, 0, content) if header else -1
     if place >= 0:
         return place + len(header)
@@ -143,15 +141,6 @@ def _replaced(messages: Messages, turn: int) -> list[Mapping[str, Any]]:
     return changed
 
 
-def _common(one: str, other: str) -> int:
-    """Length of the longest common prefix of two texts."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
-
-
 def _stop(style: PromptFormat, text: str, spans: Sequence[Span]) -> Literal["learned", "left out", "missing"]:
     if not spans:
         return "missing"
@@ -162,15 +151,15 @@ def _stop(style: PromptFormat, text: str, spans: Sequence[Span]) -> Literal["lea
 
 
 def span_mask(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-    """Tokenise a text; a token that has a character in a span is selected.
+    """Tokenise a text as a whole and select the tokens that have a character in a span.
 
     Args:
         tokenizer: A Hugging Face tokenizer; special tokens are in the text already.
-        text: The whole text: it is tokenised once, never in pieces.
-        spans: Characters, ascending, the ends excluded.
+        text: The whole text.
+        spans: Ranges of characters, ascending, ends excluded.
 
     Returns:
-        Token ids and which of them are selected.
+        Token ids, and for each whether it is selected.
     """
     if not tokenizer.is_fast:
         return _mask_by_prefixes(tokenizer, text, spans)
@@ -185,9 +174,10 @@ def span_mask(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[in
 
 
 def _mask_by_prefixes(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-    """The same without offsets: a place in the text is where the tokens of the text up to there leave the whole's.
+    """:func:`span_mask` for tokenizers without offsets.
 
-    Where white space at that place is merged differently at the end of a text, its tokens are selected too.
+    The token at a character is the first that differs between the tokens of the text up to there and of the whole text.
+    If white space there is merged differently at the end of a text, its tokens are selected too.
     """
 
     def tokens(part: str) -> list[int]:
@@ -201,9 +191,10 @@ def _mask_by_prefixes(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple
     return whole, mask
 
 
-def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the longest common prefix of two sequences (of tokens, characters, messages)."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return position
-    return min(len(one), len(other))
+def common_prefix(one: Sequence[T], other: Sequence[T]) -> int:
+    """Length of the longest common prefix of two texts, or of two lists; both of the same type."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low

@@ -1,7 +1,7 @@
-"""Tokenise once: examples are kept in a file named after everything they depend on, and made by several processes.
+"""A cache of tokenised examples on disk, and tokenising in several processes.
 
-A file is never stale, because its name is a digest of the rows, the tokenizer with its chat template, the arguments and
-the version of this code: change one, and there is no file of that name.
+The name of a file is a digest of the rows, the tokenizer with its chat template, the arguments and the version of this
+code. So a file is never stale: when any of these changes, there is no file of the new name.
 """
 
 import json
@@ -25,48 +25,43 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHUNK = 512
-"""Rows whose texts are tokenised together."""
+"""Rows whose texts are tokenised in one call."""
 
 REVISION = 1
-"""Raised whenever the same rows and arguments make other examples."""
+"""To be incremented whenever the same rows and arguments give other examples than before."""
 
 
 class TokenCache:
-    """Where the tokenised examples of data sets are kept, and how many processes make them."""
+    """A folder of tokenised examples, and the number of processes that make them.
+
+    Args:
+        folder: Made when missing; ``None``: ``rlhfkit`` in the cache folder of ``datasets``, and only for rows that
+            come from files (rows made in memory are not cached).
+        num_proc: Processes that tokenise.
+
+    Raises:
+        ValueError: If ``num_proc`` is below 1.
+    """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, num_proc: int = 1) -> None:
-        """Choose.
-
-        Args:
-            folder: Of the files, made when missing; ``None``: ``rlhfkit`` in the cache folder of ``datasets``, and only
-                for rows that come from files (rows made in memory are not kept).
-            num_proc: Processes that tokenise.
-
-        Raises:
-            ValueError: If ``num_proc`` is below 1.
-        """
         check_integer("num_proc", num_proc, minimum=1)
         self.folder = folder
         self.num_proc = num_proc
 
     def keeps(self, rows: "Dataset") -> bool:
-        """Whether examples of these rows are kept.
-
-        Args:
-            rows: The data.
-        """
+        """Whether examples of these rows are cached."""
         return self.folder is not None or bool(rows.cache_files)
 
     def examples(
         self, rows: "Dataset", tokenizer: Any, arguments: Mapping[str, Any], make: Callable[[], TokenExamples]
     ) -> TokenExamples:
-        """The examples of rows, from the file if there is one; else they are made, and kept.
+        """Load the examples of rows if there is a file of them, else make and save them.
 
         Args:
             rows: The data.
             tokenizer: A Hugging Face tokenizer.
             arguments: Everything else that the examples depend on, as plain values.
-            make: Makes them.
+            make: Makes the examples.
         """
         if not self.keeps(rows):
             return make()
@@ -87,15 +82,9 @@ class TokenCache:
 
 
 def fingerprint(rows: "Dataset", tokenizer: Any, arguments: Mapping[str, Any]) -> str:
-    """What examples depend on, in 32 hexadecimal digits.
-
-    Args:
-        rows: The data.
-        tokenizer: A Hugging Face tokenizer.
-        arguments: Plain values.
-    """
+    """Digest of everything that examples depend on, 32 hexadecimal digits; arguments as for :class:`TokenCache`."""
     digest = blake2b(digest_size=16)
-    # Of the content for rows in memory, of the converted file (its own name a digest of path and time) for others.
+    # datasets' fingerprint is a digest of the content of rows in memory, else of the path and time of the file.
     for part in (__version__, REVISION, rows._fingerprint, json.dumps(arguments, sort_keys=True, default=repr)):
         digest.update(f"{part}\n".encode())
     digest.update(_tokenizer_text(tokenizer).encode())
@@ -117,20 +106,20 @@ def _tokenizer_text(tokenizer: Any) -> str:
     return json.dumps(state, sort_keys=True, default=repr)
 
 
-def tokenise_rows(
+def tokenize_in_chunks(
     rows: "Dataset",
-    tokenise: Callable[[list[dict[str, Any]], int], Sequence[TokenExample]],
+    tokenize: Callable[[list[dict[str, Any]], int], Sequence[TokenExample]],
     *,
     num_proc: int = 1,
     title: str = "Tokenising",
 ) -> Iterator[TokenExample]:
-    """Examples of all rows, in order, with a progress bar.
+    """Yield the examples of all rows, in order, with a progress bar.
 
     Args:
         rows: The data.
-        tokenise: From some rows and the index of the first of them to their examples.
-        num_proc: Processes; more than one need what they run to be picklable (by ``dill``).
-        title: Of the progress bar.
+        tokenize: Called with some rows and the index of the first; returns their examples.
+        num_proc: Processes; with more than one, ``dill`` must be able to pickle ``tokenize``.
+        title: Title of the progress bar.
     """
     import datasets
     from datasets.utils import tqdm
@@ -139,12 +128,12 @@ def tokenise_rows(
         with tqdm(total=len(rows), desc=title, unit=" rows", delay=2.0) as bar:
             for start, batch in zip(range(0, len(rows), CHUNK), rows.iter(CHUNK), strict=True):
                 chunk = _as_rows(batch)
-                yield from tokenise(chunk, start)
+                yield from tokenize(chunk, start)
                 bar.update(len(chunk))
         return
 
     def work(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        examples = tokenise(_as_rows(batch), indices[0])
+        examples = tokenize(_as_rows(batch), indices[0])
         return {name: [getattr(example, name) for example in examples] for name in ("input_ids", "loss_mask")}
 
     numbers, booleans = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
@@ -159,7 +148,7 @@ def tokenise_rows(
             features=datasets.Features(input_ids=numbers, loss_mask=booleans),
             cache_file_name=str(Path(folder) / "tokens.arrow"),
             load_from_cache_file=False,
-            new_fingerprint=secrets.token_hex(8),  # nothing is looked up by it, and the function need not be hashed
+            new_fingerprint=secrets.token_hex(8),  # saves hashing the function; nothing is looked up by it
             desc=title,
         )
         for row in made:

@@ -1,4 +1,4 @@
-"""``PromptFormat``: how the content of a prompt column becomes text and token ids, with or without a chat template."""
+"""``PromptFormat``: the content of a prompt column as text and token ids, with or without a chat template."""
 
 import copy
 import json
@@ -13,23 +13,16 @@ from rlhfkit.datamodules.tokenization.columns import TEMPLATE_ARGUMENTS
 log = logging.getLogger(__name__)
 
 SpecialTokensInText = Literal["keep", "refuse", "escape"]
-"""What becomes of texts in the data that the tokenizer would read as control tokens, such as ``<eos>``: they are kept,
-an error, or written with a space behind their first character, so that they are text."""
+"""What to do with texts in the data that the tokenizer would read as control tokens, such as ``<eos>``: keep them,
+refuse them with an error, or put a space behind their first character so that they stay text."""
 
 
 class SpecialTokenError(ValueError):
-    """A text in the data has a control token in it, and that is refused."""
+    """A text in the data contains a control token, and ``special_tokens_in_text`` is ``"refuse"``."""
 
 
 def check_special_tokens_in_text(value: Any) -> None:
-    """Raise unless this is a way of treating control tokens, or ``None``.
-
-    Args:
-        value: What was given as ``special_tokens_in_text``.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Raise ValueError unless the argument ``special_tokens_in_text`` is one of its values or ``None``."""
     if value is not None and value not in get_args(SpecialTokensInText):
         ways = ", ".join(map(repr, get_args(SpecialTokensInText)))
         raise ValueError(f"special_tokens_in_text must be {ways} or None, got {value!r}")
@@ -47,17 +40,14 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-"""``from`` of a ShareGPT turn to the role of a chat message."""
+"""Role of a chat message by ``from`` of a ShareGPT turn."""
 
 _WITHOUT_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
-"""What a message may consist of instead of a content."""
+"""Keys that a message may have instead of content."""
 
 
 def is_chat(content: Any) -> bool:
-    """Whether a value is a non-empty list of chat messages.
-
-    They are ``{"role": ..., "content": ...}`` each, or ``{"from": ..., "value": ...}`` as in ShareGPT.
-    """
+    """Whether a value is a non-empty list of chat messages, with role and content or ShareGPT's from and value."""
     return (
         isinstance(content, list)
         and bool(content)
@@ -69,21 +59,21 @@ def is_chat(content: Any) -> bool:
 
 
 def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Chat messages as templates expect them.
+    """Convert chat messages to what chat templates expect.
 
-    ShareGPT's turns get roles; keys without a value are left out (a table has every key in every row); content in parts
-    becomes their text; a message of tool calls or thoughts alone, whose content is ``None`` as in OpenAI's API, gets an
-    empty text, which a template would otherwise write as the word "None".
+    ShareGPT's turns get roles. Keys without a value are removed, because a table has every key in every row. Content in
+    parts becomes their text. Content that is ``None`` beside tool calls or reasoning, as in OpenAI's API, becomes empty
+    text, because a template would write the word "None".
 
     Args:
         content: What :func:`is_chat` accepts.
 
     Returns:
-        New dictionaries with ``role``, ``content`` (text) and whatever else a message had.
+        New dictionaries with ``role``, ``content`` (text) and the other keys of the message.
 
     Raises:
-        ValueError: If a ShareGPT turn is said by nobody known, a part of a content is not text, or a message says
-            nothing.
+        ValueError: If a ShareGPT turn has an unknown speaker, a part of a content is not text, or a message has no
+            content.
     """
     return [_as_message(message) for message in content]
 
@@ -112,7 +102,21 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PromptFormat:
-    """One way of writing prompts, the same in supervised fine-tuning and in reinforcement learning."""
+    """Writes and tokenises prompts, in the same way for supervised fine-tuning and for reinforcement learning.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        apply_chat_template: Wrap text as a user message; ``None``: when the tokenizer has a template. Chat messages
+            always go through the template.
+        system: System message put in front.
+        chat_template_arguments: Passed to the template.
+        special_tokens_in_text: See :data:`SpecialTokensInText`. ``None``: ``"escape"`` in chat messages, where the
+            template writes the control tokens and others could end or forge a turn, and ``"keep"`` in plain text, which
+            has no other way to hold them.
+
+    Raises:
+        ValueError: If the template is asked for and the tokenizer has none.
+    """
 
     def __init__(
         self,
@@ -123,21 +127,6 @@ class PromptFormat:
         chat_template_arguments: Mapping[str, Any] | None = None,
         special_tokens_in_text: SpecialTokensInText | None = None,
     ) -> None:
-        """Choose.
-
-        Args:
-            tokenizer: A Hugging Face tokenizer.
-            apply_chat_template: Wrap text as a user message; ``None``: when the tokenizer has a template. Chat messages
-                always go through the template.
-            system: System message put in front.
-            chat_template_arguments: Passed to the template.
-            special_tokens_in_text: See :data:`SpecialTokensInText`. ``None``: ``"escape"`` in chat messages, where the
-                template writes the control tokens and others could end a turn or forge one, and ``"keep"`` in plain
-                text, which has no other way of holding them.
-
-        Raises:
-            ValueError: If the template is asked for and the tokenizer has none.
-        """
         self.tokenizer = tokenizer
         self.wraps_text = tokenizer.chat_template is not None if apply_chat_template is None else apply_chat_template
         self.system = system
@@ -149,10 +138,10 @@ class PromptFormat:
             self._require_template("apply_chat_template is true")
 
     def check(self, content: Any, where: str) -> None:
-        """Raise unless this is something that can be written.
+        """Raise unless the content is text or chat messages.
 
         Args:
-            content: Text or chat messages.
+            content: The value of a prompt column.
             where: Column, source and row, for the message.
 
         Raises:
@@ -176,7 +165,7 @@ class PromptFormat:
             )
 
     def for_row(self, row: Mapping[str, Any]) -> Self:
-        """The format of one row: its own arguments for the template, where it has any, over the common ones.
+        """Return the format for one row, whose own template arguments override the common ones.
 
         Args:
             row: May have a column ``chat_template_kwargs``: a mapping, or JSON text of one.
@@ -192,20 +181,20 @@ class PromptFormat:
         if not isinstance(own, Mapping):
             raise ValueError(f"column {TEMPLATE_ARGUMENTS!r} must hold a mapping or JSON text of one, got {own!r}")
         changed = copy.copy(self)
-        # A table has every key in every row: a key without a value is one that this row does not have.
+        # A table has every key in every row; this row has those with a value.
         changed.arguments = self.arguments | {key: value for key, value in own.items() if value is not None}
         return changed
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """The texts of the tokenizer's special tokens: begin and end of sequence, of turns, padding."""
+        """The texts of the tokenizer's special tokens: begin and end of sequence and of turns, padding."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         every = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         return tuple(sorted(every - {""}))
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Finds the first special token in a text."""
+        """Matches the first special token in a text."""
         return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
 
     def _require_template(self, reason: str) -> None:
@@ -217,61 +206,54 @@ class PromptFormat:
         return self.wraps_text or not isinstance(content, str)
 
     def messages(self, content: Any) -> list[Any]:
-        """The content as chat messages, with the system message in front unless they begin with one.
-
-        Args:
-            content: Text or chat messages.
-        """
+        """Return text or chat messages as chat messages, with the system message unless they begin with one."""
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else as_messages(content)
         if self.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system}, *messages]
 
     def render(self, messages: Sequence[Any], *, generation: bool) -> str:
-        """Chat messages as text.
+        """Write chat messages as text.
 
         Args:
-            messages: With everything in them.
-            generation: End with what comes in front of the next answer.
+            messages: Chat messages, all with role and content.
+            generation: Whether to end with the generation prompt.
         """
-        return self.tokenizer.apply_chat_template(
-            self.guarded(list(messages), templated=True),
+        text: str = self.tokenizer.apply_chat_template(
+            self.handle_special_tokens(list(messages), templated=True),
             tokenize=False,
             add_generation_prompt=generation,
             **self.arguments,
         )
+        return text
 
     def prompt(self, content: Any) -> str:
-        """The text that the policy is to continue.
-
-        Args:
-            content: Text or chat messages.
-        """
+        """Write text or chat messages as the text that the policy is to continue."""
         if self.templated(content):
             return self.render(self.messages(content), generation=True)
-        guarded: str = self.guarded(content, templated=False)
-        return guarded
+        text: str = self.handle_special_tokens(content, templated=False)
+        return text
 
-    def guarded(self, value: Any, *, templated: bool) -> Any:
-        """Texts of the data after what ``special_tokens_in_text`` makes of control tokens in them.
+    def handle_special_tokens(self, value: Any, *, templated: bool) -> Any:
+        """Apply ``special_tokens_in_text`` to all texts in a value.
 
         Args:
             value: A text, or messages with texts in them.
             templated: Whether they go through the chat template.
 
         Raises:
-            SpecialTokenError: If there is one, and it is refused.
+            SpecialTokenError: If a text contains a control token that is refused.
         """
         way = self.special_tokens_in_text or ("escape" if templated else "keep")
         if way == "keep":
             return value
         if isinstance(value, Mapping):
-            return {key: self.guarded(part, templated=templated) for key, part in value.items()}
+            return {key: self.handle_special_tokens(part, templated=templated) for key, part in value.items()}
         if isinstance(value, list | tuple):
-            return [self.guarded(part, templated=templated) for part in value]
-        return self._guarded_text(value, refuse=way == "refuse") if isinstance(value, str) else value
+            return [self.handle_special_tokens(part, templated=templated) for part in value]
+        return self._handle_text(value, refuse=way == "refuse") if isinstance(value, str) else value
 
-    def _guarded_text(self, text: str, *, refuse: bool) -> str:
+    def _handle_text(self, text: str, *, refuse: bool) -> str:
         found = self.special_pattern.search(text)
         if found is None:
             return text
@@ -294,17 +276,17 @@ class PromptFormat:
         return text
 
     def tokenize(self, texts: Sequence[str], *, templated: bool) -> list[list[int]]:
-        """Token ids of texts that are to be continued.
+        """Tokenise texts that are to be continued.
 
         Args:
             texts: At least one.
-            templated: They went through the chat template, which writes its own special tokens. Else the tokenizer adds
-                those it puts in front; an end-of-sequence token that it puts behind is taken off.
+            templated: Whether they went through the chat template, which writes its own special tokens. Otherwise the
+                tokenizer adds those in front of a text; an end-of-sequence token that it adds is removed.
 
         Returns:
-            One list each.
+            The token ids of each text.
         """
-        token_ids = self.tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
+        token_ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
         end, written = self.tokenizer.eos_token_id, self.tokenizer.eos_token
         if not templated and end is not None:
             for text, ids in zip(texts, token_ids, strict=True):

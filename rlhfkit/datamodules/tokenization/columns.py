@@ -1,4 +1,4 @@
-"""Which kind of data a table holds, found by the names of its columns."""
+"""The kinds of data that can be read, and the columns of a table that hold one of them."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ log = logging.getLogger(__name__)
 
 
 class DataFormat(NamedTuple):
-    """One kind of data."""
+    """A kind of data, defined by its columns."""
 
     name: str
-    """How it is called in messages."""
+    """Name in messages."""
     columns: Mapping[str, tuple[str, ...]]
-    """DataModule argument to the column names it is found under, the preferred one first."""
+    """Usual column names by DataModule argument, the preferred one first."""
     taken_by: str
-    """The DataModule for it."""
+    """The DataModule that reads it."""
 
 
 LANGUAGE_MODELLING = DataFormat("language modelling", {"text": ("text",)}, "SFTDataModule")
@@ -62,22 +62,22 @@ KNOWN_FORMATS = (
 )
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-"""Column with arguments of the chat template for one row."""
+"""Column of additional arguments for the chat template, per row."""
 
 
 def find_columns(
     rows: "Dataset", source: Any, formats: Sequence[DataFormat], named: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """The columns to read, by the argument they belong to; every one exists and has no missing value.
+    """Find the columns to read.
 
     Args:
         rows: The data.
         source: Where it came from, for messages.
-        formats: What the caller can read.
-        named: Column by argument where the user named one; ``None``: to be found by its usual names.
+        formats: The kinds of data that the caller reads.
+        named: Column by argument; ``None`` where the user named none.
 
     Returns:
-        Column by argument, of the one format that fits.
+        Column by argument, of the one format that fits; all of them exist and have no missing values.
 
     Raises:
         ValueError: If no format fits, several do, a named column is missing, values are missing, or there are columns
@@ -113,7 +113,7 @@ def _fit(kind: DataFormat, found: Sequence[str], given: Mapping[str, str]) -> di
 def _explain(
     found: Sequence[str], source: Any, formats: Sequence[DataFormat], fitting: Sequence[Mapping[str, str]]
 ) -> str:
-    """Why no format, or more than one, fits these columns."""
+    """The error message when no format, or more than one, fits the columns."""
     message = f"{describe(source)} has the columns {', '.join(found)}"
     if fitting:
         choices = " or ".join(", ".join(f"{key}={value!r}" for key, value in columns.items()) for columns in fitting)

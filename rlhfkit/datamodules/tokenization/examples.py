@@ -1,8 +1,8 @@
-"""Supervised examples: from rows to tokens, which of them are learned, what is cut and left out.
+"""Supervised examples: rows become token ids with a mask of the learned tokens, truncated to a maximum length.
 
-A completion begins where the tokens of the whole text leave those of the prompt (**common token prefixes**; a token
-that straddles the border is learned); turns of the assistant are found in the text that the template writes
-(:mod:`~rlhfkit.datamodules.tokenization.assistant_mask`). No text is tokenised in pieces that are glued.
+A text is always tokenised as a whole. A completion begins at the first token that differs from the tokens of the prompt
+alone, so a token that spans both is learned. The turns of the assistant are found in the text that the chat template
+writes (:mod:`~rlhfkit.datamodules.tokenization.assistant_mask`).
 """
 
 import copy
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix, span_mask, write_conversation
-from rlhfkit.datamodules.tokenization.cache import CHUNK, TokenCache, tokenise_rows
+from rlhfkit.datamodules.tokenization.cache import CHUNK, TokenCache, tokenize_in_chunks
 from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokenError, as_messages, is_chat
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 
@@ -22,22 +22,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ExampleBuilder", "Recipe", "TokenExamples", "common_prefix"]
-
 
 class Recipe(NamedTuple):
-    """How one row becomes an example, once its texts are tokenised."""
+    """How to make one example: texts, which are tokenised in batches, and a function of their token ids."""
 
     texts: list[str]
-    """To be tokenised."""
+    """Texts to tokenise."""
     templated: bool
     """Whether they went through the chat template."""
     finish: Callable[[list[list[int]]], TokenExample]
-    """From the token ids of each text to the example."""
+    """Makes the example from the token ids of each text."""
 
 
 class ExampleBuilder:
-    """Turns rows into examples."""
+    """Tokenises rows as examples of supervised fine-tuning; subclasses read other columns.
+
+    Args:
+        style: How prompts and chats are written.
+        max_length: Tokens per example.
+        overlong: ``"truncate"``, ``"drop"`` or ``"error"`` for longer ones.
+        source: Where the rows come from, for messages.
+        context: Tokens that the model can see, more are an error; ``None``: any number.
+        cache: Keeps the examples for the next start; ``None``: they are not kept.
+    """
 
     def __init__(
         self,
@@ -49,16 +56,6 @@ class ExampleBuilder:
         context: int | None = None,
         cache: TokenCache | None = None,
     ) -> None:
-        """Set the rules.
-
-        Args:
-            style: How prompts and chats are written.
-            max_length: Tokens per example.
-            overlong: ``"truncate"``, ``"drop"`` or ``"error"``.
-            source: Where the rows come from, for messages.
-            context: Tokens that the model can see; ``None``: any number. What is longer is refused.
-            cache: Keeps the examples for the next start; ``None``: they are not kept.
-        """
         self.style = style
         self.tokenizer = style.tokenizer
         self.max_length = max_length
@@ -68,11 +65,7 @@ class ExampleBuilder:
         self.cache = cache
 
     def for_row(self, row: Mapping[str, Any]) -> Self:
-        """The builder of one row: with its own template arguments, where it has any.
-
-        Args:
-            row: One row of the data.
-        """
+        """Return the builder for one row, with the template arguments of the row if it has any."""
         style = self.style.for_row(row)
         if style is self.style:
             return self
@@ -89,7 +82,7 @@ class ExampleBuilder:
         messages: str | None = None,
         text: str | None = None,
     ) -> TokenExamples:
-        """Tokenise rows; what has nothing to learn is left out, with a logged count.
+        """Tokenise rows; drop those without a token to learn, with a logged count.
 
         Args:
             rows: The data.
@@ -107,22 +100,35 @@ class ExampleBuilder:
         """
         columns = {"prompt": prompt, "completion": completion, "messages": messages, "text": text}
         self.check_first(rows[0], columns)
-        kept = self.kept(rows, columns, lambda: self._make(rows, columns))
-        log_counts(self.source, len(rows), kept.counts, self.max_length)
-        return kept
+        examples = self.cached_examples(rows, columns, lambda: self._make_examples(rows, columns))
+        log_counts(self.source, len(rows), examples.counts, self.max_length)
+        return examples
 
-    def kept(self, rows: "Dataset", columns: Mapping[str, Any], make: Callable[[], TokenExamples]) -> TokenExamples:
-        """Examples from the cache, or made and kept there; all of them within the model's context.
+    def cached_examples(
+        self, rows: "Dataset", columns: Mapping[str, Any], make: Callable[[], TokenExamples]
+    ) -> TokenExamples:
+        """Take examples from the cache, or make and keep them; then check that they fit into the model's context.
 
         Args:
             rows: The data.
-            columns: Which columns of it are read, and how.
+            columns: Columns that are read, and whatever else the examples depend on.
             make: Makes the examples.
 
         Raises:
-            ValueError: If one is longer than the model's context. The cache holds it all the same, for other models.
+            ValueError: If one is longer than the model's context. The cache keeps it, for other models.
         """
-        examples = self._cached(rows, columns, make)
+        if self.cache is None:
+            examples = make()
+        else:
+            style = self.style
+            arguments = {
+                "builder": type(self).__name__,
+                "columns": dict(columns),
+                "max_length": self.max_length,
+                "overlong": self.overlong,
+                "style": [style.wraps_text, style.system, style.arguments, style.special_tokens_in_text],
+            }
+            examples = self.cache.examples(rows, self.tokenizer, arguments, make)
         longest = max(range(len(examples)), key=lambda index: examples.lengths[index])
         self.check_context(examples.lengths[longest], f"{self.source}, row {examples.rows[longest]},")
         return examples
@@ -133,9 +139,6 @@ class ExampleBuilder:
         Args:
             length: Its tokens, after it was cut to ``max_length``.
             where: Source and row, for the message.
-
-        Raises:
-            ValueError: With the length and the cure.
         """
         if self.context is not None and length > self.context:
             raise ValueError(
@@ -143,24 +146,11 @@ class ExampleBuilder:
                 f"{self.context}: lower it, max_length={self.context}, or use a model with a longer context"
             )
 
-    def _cached(self, rows: "Dataset", columns: Mapping[str, Any], make: Callable[[], TokenExamples]) -> TokenExamples:
-        if self.cache is None:
-            return make()
-        style = self.style
-        arguments = {
-            "builder": type(self).__name__,
-            "columns": dict(columns),
-            "max_length": self.max_length,
-            "overlong": self.overlong,
-            "style": [style.wraps_text, style.system, style.arguments, style.special_tokens_in_text],
-        }
-        return self.cache.examples(rows, self.tokenizer, arguments, make)
-
-    def _make(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
+    def _make_examples(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
         counts: dict[str, int] = {"truncated": 0, "dropped": 0, "empty": 0}
         made_from: list[int] = []
-        tokenised = self.tokenised(rows, lambda builder, row, where: [builder.recipe(row, where, columns)])
-        made = TokenExamples(self._fitting(tokenised, made_from, counts))
+        tokenized = self.tokenize_dataset(rows, lambda builder, row, where: [builder.recipe(row, where, columns)])
+        made = TokenExamples(self._limit_examples(tokenized, made_from, counts))
         made.rows, made.counts = made_from, counts
         if not len(made):
             raise ValueError(
@@ -169,53 +159,62 @@ class ExampleBuilder:
             )
         return made
 
-    def tokenised(
+    def tokenize_dataset(
         self, rows: "Dataset", recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]]
     ) -> Iterator[TokenExample]:
-        """The examples of all rows, before anything is cut or left out.
+        """Yield the examples of all rows with a progress bar, before any is cut or dropped.
 
         Args:
             rows: The data.
-            recipes: From the builder of a row, the row, and its place for messages, to the recipes of its examples.
+            recipes: Called with the builder of a row, the row, and its place for messages; returns the recipes of its
+                examples.
         """
 
-        def tokenise(chunk: list[dict[str, Any]], first: int) -> list[TokenExample]:
-            return list(self.tokenized(enumerate(chunk, first), recipes))
+        def tokenize(chunk: list[dict[str, Any]], first: int) -> list[TokenExample]:
+            return list(self.tokenize_rows(enumerate(chunk, first), recipes))
 
         num_proc = 1 if self.cache is None else self.cache.num_proc
-        return tokenise_rows(rows, tokenise, num_proc=num_proc, title=f"Tokenising {self.source}")
+        return tokenize_in_chunks(rows, tokenize, num_proc=num_proc, title=f"Tokenising {self.source}")
 
-    def tokenized(
+    def tokenize_rows(
         self,
         rows: Iterable[tuple[int, Mapping[str, Any]]],
         recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]],
     ) -> Iterator[TokenExample]:
-        """The examples of some rows.
+        """Yield the examples of some rows, before any is cut or dropped.
 
         Args:
-            rows: Index (for messages) and row of each.
-            recipes: See :meth:`tokenised`.
+            rows: Pairs of the row's index, for messages, and the row.
+            recipes: See :meth:`tokenize_dataset`.
         """
         places = ((row, f"{self.source}, row {index},") for index, row in rows)
-        return self._cooked(recipe for row, where in places for recipe in self._of_row(row, where, recipes))
+        pending = (recipe for row, where in places for recipe in self._recipes_of(row, where, recipes))
+        # A fast tokenizer uses all cores for many texts at once.
+        while chunk := list(itertools.islice(pending, CHUNK)):
+            tokenized: dict[bool, Iterator[list[int]]] = {}
+            for templated in (False, True):
+                texts = [text for recipe in chunk if recipe.templated is templated for text in recipe.texts]
+                tokenized[templated] = iter(self.style.tokenize(texts, templated=templated) if texts else [])
+            for recipe in chunk:
+                parts = tokenized[recipe.templated]
+                yield recipe.finish([next(parts) for _ in recipe.texts])
 
-    def _of_row(
+    def _recipes_of(
         self,
         row: Mapping[str, Any],
         where: str,
         recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]],
     ) -> Iterator[Recipe]:
-        """The recipes of one row; control tokens that are refused are told with their place."""
         try:
             yield from recipes(self.for_row(row), row, where)
         except SpecialTokenError as error:
             raise ValueError(f"{where} {error}") from None
 
     def check_first(self, row: Mapping[str, Any], columns: Mapping[str, str | None]) -> None:
-        """Warn if the template's marks leave out what ends a turn: the model would not learn to stop.
+        """Warn if the template's generation marks leave out the end-of-turn token: the model would not learn to stop.
 
         Args:
-            row: The first row; what ends a turn is the same in all of them.
+            row: The first row; all rows end their turns alike.
             columns: Column by argument of :meth:`build`.
         """
         column = columns.get("messages")
@@ -235,7 +234,7 @@ class ExampleBuilder:
             )
 
     def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
-        """How one row becomes an example; override for other columns.
+        """Return the recipe of one row; override for other columns.
 
         Args:
             row: One row of the data.
@@ -254,35 +253,23 @@ class ExampleBuilder:
         answer = row[completion]
         return self.completion(row[prompt], answer if is_chat(answer) else self._text(answer, completion, where), where)
 
-    def _cooked(self, recipes: Iterable["Recipe"]) -> Iterator[TokenExample]:
-        """Tokenise many texts at a time: a fast tokenizer does them on all cores."""
-        recipes = iter(recipes)
-        while chunk := list(itertools.islice(recipes, CHUNK)):
-            tokenised: dict[bool, Iterator[list[int]]] = {}
-            for templated in (False, True):
-                texts = [text for recipe in chunk if recipe.templated is templated for text in recipe.texts]
-                tokenised[templated] = iter(self.style.tokenize(texts, templated=templated) if texts else [])
-            for recipe in chunk:
-                parts = tokenised[recipe.templated]
-                yield recipe.finish([next(parts) for _ in recipe.texts])
-
-    def _fitting(
+    def _limit_examples(
         self, examples: Iterable[TokenExample], made_from: list[int], counts: dict[str, int]
     ) -> Iterator[TokenExample]:
-        """Those that can be learned from, cut to the limit; their rows go to ``made_from``."""
+        """Yield the examples that can be learned from, cut to ``max_length``; append their rows to ``made_from``."""
         for index, example in enumerate(examples):
-            fitting = self.fit(example, f"{self.source}, row {index},", counts)
+            fitting = self.limit_length(example, f"{self.source}, row {index},", counts)
             if fitting is not None:
                 made_from.append(index)
                 yield fitting
 
-    def fit(self, example: TokenExample, where: str, counts: dict[str, int]) -> TokenExample | None:
-        """An example within the limit, or ``None`` if there is nothing to learn in it; what is done is counted.
+    def limit_length(self, example: TokenExample, where: str, counts: dict[str, int]) -> TokenExample | None:
+        """Apply ``max_length`` to an example; ``None`` if it is dropped or has no token to learn.
 
         Args:
             example: As tokenised.
             where: Source and row, for messages.
-            counts: By what was done: ``truncated``, ``dropped``, ``empty``.
+            counts: Incremented: ``truncated``, ``dropped``, ``empty``.
 
         Raises:
             ValueError: If it is too long under ``overlong="error"``.
@@ -309,25 +296,21 @@ class ExampleBuilder:
             raise ValueError(f"column {column!r} of {where} must hold text, it holds {type(value).__name__}: {value!r}")
         return value
 
-    def plain(self, text: str) -> "Recipe":
-        """All of a text, and the end-of-sequence token behind it.
-
-        Args:
-            text: Any text.
-        """
+    def plain(self, text: str) -> Recipe:
+        """A text with an end-of-sequence token behind it; all tokens are learned."""
 
         def finish(parts: list[list[int]]) -> TokenExample:
-            token_ids = self._ended(parts[0])
+            token_ids = self._with_eos(parts[0])
             return TokenExample(token_ids, [True] * len(token_ids))
 
-        return Recipe([self.style.guarded(text, templated=False)], False, finish)
+        return Recipe([self.style.handle_special_tokens(text, templated=False)], False, finish)
 
-    def completion(self, prompt: Any, completion: Any, where: str = "the row") -> "Recipe":
-        """A prompt and what is to be answered; only the answer is learned.
+    def completion(self, prompt: Any, completion: Any, where: str = "the row") -> Recipe:
+        """A prompt with a completion, both of them text or chat messages; only the completion is learned.
 
         Args:
-            prompt: Text or chat messages.
-            completion: Text or chat messages.
+            prompt: The prompt.
+            completion: The completion.
             where: Source and row, for messages.
         """
         if isinstance(completion, list) or self.style.templated(prompt):
@@ -338,22 +321,23 @@ class ExampleBuilder:
         def finish(parts: list[list[int]]) -> TokenExample:
             before, token_ids = parts
             start = common_prefix(before, token_ids)
-            token_ids = self._ended(token_ids)
+            token_ids = self._with_eos(token_ids)
             return TokenExample(token_ids, [False] * start + [True] * (len(token_ids) - start))
 
-        prompt, both = (self.style.guarded(text, templated=False) for text in (prompt, prompt + completion))
+        texts = (prompt, prompt + completion)
+        prompt, both = (self.style.handle_special_tokens(text, templated=False) for text in texts)
         return Recipe([prompt, both], False, finish)
 
-    def conversation(self, messages: Any, where: str = "the conversation", *, first: int = 0) -> "Recipe":
-        """Chat messages; only what the assistant says (with its end-of-turn token) is learned.
+    def conversation(self, messages: Any, where: str = "the conversation", *, first: int = 0) -> Recipe:
+        """A conversation; only the assistant's turns, with their end-of-turn tokens, are learned.
 
-        Where the template writes nothing that ends a last word of the assistant, an end-of-sequence token is put behind
-        it and learned.
+        If the template writes no end-of-turn token behind a last turn of the assistant, an end-of-sequence token is
+        added and learned.
 
         Args:
-            messages: Roles and contents.
+            messages: Chat messages.
             where: Column, source and row, for messages.
-            first: Messages in front of this one are not learned, whoever says them.
+            first: Messages in front of this one are not learned.
 
         Raises:
             ValueError: If these are no chat messages, or the template does not take them.
@@ -365,7 +349,7 @@ class ExampleBuilder:
         try:
             written = write_conversation(self.style, messages, first=first)
         except SpecialTokenError:
-            raise  # the row is put in front of it where the row is known
+            raise  # _recipes_of adds the row to the message
         except (TemplateError, ValueError) as error:
             raise ValueError(f"{where} is not accepted by the chat template: {error}") from error
         answered = messages[-1]["role"] == "assistant"
@@ -384,8 +368,8 @@ class ExampleBuilder:
             raise ValueError(f"{where} must hold chat messages (role and content), it holds {str(messages)[:80]!r}")
         self.style.check(messages, where)
 
-    def _ended(self, token_ids: list[int]) -> list[int]:
-        """With the end-of-sequence token behind it, once."""
+    def _with_eos(self, token_ids: list[int]) -> list[int]:
+        """Append the end-of-sequence token, unless it is there."""
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token")
@@ -393,11 +377,11 @@ class ExampleBuilder:
 
 
 def log_counts(source: str, rows: int, counts: Mapping[str, int], max_length: int) -> None:
-    """Say what was cut and left out.
+    """Log how many rows were truncated or dropped.
 
     Args:
         source: Where the rows come from.
-        rows: How many there are.
+        rows: Number of rows.
         counts: See :attr:`TokenExamples.counts`.
         max_length: Tokens per example.
     """

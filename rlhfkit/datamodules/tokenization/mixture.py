@@ -1,4 +1,4 @@
-"""Several sources in one data set, each with a share of the examples."""
+"""``Mixture``: several sources in one data set, each with a share of the examples."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Mixture:
-    """Sources and their weights.
+    """Several sources and their weights.
 
-    An epoch takes the same examples each time, so that its length is known; which ones, where a source gives only a
-    part, is drawn from the seed.
+    Every epoch has the same examples, so that its length is known; where a source gives only a part of its examples,
+    the seed decides which.
 
     Example::
 
@@ -30,12 +30,12 @@ class Mixture:
         *,
         until: Literal["all", "first"] = "all",
     ) -> None:
-        """Choose.
+        """Check and normalise the weights.
 
         Args:
             weights: Weight by source, or pairs of both; they are divided by their sum.
-            until: How long an epoch is: ``"all"`` until every example has been used once, those of the other sources
-                more than once; ``"first"`` until the first source is used up, so that no example is repeated.
+            until: Length of an epoch: ``"all"`` until every example was used, so that some sources repeat theirs;
+                ``"first"`` until the first source is used up, so that no example is repeated.
 
         Raises:
             ValueError: If there is no source, or a weight is not positive.
@@ -53,10 +53,10 @@ class Mixture:
         self.until = until
 
     def counts(self, sizes: Sequence[int]) -> list[int]:
-        """Examples that an epoch takes of each source.
+        """Number of examples of each source in an epoch.
 
         Args:
-            sizes: Examples of each source, at least 1.
+            sizes: Number of examples that each source has, at least 1.
         """
         lengths = [size / weight for size, weight in zip(sizes, self.weights, strict=True)]
         length = max(lengths) if self.until == "all" else min(lengths)
@@ -64,11 +64,11 @@ class Mixture:
         return [max(1, floor(length * weight + 1e-6)) for weight in self.weights]
 
     def mix(self, examples: Sequence[CountedRows], *, seed: int) -> "MixedExamples":
-        """One data set of all sources.
+        """Combine the examples of all sources into one data set.
 
         Args:
-            examples: Of each source.
-            seed: Of what is drawn of a source that gives only a part.
+            examples: The examples of each source.
+            seed: Seed of the selection in sources that give only a part.
         """
         sizes = [len(source.lengths) for source in examples]
         counts = self.counts(sizes)
@@ -81,24 +81,33 @@ class Mixture:
             rounds, rest = divmod(count, size)
             taken = [*range(size)] * rounds + sorted(permutation(size, seed=seed, number=source)[:rest])
             places += [((turn + 0.5) / count, source, index) for turn, index in enumerate(taken)]
-        places.sort()  # without shuffling, sources take turns in proportion
+        places.sort()  # interleaves the sources in proportion, also without shuffling
         return MixedExamples(examples, [(source, index) for _, source, index in places])
 
 
 Sources = Mapping[str, float] | Mixture | Source
-"""One source, or several with their weights. The mapping comes first: a command line would take it for a file name."""
+"""One source, or several with their weights. The mapping comes first, or a command line would read a file name."""
+
+
+def as_mixture(data: Sources) -> Mixture | Source:
+    """Return a mapping of sources to weights as a :class:`Mixture`, and everything else as it is."""
+    return Mixture(data) if isinstance(data, Mapping) else data
+
+
+def list_sources(data: Mixture | Source) -> list[Any]:
+    """Return the sources of a mixture, or the one source that ``data`` is."""
+    return data.sources if isinstance(data, Mixture) else [data]
 
 
 class MixedExamples:
-    """Examples of several sources in an order of their own; one can be there more than once."""
+    """Examples of several sources in a given order, some more than once.
+
+    Args:
+        sources: The examples of each source.
+        places: Source, and position in it, of each example.
+    """
 
     def __init__(self, sources: Sequence[CountedRows], places: Sequence[tuple[int, int]]) -> None:
-        """Choose.
-
-        Args:
-            sources: Examples of each source.
-            places: Source and position in it of each example.
-        """
         self.sources = sources
         self.places = places
         self.lengths = [sources[source].lengths[index] for source, index in places]

@@ -1,7 +1,7 @@
-"""Reading the user's data: a file, a saved ``datasets`` folder, a hub name or rows in memory, all as one ``Dataset``.
+"""Read the user's data: a file, a saved ``datasets`` folder, a hub name or rows in memory, all as a ``Dataset``.
 
-Every mistake that can be seen here is reported here, naming the file, the column and what to do; every rank reads the
-same data and so sees the same error.
+Errors in the data are reported here, with the file, the column and what to do. Every rank reads the same data, so all
+ranks raise the same error.
 """
 
 import codecs
@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhfkit.protocols import HasModelLimits, HasTokenizer
+
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
@@ -20,12 +22,12 @@ Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 """A file (JSON lines, JSON, CSV, Parquet), a folder written by ``Dataset.save_to_disk``, a hub name, or rows."""
 
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-"""File suffix to the builder of ``datasets.load_dataset``; a compression's (``.gz``) behind it is skipped."""
+"""Builder of ``datasets.load_dataset`` by file suffix; a suffix of compression behind it (``.gz``) is ignored."""
 
 _COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
 
 UNSUPPORTED = ("tools", "images", "image", "videos", "video", "audios", "audio")
-"""Columns of other kinds of training. Leaving them out would train on something else than the data says."""
+"""Columns of other kinds of training; they are refused, because without them the rows mean something else."""
 
 
 def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> "Dataset":
@@ -34,7 +36,7 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
     Args:
         data: A path, hub name, list of rows, or a ``Dataset``.
         split: Split to take where the source has several (hub names, saved ``DatasetDict`` folders); slices such as
-            ``"train[:90%]"`` work for files and hub names. A file is one split, whatever it is called.
+            ``"train[:90%]"`` work for files and hub names. A file has one split, under any name.
         subset: Configuration of a hub data set (``"main"`` of ``openai/gsm8k``).
 
     Returns:
@@ -66,7 +68,7 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
 
 
 def stream_rows(data: Any, *, split: str = "train", subset: str | None = None) -> "IterableDataset":
-    """Open a source as a ``datasets.IterableDataset``: rows are read when they are asked for, and nothing is converted.
+    """Open a source as a ``datasets.IterableDataset``: rows are read when they are used, and nothing is converted.
 
     Args:
         data: As for :func:`read_rows`, or an ``IterableDataset``.
@@ -108,7 +110,7 @@ def _read_path(name: str, split: str, subset: str | None, **options: Any) -> Any
             options["sep"] = "\t"
         if builder == "json" and not options.get("streaming") and path.suffix not in _COMPRESSIONS:
             _check_utf8(path)
-        split = re.sub(r"\w+", "train", split, count=1)  # a file has one split, whatever the caller calls it
+        split = re.sub(r"\w+", "train", split, count=1)  # the one split of a file
         return _load(name, builder, data_files=str(path), split=split, **options)
     if builder is not None or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"no such file or folder: {name} (in {Path.cwd()})")
@@ -116,7 +118,7 @@ def _read_path(name: str, split: str, subset: str | None, **options: Any) -> Any
 
 
 def _load(source: str, *args: Any, **kwargs: Any) -> Any:
-    """``datasets.load_dataset`` with one-line errors."""
+    """Call ``datasets.load_dataset`` and raise one-line errors."""
     import datasets
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
@@ -128,9 +130,9 @@ def _load(source: str, *args: Any, **kwargs: Any) -> Any:
             f"{source} is neither a file, nor a folder, nor a data set on the hub: {error}"
         ) from error
     except ValueError as error:
-        if str(error).startswith(source):  # it says already what is wrong where
+        if str(error).startswith(source):  # already one of our messages
             raise
-        if "corresponds to no data" in str(error):  # how datasets 5.2 says that a table has a header and nothing else
+        if "corresponds to no data" in str(error):  # datasets 5.2 on a table with a header alone
             raise ValueError(f"{source} has no rows; at least one is needed") from error
         raise ValueError(f"{source} could not be read: {error}") from error
     except DatasetGenerationError as error:
@@ -141,14 +143,7 @@ def _load(source: str, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def readable(source: Any) -> Iterator[None]:
-    """Say which file and line it is when a text cannot be decoded while the block reads it.
-
-    Args:
-        source: Where the rows come from.
-
-    Raises:
-        ValueError: In place of the decoder's error.
-    """
+    """Replace the error of a text that cannot be decoded by a ValueError that names file and line."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -156,7 +151,7 @@ def readable(source: Any) -> Iterator[None]:
 
 
 def _undecodable(source: Any, error: UnicodeDecodeError) -> str:
-    """What is wrong with a file that is not UTF-8."""
+    """The error message for a file that is not UTF-8."""
     name, where = describe(source), ""
     path = Path(name).expanduser()
     if path.is_file() and path.suffix not in _COMPRESSIONS:
@@ -175,7 +170,7 @@ def _undecodable(source: Any, error: UnicodeDecodeError) -> str:
 
 
 def _check_utf8(path: Path) -> None:
-    """Raise if a text file is not UTF-8, of which Arrow's JSON reader takes no notice until a row is used."""
+    """Raise if a text file is not UTF-8, which Arrow's JSON reader reports only when a row is used."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with readable(path), path.open("rb") as file:
         while block := file.read(2**24):
@@ -184,7 +179,7 @@ def _check_utf8(path: Path) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> "Dataset":
-    """Rows in memory as a table, in which a column has one type."""
+    """Convert rows in memory to a table, in which each column has one type."""
     import datasets
     import pyarrow  # type: ignore[import-untyped]  # it ships none
 
@@ -204,7 +199,7 @@ def _table(rows: list[dict[str, Any]]) -> "Dataset":
 
 
 def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
-    """Raise unless the named columns exist and have no missing values, and no column is of a kind we cannot train on.
+    """Raise unless the named columns exist and have no missing values, and there are none of tools or images.
 
     Args:
         rows: The data.
@@ -212,7 +207,7 @@ def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
         **columns: Column by the name of the argument it was given in; ``None``: not used.
 
     Raises:
-        ValueError: Naming the argument, the missing column and the columns there are, or a column of tools or images.
+        ValueError: Naming the argument, the column, and the columns that exist.
     """
     found = rows.column_names
     for kind in UNSUPPORTED:
@@ -236,39 +231,36 @@ def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
 
 
 def describe(source: Any) -> str:
-    """How a source is called in messages."""
+    """Name of a source in messages."""
     return os.fspath(source) if isinstance(source, str | os.PathLike) else "the given rows"
 
 
 def load_tokenizer(tokenizer: Any, module: Any = None) -> Any:
-    """The tokenizer to use.
+    """Return the tokenizer to use.
 
     Args:
         tokenizer: A tokenizer, the folder or hub name of one, or ``None`` for the module's.
-        module: The LightningModule being trained, if any.
-
-    Returns:
-        The tokenizer.
+        module: The LightningModule that is trained; ``None``: there is none.
 
     Raises:
-        ValueError: If there is none, or it has tokens that the module's model does not know.
+        ValueError: If there is no tokenizer, or it has tokens that the module's model does not know.
     """
     if isinstance(tokenizer, str | os.PathLike):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer))
-    found = tokenizer if tokenizer is not None else getattr(module, "tokenizer", None)
+    found = module.tokenizer if tokenizer is None and isinstance(module, HasTokenizer) else tokenizer
     if found is None:
         raise ValueError(
             "no tokenizer: the LightningModule has none (attribute `tokenizer`), so give the DataModule one, "
             "tokenizer='folder or hub name'"
         )
-    _check_vocabulary(found, getattr(module, "vocabulary_size", None))
+    _check_vocabulary(found, module.vocabulary_size if isinstance(module, HasModelLimits) else None)
     return found
 
 
 def _check_vocabulary(tokenizer: Any, known: int | None) -> None:
-    """Raise if a tokenizer has tokens that the model has no embedding of; it would fail when one comes up."""
+    """Raise if a tokenizer has tokens that the model has no embedding of; training would fail on the first one."""
     vocabulary = tokenizer.get_vocab() if known is not None else {}
     beyond = [token for token, index in vocabulary.items() if index >= (known or 0)]
     if beyond:
@@ -281,10 +273,9 @@ def _check_vocabulary(tokenizer: Any, known: int | None) -> None:
 
 
 def no_loader() -> list[Any]:
-    """What ``val_dataloader`` returns when there is nothing to validate on.
+    """Return what ``val_dataloader`` returns without validation data, an empty list.
 
-    Lightning 2.6 takes the empty list for a loader of length 0 and warns of it in every run; that warning is
-    silenced.
+    Lightning 2.6 takes it for a loader of length 0 and warns about that in every run; the warning is silenced.
     """
     warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
     return []

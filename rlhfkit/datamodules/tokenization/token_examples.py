@@ -1,4 +1,4 @@
-"""``TokenExamples``: the tokenised examples of a data set, small in memory and quick to save and load."""
+"""``TokenExamples``: the tokenised examples of a data set, compact in memory and quick to save and load."""
 
 import itertools
 from collections.abc import Iterable
@@ -12,31 +12,30 @@ from rlhfkit.data.batch import TokenExample
 
 
 class TokenExamples:
-    """Examples in two flat tensors: 5 bytes per token, where lists of Python numbers would take 40."""
+    """Examples in two flat tensors: 5 bytes per token, where lists of Python numbers would take 40.
+
+    Args:
+        examples: Iterated over once.
+    """
 
     def __init__(self, examples: Iterable[TokenExample]) -> None:
-        """Pack examples, one after the other.
-
-        Args:
-            examples: Read once.
-        """
         self.lengths: list[int] = []
         """Tokens of each example."""
         self.targets: list[int] = []
         """Learned tokens of each example."""
         self.rows: list[int] = []
-        """Row of the data that each example was made from; some rows make none. Filled by :class:`ExampleBuilder`."""
+        """Row of the data that each example was made from; set by :class:`ExampleBuilder`."""
         self.counts: dict[str, int] = {}
-        """What was cut or left out when these examples were made. Filled by :class:`ExampleBuilder`."""
+        """Number of rows that were truncated or dropped, by reason; set by :class:`ExampleBuilder`."""
         tokens, masks = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.bool)]
         for example in examples:
             self.lengths.append(len(example.input_ids))
             self.targets.append(example.targets)
             tokens.append(torch.tensor(example.input_ids, dtype=torch.int32))
             masks.append(torch.tensor(example.loss_mask, dtype=torch.bool))
-        self._hold(torch.cat(tokens), torch.cat(masks))
+        self._set_tensors(torch.cat(tokens), torch.cat(masks))
 
-    def _hold(self, tokens: Tensor, mask: Tensor) -> None:
+    def _set_tensors(self, tokens: Tensor, mask: Tensor) -> None:
         self._ends = list(itertools.accumulate(self.lengths))
         self._tokens, self._mask = tokens, mask
 
@@ -50,11 +49,7 @@ class TokenExamples:
         return TokenExample(self._tokens[part].tolist(), self._mask[part].tolist())
 
     def save(self, path: Path) -> None:
-        """Write a file; a reader sees all of it or nothing.
-
-        Args:
-            path: Its folder exists.
-        """
+        """Write a file atomically; its folder must exist."""
         state = {
             "tokens": self._tokens,
             "mask": self._mask,
@@ -69,14 +64,10 @@ class TokenExamples:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file written by :meth:`save`; tokens stay on disk until they are used, and ranks share the memory.
-
-        Args:
-            path: The file.
-        """
+        """Read a file of :meth:`save`, memory-mapped: tokens are read when used, and ranks share the memory."""
         state: dict[str, Any] = torch.load(path, mmap=True, weights_only=True)
         loaded = cls([])
         loaded.lengths, loaded.targets, loaded.rows = (state[name].tolist() for name in ("lengths", "targets", "rows"))
         loaded.counts = state["counts"]
-        loaded._hold(state["tokens"], state["mask"])
+        loaded._set_tensors(state["tokens"], state["mask"])
         return loaded

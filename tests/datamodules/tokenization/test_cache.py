@@ -28,13 +28,13 @@ TEMPLATE = (
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one whenever rows are tokenised."""
     calls: list[int] = []
-    original = ExampleBuilder.tokenised
+    original = ExampleBuilder.tokenize_dataset
 
     def counted(self: ExampleBuilder, rows: Any, *arguments: Any) -> Any:
         calls.append(len(rows))
         return original(self, rows, *arguments)
 
-    monkeypatch.setattr(ExampleBuilder, "tokenised", counted)
+    monkeypatch.setattr(ExampleBuilder, "tokenize_dataset", counted)
     return calls
 
 
