@@ -1,6 +1,6 @@
-"""The ``rlhfkit`` command: Lightning's own subcommands, and one file with one function for each of ours.
+"""The ``rlhfkit`` command: Lightning's own subcommands, and one file with one function for each of the others.
 
-The function's arguments are the command's options and its docstring is their help; it works as well from Python.
+A function's arguments are its command's options and its docstring the help; it can be called from Python too.
 
 May import: everything.
 Start at :mod:`rlhfkit.cli.main`.

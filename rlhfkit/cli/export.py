@@ -1,4 +1,4 @@
-"""``rlhfkit export``: the model of a checkpoint as a folder that Transformers, peft and vLLM load."""
+"""``rlhfkit export``: write a checkpoint's model as a folder that Transformers, peft and vLLM load."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.cli.folders import DType, new_folder, weight_type
+from rlhfkit.cli.folders import DType, atomic_folder, resolve_dtype
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.checkpointing import CLASSES, CheckpointMixin
 
@@ -31,8 +31,8 @@ def export(
 ) -> Path:
     """Write one model of a checkpoint and its tokenizer as a Hugging Face folder. One process, no GPU.
 
-    The checkpoint is a file of plain Lightning or a directory of our DeepSpeed strategies, of any ZeRO stage and number
-    of ranks.
+    The checkpoint is a file of plain Lightning or a directory of a DeepSpeed strategy of rlhfkit, of any ZeRO stage and
+    number of ranks.
 
     Example::
 
@@ -43,12 +43,12 @@ def export(
         output: Folder to write.
         child: Which of the module's models: ``policy``, ``critic``.
         adapter: Write the LoRA adapter alone, for peft, instead of merging it into the weights.
-        dtype: Type of the written weights; ``None``: that of the model which training started from, and of an adapter
-            alone float32.
-        model: Where that model is now; ``None``: where it was.
-        module: Dotted name of the module's class; ``None``: as the checkpoint says. Needed when a class that builds its
-            model in a way of its own was defined in a script.
-        overwrite: Replace what is in the output's place.
+        dtype: Type of the written weights; ``None``: that of the model which training started from, or float32 for an
+            adapter alone.
+        model: Folder or hub name of that model, if it has moved; ``None``: as in the checkpoint.
+        module: Dotted name of the module's class; ``None``: as in the checkpoint. Needed for a class that was defined
+            in a script and builds its model in its own way.
+        overwrite: Replace the output if it exists.
 
     Returns:
         The output folder.
@@ -56,12 +56,12 @@ def export(
     Raises:
         FileNotFoundError: If there is no such checkpoint.
         FileExistsError: If the output exists.
-        ValueError: If the checkpoint is not of one of our modules, has no such child, or does not fit its model.
+        ValueError: If the checkpoint is not of a module of rlhfkit, has no such child, or does not fit its model.
     """
     path = Path(checkpoint)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
-    with new_folder(output, overwrite=overwrite) as folder:
+    with atomic_folder(output, overwrite=overwrite) as folder:
         about, weights = _read_directory(path, child) if path.is_dir() else _read_file(path, child)
         hyperparameters = dict(about.get("hyper_parameters") or {})
         if "model" not in hyperparameters or not (module or about.get(CLASSES)):
@@ -73,13 +73,13 @@ def export(
         _load(made, child, weights, path)
         start, trusted = base_model_name(hyperparameters["model"]), bool(hyperparameters.get("trust_remote_code"))
         own = adapter and dtype is None  # small, and in float32 beside weights of 16 bits
-        written = None if own else weight_type(dtype, start, trust_remote_code=trusted)
+        written = None if own else resolve_dtype(dtype, start, trust_remote_code=trusted)
         made.save_pretrained(folder, child=child, adapter=adapter, dtype=written)
     return Path(output)
 
 
 def _read_file(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """A checkpoint of plain Lightning and the weights of a child."""
+    """Read a checkpoint of plain Lightning and the weights of a child."""
     about = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     prefix = f"{child}."
     state = about.get("state_dict", {})
@@ -87,7 +87,7 @@ def _read_file(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Ten
 
 
 def _read_directory(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """A checkpoint of a DeepSpeed strategy and the weights of a child."""
+    """Read a checkpoint of a DeepSpeed strategy and the weights of a child."""
     from rlhfkit.strategies.checkpoint import directory
     from rlhfkit.strategies.checkpoint.io import rank_file, saved_weights
 
@@ -100,7 +100,7 @@ def _read_directory(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str
 
 
 def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> CheckpointMixin:
-    """The module, or the nearest of its base classes that can be imported here and takes its hyperparameters."""
+    """Create the module, or the nearest of its base classes that can be imported and takes its hyperparameters."""
     failures: list[str] = []
     for name in classes:
         try:
@@ -117,7 +117,7 @@ def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> Check
 
 
 def _build(module: CheckpointMixin, child: str) -> None:
-    """Build a child alone where the module has a method for it: all of them may not fit."""
+    """Build a child alone if the module has a method for it, since all of them may not fit into memory."""
     if hasattr(module, f"build_{child}"):
         setattr(module, child, getattr(module, f"build_{child}")())
     else:
@@ -125,7 +125,7 @@ def _build(module: CheckpointMixin, child: str) -> None:
 
 
 def _load(module: CheckpointMixin, child: str, weights: dict[str, Tensor], path: Path) -> None:
-    """Fill a child; what can be loaded by name may be missing."""
+    """Load a child's weights; those that are loaded by name may be missing."""
     if not weights:
         raise ValueError(f"{path} holds no weights of {child!r}")
     result = module.get_submodule(child).load_state_dict(weights, strict=False)

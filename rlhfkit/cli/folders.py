@@ -1,4 +1,4 @@
-"""Folders of models that are whole or not there."""
+"""Write model folders atomically."""
 
 import os
 import shutil
@@ -14,15 +14,15 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 @contextmanager
-def new_folder(output: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write into, which gets its name when the context ends without an error.
+def atomic_folder(output: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to ``output`` if the block ends without an error, and removed otherwise.
 
     Args:
-        output: The name. Parents are made.
-        overwrite: Replace what has that name.
+        output: Folder to write; its parents are created.
+        overwrite: Replace it if it exists.
 
     Raises:
-        FileExistsError: If the name is taken.
+        FileExistsError: If it exists.
     """
     folder = Path(output)
     if folder.exists() and not overwrite:
@@ -40,12 +40,12 @@ def new_folder(output: str | os.PathLike[str], *, overwrite: bool) -> Iterator[P
     os.replace(temporary, folder)
 
 
-def weight_type(dtype: DType | None, model: str, *, trust_remote_code: bool) -> torch.dtype:
-    """The type that weights are written in.
+def resolve_dtype(dtype: DType | None, model: str, *, trust_remote_code: bool) -> torch.dtype:
+    """Return the type that weights are written in.
 
     Args:
-        dtype: What was asked for; ``None``: the type of the model that training started from.
-        model: Folder or hub name of that.
+        dtype: What was asked for; ``None``: the type of ``model``.
+        model: Folder or hub name of the model that training started from.
         trust_remote_code: Passed to Transformers.
     """
     from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""``rlhfkit generate``: completions of many prompts, as JSON lines. The first step of the classic recipes."""
+"""``rlhfkit generate``: sample completions of many prompts and write them as JSON lines."""
 
 import math
 import os
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhfkit.cli.jsonl import LineWriter
+from rlhfkit.cli.jsonl import JSONLWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Sample
 from rlhfkit.datamodules.prompts.rows import PromptRows
@@ -18,7 +18,7 @@ from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingS
 from rlhfkit.rollout.engine import arrange_logprobs
 from rlhfkit.validation import check_integer
 
-WRITTEN = ("completion", "index", "sample_index", "finish_reason", "logprob", "prompt_ids", "completion_ids")
+OUTPUT_COLUMNS = ("completion", "index", "sample_index", "finish_reason", "logprob", "prompt_ids", "completion_ids")
 """Columns that ``generate`` adds to those of the data."""
 
 
@@ -47,10 +47,10 @@ def generate(
 ) -> Path:
     """Sample completions of prompts and write them as JSON lines, ``group_size`` lines per prompt, in the data's order.
 
-    A line is the row of the data and ``completion`` (text), ``index`` (row of the prompt), ``sample_index``,
+    A line has the columns of the row and ``completion`` (text), ``index`` (row of the prompt), ``sample_index``,
     ``finish_reason`` (``stop`` or ``length``), ``logprob`` (of the whole completion, under the distribution it was
-    sampled from) and the token ids of both. Started again, it continues a file that was interrupted; as every sample
-    has a seed of its own, the file is the same as without the interruption.
+    sampled from) and the token ids of both. An interrupted run is continued when started again; as every sample has its
+    own seed, the file is the same as without the interruption.
 
     Example::
 
@@ -59,21 +59,21 @@ def generate(
 
     Args:
         model: Folder or hub name; a folder that holds a LoRA adapter is merged with its base model.
-        data: Where the prompts are: a file (JSON lines, JSON, CSV, Parquet), ``datasets`` folder, hub name, or rows.
+        data: Prompts: a file (JSON lines, JSON, CSV, Parquet), ``datasets`` folder, hub name, or rows.
         output: File to write or to continue.
-        sampling: How to sample.
-        engine: What generates; ``None``: a ``LocalEngine`` in this process.
+        sampling: Sampling parameters.
+        engine: Engine to use; ``None``: a ``LocalEngine`` in this process.
         prompt: Column of the prompts: text or chat messages.
-        columns: Other columns to carry over; ``None``: all.
+        columns: Other columns to copy; ``None``: all.
         split: Split of the data, where it has several; slices such as ``train[:90%]`` work.
         subset: Configuration of a hub data set.
         max_prompt_length: Tokens, template included; ``None``: no limit but the model's context.
         overlong_prompts: What happens to longer prompts; dropped ones are counted in the log.
         apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
-        system: System message put in front; needs the chat template.
+        system: System message in front of the prompt; needs the chat template.
         chat_template_arguments: Passed to the template.
         token_ids: Write ``prompt_ids`` and ``completion_ids``, which rewards that count or read tokens need.
-        batch_size: Prompts generated for at once; an interruption loses no more than that.
+        batch_size: Prompts per batch; an interruption loses at most one batch.
         precision: Of the weights, as the Trainer's: ``32-true``, ``bf16-true`` or ``16-true``.
         trust_remote_code: Run Python code that comes with the model.
         overwrite: Start anew when the output exists.
@@ -119,7 +119,7 @@ def generate(
         "token_ids": token_ids,
     } | {f"sampling.{name}": value for name, value in asdict(sampling).items()}
     size = sampling.group_size
-    with LineWriter(output, settings, group=size, overwrite=overwrite) as writer:
+    with JSONLWriter(output, settings, group=size, overwrite=overwrite) as writer:
         starts = range(writer.done // size, len(rows), batch_size)
         try:
             if starts:
@@ -149,13 +149,13 @@ def generate(
 
 
 def _carried_columns(rows: PromptRows, prompt: str, columns: Sequence[str] | None) -> list[str]:
-    """Columns of the data that the lines get too, the prompt first."""
+    """Return the columns of the data that are copied, the prompt first."""
     found = rows.rows.column_names
     for name in columns or ():
         if name not in found:
             raise ValueError(f"columns: {name!r} is not a column of {describe(rows.source)}; it has {', '.join(found)}")
     carried = [prompt, *(name for name in (found if columns is None else columns) if name != prompt)]
-    taken = [name for name in carried if name in WRITTEN]
+    taken = [name for name in carried if name in OUTPUT_COLUMNS]
     if taken:
         raise ValueError(
             f"{describe(rows.source)} has columns that generate writes itself: {', '.join(taken)}; rename them, or "
@@ -165,7 +165,7 @@ def _carried_columns(rows: PromptRows, prompt: str, columns: Sequence[str] | Non
 
 
 def _sample_line(sample: Sample, text: str, token_ids: bool) -> dict[str, Any]:
-    """What is written about one completion."""
+    """Return the columns that are added for one completion."""
     logprob = sum(sample.logprobs)
     line: dict[str, Any] = {
         "completion": text,
@@ -180,6 +180,6 @@ def _sample_line(sample: Sample, text: str, token_ids: bool) -> dict[str, Any]:
 
 
 def _weights_stamp(model: str) -> list[list[Any]]:
-    """Size and time of a folder's weight files, to notice a model that was trained on; empty for hub names."""
+    """Size and modification time of a folder's weight files, to notice changed weights; empty for hub names."""
     files = sorted(path for path in Path(model).expanduser().glob("*") if path.suffix in (".safetensors", ".bin"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -1,7 +1,7 @@
-"""``LineWriter``: a file of JSON lines that grows batch by batch and is continued after an interruption.
+"""``JSONLWriter``: a JSON Lines file that is written in batches and can be continued after an interruption.
 
-Beside ``samples.jsonl`` stands ``samples.jsonl.settings.json``: what the lines were made with. A second start with the
-same settings goes on where the first stopped; with others it is refused, so that no file mixes two models.
+The settings that determine the lines are saved beside it, ``samples.jsonl.settings.json`` for ``samples.jsonl``. A
+second run with the same settings continues the file; one with other settings is refused, so that no file mixes models.
 """
 
 import json
@@ -15,20 +15,20 @@ from typing import Any, Self
 log = logging.getLogger(__name__)
 
 
-class LineWriter:
-    """Appends JSON lines to a file, new or interrupted.
+class JSONLWriter:
+    """Appends JSON lines to a new or interrupted file.
 
     Example::
 
-        with LineWriter("samples.jsonl", {"model": "Qwen/Qwen3-0.6B"}, group=8) as writer:
+        with JSONLWriter("samples.jsonl", {"model": "Qwen/Qwen3-0.6B"}, group=8) as writer:
             for prompt in prompts[writer.done // 8 :]:
                 writer.write(lines_of(prompt))
 
     Args:
-        output: The file. Folders are made.
-        settings: What decides the content of the lines; plain JSON values.
-        group: Lines that belong together: an interrupted file is cut behind its last complete group.
-        overwrite: Start anew whatever is there.
+        output: The file. Its parent folders are created.
+        settings: What determines the content of the lines; plain JSON values.
+        group: Number of lines that belong together: an interrupted file is truncated after its last complete group.
+        overwrite: Replace an existing file.
 
     Raises:
         FileExistsError: If the file was not written by this class.
@@ -50,10 +50,10 @@ class LineWriter:
             self.settings_file.write_text(json.dumps(self.settings, indent=2) + "\n")
         self._file = self.output.open("ab")
         self.done = self._cut(group)
-        """Lines that the file holds."""
+        """Number of lines in the file."""
 
     def _check_settings(self) -> None:
-        """Raise unless the file was begun with these settings."""
+        """Raise unless the file was written with these settings."""
         cure = "choose another output, or start anew with overwrite"
         if not self.settings_file.exists():
             raise FileExistsError(f"{self.output} exists and has no {self.settings_file.name} beside it: {cure}")
@@ -67,7 +67,7 @@ class LineWriter:
             raise ValueError(f"{self.output} was written with other settings ({'; '.join(changed)}): {cure}")
 
     def _cut(self, group: int) -> int:
-        """Cut off what an interruption left incomplete; returns the lines that stay."""
+        """Truncate the file after its last complete group, and return the number of lines kept."""
         kept = end = position = 0
         with self.output.open("rb") as file:
             for count, line in enumerate(file, start=1):
@@ -80,17 +80,16 @@ class LineWriter:
         return kept
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines and hand them to the operating system.
+        """Append lines and flush them to the operating system.
 
-        Args:
-            lines: What JSON cannot hold is written as text, and numbers that are not finite as null.
+        Values that JSON cannot represent are written as text, numbers that are not finite as null.
         """
         text = "".join(json.dumps(_finite(line), ensure_ascii=False, default=str) + "\n" for line in lines)
         self._file.write(text.encode())
         self._file.flush()
 
     def __enter__(self) -> Self:
-        """For ``with``."""
+        """Return the writer."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,7 +98,7 @@ class LineWriter:
 
 
 def _finite(value: Any) -> Any:
-    """The value with ``None`` for NaN and infinities, which JSON does not have."""
+    """Replace NaN and infinities, which JSON does not have, by ``None``."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

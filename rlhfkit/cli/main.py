@@ -1,6 +1,6 @@
-"""``rlhfkit fit --config run.yaml``: Lightning's command line with our modules, data and callbacks.
+"""``rlhfkit fit --config run.yaml``: Lightning's command line with the modules, data and callbacks of rlhfkit.
 
-Every constructor argument is reachable: classes are named by ``class_path``, their arguments by ``init_args``, in YAML
+Every constructor argument can be set: classes are named by ``class_path``, their arguments by ``init_args``, in YAML
 or as ``--model.init_args.lr 1e-6``. ``rlhfkit fit --print_config`` writes a complete file to start from.
 """
 
@@ -16,7 +16,7 @@ TRAINER_COMMANDS = {
     "test": "run the test loop once",
     "predict": "run the prediction loop",
 }
-"""Run by LightningCLI."""
+"""Commands of LightningCLI and their one-line help."""
 
 FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("a checkpoint's model as a Hugging Face folder", "rlhfkit.cli.export:export"),
@@ -25,7 +25,7 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
     "score": ("add a reward to each line of completions", "rlhfkit.cli.score:score"),
     "serve-reward": ("a reward model or function over HTTP", "rlhfkit.cli.serve_reward:serve_reward"),
 }
-"""Command to its one-line help and the function that it calls (``module:function``)."""
+"""Other commands: one-line help, and the function that is called (``module:function``)."""
 
 COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in FUNCTION_COMMANDS.items()}
 
@@ -45,7 +45,7 @@ examples:
 
 
 def help_text() -> str:
-    """What ``rlhfkit --help`` prints, made without importing Lightning."""
+    """Return what ``rlhfkit --help`` prints, without importing Lightning."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     return _HELP.format(names=",".join(COMMANDS), commands=commands)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the ``rlhfkit`` command.
 
     Args:
-        arguments: The command line without the program's name; ``sys.argv[1:]`` when ``None``.
+        arguments: The command line without the program's name; ``None``: ``sys.argv[1:]``.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[0] in FUNCTION_COMMANDS:
         _call(FUNCTION_COMMANDS[words[0]][1], words)
         return
-    if not words[0].startswith("-") and words[0] not in COMMANDS:  # Lightning's error knows its own commands only
+    if not words[0].startswith("-") and words[0] not in COMMANDS:  # Lightning's error would list its own commands only
         print(f"rlhfkit: there is no command {words[0]!r}, but {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
     run(words)
@@ -99,7 +99,7 @@ def _call(target: str, words: Sequence[str]) -> Any:
 
 
 def _refused_by_us(error: BaseException) -> bool:
-    """Whether code of ours has raised it, so that the message says all; other errors need their traceback."""
+    """Whether code of rlhfkit raised the error, so that its message is enough; others are shown with a traceback."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("rlhfkit.")
 

@@ -1,9 +1,9 @@
-"""``rlhfkit merge-adapter``: a LoRA adapter added to its base model, as a folder that needs no peft."""
+"""``rlhfkit merge-adapter``: merge a LoRA adapter into its base model, as a folder that needs no peft."""
 
 import os
 from pathlib import Path
 
-from rlhfkit.cli.folders import DType, new_folder, weight_type
+from rlhfkit.cli.folders import DType, atomic_folder, resolve_dtype
 from rlhfkit.models.load import base_model_name, existing_name, load_causal_lm, load_tokenizer
 from rlhfkit.models.lora import adapter_base
 from rlhfkit.models.weights.files import save_weights
@@ -27,9 +27,9 @@ def merge_adapter(
     Args:
         adapter: Folder that holds ``adapter_config.json``, as peft and ``rlhfkit export --adapter true`` write it.
         output: Folder to write.
-        dtype: Type of the written weights; ``None``: that of the base model. The sum is made in float32.
+        dtype: Type of the written weights; ``None``: that of the base model. The sum is computed in float32.
         trust_remote_code: Run Python code that comes with the model.
-        overwrite: Replace what is in the output's place.
+        overwrite: Replace the output if it exists.
 
     Returns:
         The output folder.
@@ -40,8 +40,8 @@ def merge_adapter(
     """
     if adapter_base(existing_name(adapter)) is None:
         raise ValueError(f"{adapter} holds no adapter (no adapter_config.json)")
-    written = weight_type(dtype, base_model_name(adapter), trust_remote_code=trust_remote_code)
-    with new_folder(output, overwrite=overwrite) as folder:
+    written = resolve_dtype(dtype, base_model_name(adapter), trust_remote_code=trust_remote_code)
+    with atomic_folder(output, overwrite=overwrite) as folder:
         model = load_causal_lm(adapter, trust_remote_code=trust_remote_code)
         save_weights(model, folder, {name: tensor.clone() for name, tensor in ModuleWeights(model, dtype=written)})
         load_tokenizer(adapter, trust_remote_code=trust_remote_code).save_pretrained(folder)

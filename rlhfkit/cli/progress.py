@@ -1,4 +1,4 @@
-"""A progress bar on the error stream, so that standard output stays free for pipes."""
+"""A progress bar on standard error, so that standard output can be piped."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,17 +8,17 @@ from contextlib import contextmanager
 def progress_bar(
     title: str, total: int, *, done: int = 0, unit: str, shown: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """Show progress while the context lasts.
+    """Show a progress bar while the context lasts.
 
     Args:
-        title: In front of the bar.
-        total: Where it ends.
-        done: Where it starts.
+        title: Text in front of the bar.
+        total: Final count.
+        done: Initial count.
         unit: What is counted.
-        shown: False: nothing is printed.
+        shown: False: show nothing.
 
     Yields:
-        A function that moves the bar on by a count.
+        A function that advances the bar by a count.
     """
     from rich.console import Console
     from rich.progress import (

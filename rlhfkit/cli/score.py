@@ -1,4 +1,4 @@
-"""``rlhfkit score``: a reward for each line of completions. The second step of the classic recipes."""
+"""``rlhfkit score``: add a reward to each line of completions."""
 
 import logging
 import math
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfkit.cli.jsonl import LineWriter
+from rlhfkit.cli.jsonl import JSONLWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.datamodules import final_answer
@@ -36,27 +36,27 @@ def score(
 ) -> Path:
     """Score completions and write their lines with ``reward`` added, in the data's order.
 
-    A reward of several parts adds ``reward_parts`` too; what could not be scored has the reward null and is counted in
-    the log. Started again, it continues a file that was interrupted.
+    A reward with several parts adds ``reward_parts`` too. A line that could not be scored gets null, and is counted in
+    the log. An interrupted run is continued when started again.
 
     Example::
 
         rlhfkit score samples.jsonl scored.jsonl --reward rlhfkit.rewards.math_match --prompt question --answer answer
 
     Args:
-        data: Where the completions are, e.g. what ``rlhfkit generate`` wrote.
+        data: Completions, e.g. the output of ``rlhfkit generate``.
         output: File to write or to continue.
         reward: Dotted path of a reward function, or a reward class with its arguments.
-        reward_model: Instead of ``reward``: folder or hub name of a reward model of the completions' tokenizer, which
-            reads their token ids (``ModelReward`` with its arguments is for others).
+        reward_model: Instead of ``reward``: folder or hub name of a reward model with the completions' tokenizer, which
+            reads their token ids (for others use ``ModelReward`` with its arguments).
         prompt: Column of the prompts: text or chat messages.
         completion: Column of the completions.
         answer: Column of the reference answers; ``None``: there are none.
         answer_extractor: Applied to each reference answer.
         split: Split of the data, where it has several.
         subset: Configuration of a hub data set.
-        batch_size: Lines scored at once; an interruption loses no more than that.
-        timeout: Seconds that an async reward may take per batch.
+        batch_size: Lines per batch; an interruption loses at most one batch.
+        timeout: Time limit in seconds of an async reward per batch.
         overwrite: Start anew when the output exists.
         progress: Show a progress bar.
 
@@ -65,21 +65,21 @@ def score(
 
     Raises:
         ValueError: If not exactly one of ``reward`` and ``reward_model`` is given, a column is missing, the reward
-            returns anything but one number or ``None`` each, or the output was written with other settings.
+            does not return one number or ``None`` per line, or the output was written with other settings.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    judge = _judge(reward, reward_model)
+    scorer = _resolve_reward(reward, reward_model)
     rows = read_rows(data, split=split, subset=subset)
     check_columns(rows, data, prompt=prompt, completion=completion, answer=answer)
     settings = {
         "data": [describe(data), len(rows), *_stamp(data)],
-        "reward": reward_model or reward_name(judge),
+        "reward": reward_model or reward_name(scorer),
         "columns": [prompt, completion, answer],
     }
     unscored = 0
     with (
-        LineWriter(output, settings, overwrite=overwrite) as writer,
+        JSONLWriter(output, settings, overwrite=overwrite) as writer,
         progress_bar("score", len(rows), done=writer.done, unit="lines", shown=progress) as advance,
     ):
         for start in range(writer.done, len(rows), batch_size):
@@ -88,7 +88,7 @@ def score(
             for index, line in enumerate(lines, start=start):
                 reference = None if answer is None else answer_extractor(line[answer])
                 samples.append(as_sample(line, index, prompt, completion, reference))
-            score_samples(judge, samples, timeout=timeout)
+            score_samples(scorer, samples, timeout=timeout)
             unscored += sum(sample.reward is None for sample in samples)
             writer.write(line | _reward_columns(sample) for line, sample in zip(lines, samples, strict=True))
             advance(len(lines))
@@ -97,8 +97,8 @@ def score(
     return Path(output)
 
 
-def _judge(reward: Reward | None, reward_model: str | None) -> Reward:
-    """What scores."""
+def _resolve_reward(reward: Reward | None, reward_model: str | None) -> Reward:
+    """Return the reward, or a ``ModelReward`` with the model."""
     if reward_model is None and reward is not None:
         return reward
     if reward_model is None or reward is not None:
@@ -109,12 +109,12 @@ def _judge(reward: Reward | None, reward_model: str | None) -> Reward:
 
 
 def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str, answer: Any = None) -> Sample:
-    """A line as the record that rewards take.
+    """Return a line as a sample for rewards.
 
     Args:
-        line: With prompt and completion; ``prompt_ids`` and ``completion_ids`` are taken when there are any.
-        index: Its place, where the line does not have the ``index`` of its prompt.
-        prompt: Column of the prompt. Of chat messages, ``Prompt.text`` gets the contents, one below the other.
+        line: With prompt and completion; ``prompt_ids`` and ``completion_ids`` are used if there are any.
+        index: Position of the line, used if it has no ``index`` of its prompt.
+        prompt: Column of the prompt. Of chat messages, ``Prompt.text`` gets the contents, one per line.
         completion: Column of the completion.
         answer: The reference answer.
     """
@@ -140,13 +140,13 @@ def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str,
 
 
 def _reward_columns(sample: Sample) -> dict[str, Any]:
-    """What is added to a line."""
+    """Return the columns that are added to a line."""
     parts = {"reward_parts": sample.reward_parts} if len(sample.reward_parts) > 1 else {}
     return {"reward": sample.reward, **parts}
 
 
 def _stamp(data: Source) -> list[int]:
-    """Size and time of a file, to notice that it is another one."""
+    """Size and modification time of a file, to notice that it has changed; empty for other sources."""
     if not isinstance(data, str | os.PathLike) or not Path(data).is_file():
         return []
     return [Path(data).stat().st_size, Path(data).stat().st_mtime_ns]

@@ -1,4 +1,4 @@
-"""``rlhfkit serve-reward``: a reward model or function for runs on other machines or in other processes."""
+"""``rlhfkit serve-reward``: serve a reward model or function over HTTP."""
 
 import importlib
 import inspect
@@ -17,8 +17,8 @@ def serve_reward(
     host: str = "127.0.0.1",
     port: int = 8000,
     token_variable: str | None = None,
-    certificate: str | os.PathLike[str] | None = None,
-    key: str | os.PathLike[str] | None = None,
+    ssl_certfile: str | os.PathLike[str] | None = None,
+    ssl_keyfile: str | os.PathLike[str] | None = None,
     separator: str | None = None,
     normalized: bool = True,
     dtype: str = "float32",
@@ -33,9 +33,9 @@ def serve_reward(
     max_samples: int = 1024,
     max_tokens: int = 2**20,
 ) -> None:
-    """Answer ``RemoteReward`` until the process is interrupted or terminated; running requests are finished then.
+    """Serve a reward for ``RemoteReward`` until the process is interrupted; running requests are finished.
 
-    Only this machine can reach the server unless ``host`` says otherwise, and then only with a token.
+    By default only this machine can reach the server; any other ``host`` needs a token.
 
     Example::
 
@@ -44,28 +44,28 @@ def serve_reward(
         rlhfkit serve-reward rlhfkit.rewards.math_match --port 8001
 
     Args:
-        reward: Folder or hub name of a reward model, or the dotted path of a reward: a function, a class that needs no
-            arguments, or an object.
+        reward: Folder or hub name of a reward model, or the dotted path of a reward: a function, a class without
+            required arguments, or an object.
         host: Address to listen on.
         port: 0: any that is free. The address is printed.
         token_variable: Environment variable that holds the secret that clients must send. There is no option for the
-            secret itself: command lines can be read by everybody on the machine.
-        certificate: File of a TLS certificate (PEM); needed where the network is not trusted.
-        key: File of its private key.
-        separator: The model is a process reward model, and this ends a step.
+            secret itself, since every user of the machine can read command lines.
+        ssl_certfile: TLS certificate (PEM); needed where the network is not trusted.
+        ssl_keyfile: Its private key.
+        separator: Use the model as a process reward model; this text ends a step.
         normalized: See ``ModelReward``.
         dtype: Type of a model's weights.
         device: Where a model runs; ``None``: the accelerator, else the CPU.
         trust_remote_code: Run Python code that comes with the model. Off unless asked.
         max_batch: Samples at which a batch of requests is closed.
         max_wait: Seconds that a request waits for others.
-        timeout: Seconds that a request may take.
-        max_concurrent: Requests at a time; more are told to come back.
-        max_body_mib: MiB of one request.
-        max_total_mib: MiB of all requests at a time; more are told to come back. The server takes up to 32 times as
-            much memory for them.
-        max_samples: Samples of one request.
-        max_tokens: Tokens of one request, all prompts and completions together.
+        timeout: Time limit of a request in seconds.
+        max_concurrent: Maximum of concurrent requests; others are refused with 503 and ``Retry-After``.
+        max_body_mib: Maximum size of one request in MiB.
+        max_total_mib: Maximum size of all concurrent requests in MiB; others are refused with 503 and ``Retry-After``.
+            The server takes up to 32 times as much memory for them.
+        max_samples: Samples per request.
+        max_tokens: Tokens per request, all prompts and completions together.
 
     Raises:
         ValueError: If a number is out of range, the host can be reached from outside and there is no good token, or the
@@ -74,10 +74,10 @@ def serve_reward(
     from rlhfkit.rewards.remote.server import reward_app
     from rlhfkit.serving.server import Server
 
-    check_number("timeout", timeout, above=0, why="it is in seconds")  # before a model is loaded, which takes long
+    check_number("timeout", timeout, above=0, why="it is in seconds")  # before the model is loaded, which takes long
     check_integer("max_body_mib", max_body_mib, minimum=1)
     check_integer("max_total_mib", max_total_mib, minimum=max_body_mib)
-    judge = load_reward(
+    loaded = load_reward(
         reward,
         separator=separator,
         normalized=normalized,
@@ -87,7 +87,7 @@ def serve_reward(
     )
     server = Server(
         reward_app(
-            judge,
+            loaded,
             max_batch=max_batch,
             max_wait=max_wait,
             timeout=timeout,
@@ -97,13 +97,13 @@ def serve_reward(
         host=host,
         port=port,
         token=AccessToken.optional(variable=token_variable),
-        certificate=certificate,
-        key=key,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
         max_concurrent=max_concurrent,
         max_body_bytes=max_body_mib * 2**20,
         max_total_bytes=max_total_mib * 2**20,
     )
-    server.run(ready=lambda url: print(f"reward {reward_name(judge)!r} is served at {url}", flush=True))
+    server.run(ready=lambda url: print(f"reward {reward_name(loaded)!r} is served at {url}", flush=True))
 
 
 def load_reward(
@@ -115,11 +115,11 @@ def load_reward(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Reward:
-    """What a name on the command line stands for, a model loaded.
+    """Return the reward that a name on the command line refers to, with its model loaded.
 
     Args:
         reward: A folder; else a dotted path that can be imported; else a hub name.
-        separator: See :func:`serve_reward`, as for the others.
+        separator: See :func:`serve_reward`, as for the other arguments.
         normalized: Of a model.
         dtype: Of a model.
         device: Of a model.
@@ -146,7 +146,7 @@ def load_reward(
 
 
 def _imported(path: str) -> Reward:
-    """The reward at a dotted path."""
+    """Import the reward at a dotted path."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -155,7 +155,7 @@ def _imported(path: str) -> Reward:
             f"{path!r} is neither a folder with a reward model nor the dotted path of a reward: {error}. Modules are "
             "found as Python finds them; PYTHONPATH=. adds the current folder"
         ) from error
-    judge: Any = found() if inspect.isclass(found) else found
-    if not callable(judge):
-        raise ValueError(f"{path!r} is {type(judge).__name__}, which cannot be called on samples")
-    return cast(Reward, judge)
+    loaded: Any = found() if inspect.isclass(found) else found
+    if not callable(loaded):
+        raise ValueError(f"{path!r} is {type(loaded).__name__}, which cannot be called on samples")
+    return cast(Reward, loaded)

@@ -1,4 +1,4 @@
-"""``PlayingEngine``: an engine whose samples are played, many at the same time; what its two kinds have in common."""
+"""``EpisodeEngineBase``: what engines share whose samples are episodes, run concurrently in one event loop."""
 
 import asyncio
 import concurrent.futures
@@ -10,7 +10,7 @@ import torch
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.engine_wrapper import EngineWrapper
-from rlhfkit.episodes.event_loop import LoopThread
+from rlhfkit.episodes.event_loop import EventLoopThread
 from rlhfkit.episodes.sampler import EngineFailedError
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, check_context
 from rlhfkit.validation import check_integer, check_number
@@ -22,22 +22,22 @@ class EpisodeError(RuntimeError):
     """An environment or agent failed, and this was not to be passed over."""
 
 
-class Playable(Protocol):
+class RunnableEpisode(Protocol):
     """An episode."""
 
     error: Exception | None
     """What ended it too early."""
 
-    async def play(self) -> Sample:
+    async def run(self) -> Sample:
         """Play it to its end. The sample's ``info`` has ``failed``, ``turns`` and ``ended``."""
         ...
 
 
-NewEpisode = Callable[[Prompt, int], Playable]
+EpisodeFactory = Callable[[Prompt, int], RunnableEpisode]
 """Makes the episode of a prompt and a position in its group."""
 
 
-class PlayingEngine(EngineWrapper):
+class EpisodeEngineBase(EngineWrapper):
     """Plays episodes side by side in the event loop of one thread. Subclasses say what an episode is.
 
     Args:
@@ -82,7 +82,7 @@ class PlayingEngine(EngineWrapper):
         self.concurrency = concurrency
         self.parallel_calls = parallel_calls
         self.on_error = on_error
-        self.loop = LoopThread("rlhfkit-episodes")
+        self.loop = EventLoopThread("rlhfkit-episodes")
         self._context: int | None = None
 
     def start(
@@ -100,20 +100,20 @@ class PlayingEngine(EngineWrapper):
         super().close()
 
     @property
-    def most_tokens(self) -> int:
+    def max_context_tokens(self) -> int:
         """Tokens of an episode, prompt included."""
         if self._context is None:
             raise RuntimeError(f"{type(self).__name__} was asked for samples before it was started")
         return min(self.max_episode_tokens or self._context, self._context)
 
-    def new_episodes(self, sampling: SamplingSpec, iteration: int) -> NewEpisode:
+    def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
         """What makes the episodes of one stream.
 
         Args:
             sampling: How to sample.
             iteration: Goes into the seeds.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define new_episodes()")
+        raise NotImplementedError(f"{type(self).__name__} has to define episode_factory()")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise if an episode cannot begin.
@@ -124,7 +124,7 @@ class PlayingEngine(EngineWrapper):
         Raises:
             ValueError: If a prompt leaves no room for an answer.
         """
-        check_context(prompts, 1, self.most_tokens)
+        check_context(prompts, 1, self.max_context_tokens)
 
     @property
     def shortens_answers(self) -> bool:
@@ -179,14 +179,14 @@ class EpisodeStream:
         iteration: Goes into the seeds.
     """
 
-    def __init__(self, engine: PlayingEngine, sampling: SamplingSpec, iteration: int) -> None:
+    def __init__(self, engine: EpisodeEngineBase, sampling: SamplingSpec, iteration: int) -> None:
         self._engine = engine
         self._sampling = sampling
         self._iteration = iteration
-        self._new_episode = engine.new_episodes(sampling, iteration)
+        self._make_episode = engine.episode_factory(sampling, iteration)
         self._places = asyncio.Semaphore(engine.concurrency) if engine.concurrency is not None else None
         self._running: list[concurrent.futures.Future[list[Sample]]] = []
-        self._played, self._failed = 0, 0
+        self._finished, self._failed = 0, 0
         self._first: Sample | None = None  # that failed
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
@@ -199,7 +199,7 @@ class EpisodeStream:
         self._running += [self._engine.loop.submit(self._group(prompt)) for prompt in prompts]
 
     def collect(self, most: int) -> list[list[Sample]]:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`; raises what :meth:`PlayingEngine.generate` does."""
+        """See :class:`~rlhfkit.rollout.streams.GroupStream`; raises what :meth:`EpisodeEngineBase.generate` does."""
         if not self._running:
             return []
         self._engine.loop.wait(self._running, blocked_after=self._engine.blocked_after)
@@ -221,13 +221,13 @@ class EpisodeStream:
         self._running = []
         if self._first is not None:
             message = "iteration %d: %d of %d episodes failed and are not trained on; the first: %s"
-            log.warning(message, self._iteration, self._failed, self._played, which_failed(self._first))
+            log.warning(message, self._iteration, self._failed, self._finished, describe_failure(self._first))
             self._first = None
 
     async def _group(self, prompt: Prompt) -> list[Sample]:
         """The episodes of one prompt."""
         tasks = [
-            asyncio.ensure_future(self._play(self._new_episode(prompt, index)))
+            asyncio.ensure_future(self._run(self._make_episode(prompt, index)))
             for index in range(self._sampling.group_size)
         ]
         try:
@@ -236,27 +236,27 @@ class EpisodeStream:
             for task in tasks:  # when one fails, nobody waits for the others
                 task.cancel()
 
-    async def _play(self, episode: Playable) -> Sample:
+    async def _run(self, episode: RunnableEpisode) -> Sample:
         if self._places is None:
-            sample = await episode.play()
+            sample = await episode.run()
         else:
             async with self._places:
-                sample = await episode.play()
+                sample = await episode.run()
         if self._engine.on_error == "raise" and sample.info["failed"]:
-            raise EpisodeError(which_failed(sample)) from episode.error
+            raise EpisodeError(describe_failure(sample)) from episode.error
         return sample
 
     def _count(self, samples: Sequence[Sample]) -> None:
         """Remember failures, and stop where there is nothing else: something is wrong with the environment itself."""
         failed = [sample for sample in samples if sample.info["failed"]]
-        self._played, self._failed = self._played + len(samples), self._failed + len(failed)
+        self._finished, self._failed = self._finished + len(samples), self._failed + len(failed)
         self._first = self._first or next(iter(failed), None)
-        if self._first is not None and not self._running and self._failed == self._played > 1:
+        if self._first is not None and not self._running and self._failed == self._finished > 1:
             first, self._first = self._first, None
-            raise EpisodeError(f"all {self._failed} episodes failed, the first: {which_failed(first)}")
+            raise EpisodeError(f"all {self._failed} episodes failed, the first: {describe_failure(first)}")
 
 
-def which_failed(sample: Sample) -> str:
+def describe_failure(sample: Sample) -> str:
     """Which episode failed and how.
 
     Args:

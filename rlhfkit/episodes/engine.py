@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlhfkit.episodes.base import NewEpisode, PlayingEngine
+from rlhfkit.episodes.base import EpisodeEngineBase, EpisodeFactory
 from rlhfkit.episodes.environment import Environment
 from rlhfkit.episodes.episode import Episode, EpisodeLimits
 from rlhfkit.episodes.observations import ObservationTokenizer
@@ -15,7 +15,7 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.validation import check_number
 
 
-class EpisodeEngine(PlayingEngine):
+class EpisodeEngine(EpisodeEngineBase):
     """Plays episodes on another engine: policy and environment take turns until the environment says ``done``.
 
     Token ids in, token ids out: what the engine sampled is never tokenised again, what the environment says is
@@ -115,7 +115,7 @@ class EpisodeEngine(PlayingEngine):
         super().close()
         self._observations = None
 
-    def new_episodes(self, sampling: SamplingSpec, iteration: int) -> NewEpisode:
+    def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
         """Episodes of one stream, which share their requests."""
         if self._observations is None:
             raise RuntimeError("EpisodeEngine was asked for samples before EpisodeEngine.start")
@@ -126,7 +126,7 @@ class EpisodeEngine(PlayingEngine):
             observations=self._observations,
             limits=EpisodeLimits(
                 turns=self.max_turns,
-                tokens=self.most_tokens,
+                tokens=self.max_context_tokens,
                 seconds=self.episode_timeout,
                 call_seconds=self.environment_timeout,
             ),

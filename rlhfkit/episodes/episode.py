@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.episodes.environment import Action, Environment, Observation, Step
-from rlhfkit.episodes.event_loop import call
+from rlhfkit.episodes.event_loop import call_with_timeout
 from rlhfkit.episodes.observations import ObservationTokenizer, is_conversation
 from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.episodes.trajectory import Trajectory
 from rlhfkit.rollout.engine import SamplingSpec
 
-End = Literal["done", "turns", "tokens", "time", "error"]
+EndReason = Literal["done", "turns", "tokens", "time", "error"]
 
-FINISH: dict[End, FinishReason] = {
+FINISH_REASONS: dict[EndReason, FinishReason] = {
     "done": "stop",
     "turns": "length",
     "tokens": "length",
@@ -81,21 +81,21 @@ class Episode:
         self._judged = True
         self._outside = 0.0  # seconds in the environment
 
-    async def play(self) -> Sample:
+    async def run(self) -> Sample:
         """Play it to its end, whatever that is.
 
         Returns:
-            The sample; its ``info`` has ``reward`` (``None`` after an error or out of time), ``ended`` (:data:`End`),
-            ``turns``, ``failed``, ``environment_tokens``, ``environment_seconds``, ``last_text``, ``steps``, and
-            ``error`` where there was one.
+            The sample; its ``info`` has ``reward`` (``None`` after an error or out of time), ``ended``
+            (:data:`EndReason`), ``turns``, ``failed``, ``environment_tokens``, ``environment_seconds``, ``last_text``,
+            ``steps``, and ``error`` where there was one.
 
         Raises:
             EngineFailedError: If the engine failed.
         """
         self._deadline = time.monotonic() + self.limits.seconds
-        ended: End = "error"
+        ended: EndReason = "error"
         try:
-            with self.sampler.participant():
+            with self.sampler.active_episode():
                 ended = await self._turns()
         except EngineFailedError:
             raise
@@ -107,21 +107,21 @@ class Episode:
             await self._close()
         return self._sample(ended)
 
-    async def _turns(self) -> End:
+    async def _turns(self) -> EndReason:
         self._environment = environment = await self._outside_call(self.make_environment, "making the environment")
         self._begin(await self._outside_call(environment.reset, "reset()", self.prompt))
         for turn in range(self.limits.turns):
             room = self.limits.tokens - len(self._trajectory.context)
             if room < 1:
                 return "tokens"
-            action = await self._act(turn, room)
+            action = await self._sample_action(turn, room)
             step = await self._outside_call(environment.step, "step()", action)
             if not isinstance(step, Step):
                 raise TypeError(f"step() must return a Step, got {type(step).__name__}")
-            self._earn(step)
+            self._record_reward(step)
             if step.done:
                 return "done"
-            if turn + 1 < self.limits.turns and not self._observe(step.observation):
+            if turn + 1 < self.limits.turns and not self._append_observation(step.observation):
                 return "tokens"
         return "turns"
 
@@ -130,47 +130,49 @@ class Episode:
         if observation is None:
             return
         if is_conversation(observation):
-            token_ids = self.observations.conversation(observation)  # type: ignore[arg-type]  # checked
+            token_ids = self.observations.encode_conversation(observation)  # type: ignore[arg-type]  # checked
             self._trajectory.prompt = dataclasses.replace(self.prompt, token_ids=token_ids)
         else:
-            self._trajectory.observe(self.observations.behind(observation), self.sampler.engine.version or 0)
+            self._trajectory.add_observation(
+                self.observations.encode_observation(observation), self.sampler.engine.version or 0
+            )
 
-    async def _act(self, turn: int, room: int) -> Action:
+    async def _sample_action(self, turn: int, room: int) -> Action:
         """The policy's turn."""
         spec = self.sampling
         most = min(spec.max_new_tokens, room)
         if most < spec.max_new_tokens:
             spec = dataclasses.replace(spec, max_new_tokens=most, min_new_tokens=min(spec.min_new_tokens, most))
         index = turn_index(self.prompt.index, self.sample_index, turn)
-        sampled = await call(
+        sampled = await call_with_timeout(
             partial(self.sampler.sample, self._trajectory.context, spec, iteration=self.iteration, index=index),
             timeout=self._left(),
-            doing=f"the episode (limit: {self.limits.seconds:g} s), generating in turn {turn},",
+            description=f"the episode (limit: {self.limits.seconds:g} s), generating in turn {turn},",
         )
-        self._trajectory.act(sampled)
+        self._trajectory.add_action(sampled)
         tokenizer = self.observations.tokenizer
         text = tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
         raw_text = tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
         return Action(turn, list(sampled.token_ids), text, raw_text, sampled.finish_reason)
 
-    def _earn(self, step: Step) -> None:
+    def _record_reward(self, step: Step) -> None:
         self._steps.append(dict(step.info))
         if step.reward is None:
             self._judged = False
         else:
-            self._trajectory.earn(float(step.reward))
+            self._trajectory.add_reward(float(step.reward))
 
-    def _observe(self, observation: Observation | None) -> bool:
+    def _append_observation(self, observation: Observation | None) -> bool:
         """Append what step() said; false, and nothing appended, if no room for another turn would be left."""
         if observation is None:
             raise ValueError(
                 "step() returned neither an observation nor done=True: the policy cannot go on (an empty text lets it)"
             )
-        token_ids = self.observations.behind(observation, self._trajectory.last)
+        token_ids = self.observations.encode_observation(observation, self._trajectory.last_action)
         if len(self._trajectory.context) + len(token_ids) >= self.limits.tokens:
             return False
         versions = self._trajectory.versions
-        self._trajectory.observe(token_ids, versions[-1] if versions else 0)
+        self._trajectory.add_observation(token_ids, versions[-1] if versions else 0)
         return True
 
     async def _outside_call(self, function: Callable[..., Any], name: str, *arguments: Any) -> Any:
@@ -180,7 +182,7 @@ class Episode:
         limit = min(self.limits.call_seconds, left)
         which = f"{name} of the environment" if limit < left else f"the episode (limit: {self.limits.seconds:g} s)"
         try:
-            return await call(function, *arguments, timeout=limit, doing=which)
+            return await call_with_timeout(function, *arguments, timeout=limit, description=which)
         finally:
             self._outside += time.monotonic() - began
 
@@ -193,24 +195,26 @@ class Episode:
         if environment is None or getattr(type(environment), "close", None) is Environment.close:
             return
         try:
-            await call(environment.close, timeout=self.limits.call_seconds, doing="close() of the environment")
+            await call_with_timeout(
+                environment.close, timeout=self.limits.call_seconds, description="close() of the environment"
+            )
         except Exception as error:
             self.error = self.error or error
 
-    def _sample(self, ended: End) -> Sample:
+    def _sample(self, ended: EndReason) -> Sample:
         trajectory = self._trajectory
-        finish = FINISH[ended]
-        if ended == "done" and trajectory.last is not None and trajectory.last.finish_reason == "length":
+        finish = FINISH_REASONS[ended]
+        if ended == "done" and trajectory.last_action is not None and trajectory.last_action.finish_reason == "length":
             finish = "length"  # its last turn was cut off
         whole = self._judged and trajectory.turns > 0 and ended not in ("time", "error")
-        last = trajectory.last.token_ids if trajectory.last is not None else []
+        last = trajectory.last_action.token_ids if trajectory.last_action is not None else []
         sample = trajectory.sample(finish, {})
         sample.info |= {
             "reward": sum(sample.token_rewards or ()) if whole else None,
             "ended": ended,
             "turns": trajectory.turns,
             "failed": ended in ("time", "error"),
-            "environment_tokens": len(trajectory.token_ids) - trajectory.actions,
+            "environment_tokens": len(trajectory.token_ids) - trajectory.num_action_tokens,
             "environment_seconds": self._outside,
             "last_text": self.observations.tokenizer.decode(last, skip_special_tokens=True),
             "steps": self._steps,

@@ -24,7 +24,7 @@ class BlockedLoopError(RuntimeError):
     """A coroutine has kept the loop from doing anything else."""
 
 
-class LoopThread:
+class EventLoopThread:
     """A loop in a daemon thread, started when first used.
 
     Args:
@@ -108,21 +108,21 @@ class LoopThread:
         )
 
 
-async def call(function: Callable[..., Any], *arguments: Any, timeout: float, doing: str) -> Any:
+async def call_with_timeout(function: Callable[..., Any], *arguments: Any, timeout: float, description: str) -> Any:
     """Call a function of somebody else's, async or not, and wait for it for so long and no longer.
 
     Args:
         function: A coroutine function, or a plain one, which runs in a thread of its own.
         *arguments: Of it.
         timeout: Seconds.
-        doing: For the message.
+        description: For the message.
 
     Raises:
         TimeoutError: If it takes longer. A coroutine is cancelled, a thread left behind.
         Exception: What it raised.
     """
     task = asyncio.ensure_future(
-        function(*arguments) if inspect.iscoroutinefunction(function) else in_thread(function, *arguments)
+        function(*arguments) if inspect.iscoroutinefunction(function) else run_in_thread(function, *arguments)
     )
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout)
@@ -131,11 +131,11 @@ async def call(function: Callable[..., Any], *arguments: Any, timeout: float, do
         raise
     if not done:
         _abandon(task)
-        raise TimeoutError(f"{doing} took longer than {timeout:g} s")
+        raise TimeoutError(f"{description} took longer than {timeout:g} s")
     return task.result()
 
 
-async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a daemon thread of its own: one that hangs keeps neither the loop nor the interpreter's end.
 
     Args:

@@ -33,7 +33,7 @@ class ObservationTokenizer:
         self.tokenizer = tokenizer
         self.template_arguments = dict(template_arguments or {})
 
-    def conversation(self, messages: Sequence[Message], **arguments: Any) -> list[int]:
+    def encode_conversation(self, messages: Sequence[Message], **arguments: Any) -> list[int]:
         """Token ids of a whole conversation, up to where the policy's turn begins.
 
         Args:
@@ -45,7 +45,7 @@ class ObservationTokenizer:
         """
         return self._encode(self._render(messages, arguments))
 
-    def behind(
+    def encode_observation(
         self,
         observation: Observation,
         turn: Sample | None = None,

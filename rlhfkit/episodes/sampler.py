@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.episodes.event_loop import in_thread
+from rlhfkit.episodes.event_loop import run_in_thread
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.validation import check_integer, check_number
 
-GATHER_TIME = 0.05
+MAX_WAIT = 0.05
 """Seconds that a call of an engine in this process waits for episodes that are not ready yet."""
 
 PARALLEL_CALLS = 128
@@ -51,43 +51,43 @@ class TurnSampler:
     """Puts requests together. To be used in one event loop.
 
     An engine in this process gets one call at a time: a call leaves when every episode waits for it, or the first has
-    waited ``gather_time``. A shared engine gets up to ``parallel_calls`` calls at once, each with its share of the
+    waited ``max_wait``. A shared engine gets up to ``parallel_calls`` calls at once, each with its share of the
     requests that are waiting, so that no episode waits for the turn of a slow one.
 
     Args:
         engine: What generates.
         parallel_calls: Calls at the same time; ``None``: 1 for an engine in this process, 128 for a shared one, whose
             ``generate`` must then stand being called from several threads.
-        gather_time: Seconds; ``None``: 0.05 when there is one call at a time, else 0.
+        max_wait: Seconds; ``None``: 0.05 when there is one call at a time, else 0.
     """
 
     def __init__(
-        self, engine: RolloutEngine, *, parallel_calls: int | None = None, gather_time: float | None = None
+        self, engine: RolloutEngine, *, parallel_calls: int | None = None, max_wait: float | None = None
     ) -> None:
         check_integer("parallel_calls", parallel_calls, minimum=1, optional=True)
-        check_number("gather_time", gather_time, minimum=0, optional=True, why="it is in seconds")
+        check_number("max_wait", max_wait, minimum=0, optional=True, why="it is in seconds")
         self.engine = engine
         self.parallel_calls = parallel_calls or (PARALLEL_CALLS if engine.shared else 1)
-        self.gather_time = gather_time if gather_time is not None else GATHER_TIME * (self.parallel_calls == 1)
-        self._participants = 0
+        self.max_wait = max_wait if max_wait is not None else MAX_WAIT * (self.parallel_calls == 1)
+        self._active_episodes = 0
         self._calls = 0
         self._waiting: list[_Request] = []
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def expect(self, participants: int) -> None:
-        """Say for how many episodes it is worth waiting a moment, where :meth:`participant` does not count them."""
-        self._participants = participants
+    def expect_requests(self, participants: int) -> None:
+        """Say for how many episodes it is worth waiting a moment, where :meth:`active_episode` does not count them."""
+        self._active_episodes = participants
 
     @contextmanager
-    def participant(self) -> Iterator[None]:
+    def active_episode(self) -> Iterator[None]:
         """Inside runs an episode that will ask for something, for which it is worth waiting a moment."""
-        self._participants += 1
+        self._active_episodes += 1
         try:
             yield
         finally:
-            self._participants -= 1
+            self._active_episodes -= 1
             self._pump_soon()
 
     async def sample(self, token_ids: list[int], sampling: SamplingSpec, *, iteration: int, index: int) -> Sample:
@@ -119,9 +119,9 @@ class TurnSampler:
         self._soon = False
         if not self._waiting or self._calls >= self.parallel_calls:
             return
-        if patient and self.gather_time and len(self._waiting) < self._participants:
+        if patient and self.max_wait and len(self._waiting) < self._active_episodes:
             if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(self.gather_time, self._time_is_up)
+                self._timer = asyncio.get_running_loop().call_later(self.max_wait, self._time_is_up)
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -157,7 +157,7 @@ class TurnSampler:
         prompts = [request.prompt for request in requests]
         sampling, iteration = requests[0].sampling, requests[0].iteration
         try:
-            samples = await in_thread(lambda: self.engine.generate(prompts, sampling, iteration=iteration))
+            samples = await run_in_thread(lambda: self.engine.generate(prompts, sampling, iteration=iteration))
             if len(samples) != len(requests):
                 raise RuntimeError(f"the engine was asked for {len(requests)} samples and returned {len(samples)}")
         except RequestError as error:

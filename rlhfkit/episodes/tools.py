@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfkit.episodes.environment import Action, Environment, Message, Step
-from rlhfkit.episodes.event_loop import call
+from rlhfkit.episodes.event_loop import call_with_timeout
 from rlhfkit.episodes.json_limits import parse_json
 from rlhfkit.validation import check_integer, check_number
 
@@ -103,7 +103,7 @@ class ToolEnvironment(Environment):
 
     Args:
         tools: Plain functions, which get a thread each, or async ones, by their names.
-        parse: Finds the calls in an action.
+        tool_call_parser: Finds the calls in an action.
         timeout: Seconds of each call.
         max_result_characters: A longer result is cut.
         role: Role of the messages; ``"user"`` for templates that know no tools.
@@ -116,7 +116,7 @@ class ToolEnvironment(Environment):
         self,
         tools: Sequence[Callable[..., Any]],
         *,
-        parse: ToolCallParser = parse_tool_calls,
+        tool_call_parser: ToolCallParser = parse_tool_calls,
         timeout: float = 30.0,
         max_result_characters: int = 8000,
         role: str = "tool",
@@ -126,14 +126,14 @@ class ToolEnvironment(Environment):
             raise ValueError(f"tools must be one or more functions of different names, got {list(tools)!r}")
         check_number("timeout", timeout, above=0, why="it is in seconds")
         check_integer("max_result_characters", max_result_characters, minimum=1)
-        self.parse = parse
+        self.tool_call_parser = tool_call_parser
         self.timeout = timeout
         self.max_result_characters = max_result_characters
         self.role = role
 
     async def step(self, action: Action) -> Step:
         """Run what is called, all at the same time."""
-        calls = list(self.parse(action))
+        calls = list(self.tool_call_parser(action))
         if not calls:
             return Step(reward=await _awaited(self.answer_reward(action)), done=True)
         outcomes = await asyncio.gather(*map(self._run, calls))
@@ -165,7 +165,7 @@ class ToolEnvironment(Environment):
             return f"Error: {wanted.name}: {error}", False
         bound = _bound(tool, wanted.arguments)
         try:
-            result = await call(bound, timeout=self.timeout, doing=f"tool {wanted.name}")
+            result = await call_with_timeout(bound, timeout=self.timeout, description=f"tool {wanted.name}")
         except Exception as error:
             return self._short(f"Error: {type(error).__name__}: {error}"), False
         return self._short(result if isinstance(result, str) else json.dumps(result, default=str)), True

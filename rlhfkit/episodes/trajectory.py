@@ -24,7 +24,7 @@ class Trajectory:
         self.rewards: dict[int, float] = {}
         """What was earned, by the position of the token that earned it."""
         self.turns = 0
-        self.last: Sample | None = None
+        self.last_action: Sample | None = None
         """The last action."""
 
     @property
@@ -33,11 +33,11 @@ class Trajectory:
         return self.prompt.token_ids + self.token_ids
 
     @property
-    def actions(self) -> int:
+    def num_action_tokens(self) -> int:
         """Tokens that the policy has chosen."""
         return sum(self.action_mask)
 
-    def act(self, sampled: Sample) -> None:
+    def add_action(self, sampled: Sample) -> None:
         """Append what the policy said.
 
         Args:
@@ -48,9 +48,9 @@ class Trajectory:
         self.versions += sampled.versions
         self.action_mask += [True] * len(sampled.token_ids)
         self.turns += 1
-        self.last = sampled
+        self.last_action = sampled
 
-    def observe(self, token_ids: list[int], version: int) -> None:
+    def add_observation(self, token_ids: list[int], version: int) -> None:
         """Append what the policy reads.
 
         Args:
@@ -62,7 +62,7 @@ class Trajectory:
         self.versions += [version] * len(token_ids)
         self.action_mask += [False] * len(token_ids)
 
-    def earn(self, reward: float) -> None:
+    def add_reward(self, reward: float) -> None:
         """Reward the last action, at its last token.
 
         Args:
@@ -85,7 +85,7 @@ class Trajectory:
         other = type(self)(self.prompt, self.sample_index)
         for name in ("token_ids", "logprobs", "versions", "action_mask"):
             setattr(other, name, list(getattr(self, name)))
-        other.rewards, other.turns, other.last = dict(self.rewards), self.turns, self.last
+        other.rewards, other.turns, other.last_action = dict(self.rewards), self.turns, self.last_action
         return other
 
     def sample(self, finish_reason: FinishReason, info: dict[str, Any]) -> Sample:

@@ -1,4 +1,6 @@
-"""Rewards: any callable on samples, and ready-made ones. Importing this package loads torch and nothing else.
+"""Rewards: functions and classes that score samples. Importing this package loads torch and nothing else.
+
+``sandbox/`` runs rewards in child processes, ``programs/`` tests generated code, ``remote/`` asks reward servers.
 
 May import: models, data, serving, ``validation.py``.
 Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.

@@ -1,11 +1,10 @@
 """What a reward is, and how samples are scored with one.
 
 A reward is any callable that takes samples and returns one number for each, in order, or ``None`` where it cannot tell
-(such a sample is not trained on). It may be a plain function, a class with ``__call__``, or ``async``.
+(such a sample is not trained on). It may be a plain function, an object with ``__call__``, or ``async``.
 
-An async reward is bounded by a time limit here. A synchronous one runs in the caller's thread, where nothing can stop
-it: a warning names it when it takes long, and :class:`~rlhfkit.rewards.SandboxedReward` runs it where it can
-be killed.
+Async rewards have a time limit. A synchronous reward runs in the caller's thread, where Python cannot stop it: a
+warning names one that runs long, and :class:`~rlhfkit.rewards.SandboxedReward` runs it in a process that can be killed.
 """
 
 import asyncio
@@ -15,29 +14,32 @@ import itertools
 import math
 import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set, Sized
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.failures import RewardFailure
 from rlhfkit.rewards.slow_calls import WARN_AFTER, warn_if_slow
 
 TIMEOUT = 600.0
-"""Seconds that an async reward may take for one batch of samples, unless told otherwise."""
+"""Default time limit of an async reward for one batch of samples, in seconds."""
+
+OnFailure = Literal["mask", "stop"] | float
+"""What happens to a sample whose scoring failed: ``"mask"``: it is not trained on; ``"stop"``: an error ends the run; a
+number: its reward."""
 
 _LARGEST = torch.finfo(torch.float32).max
 
-_GRACE = 5.0  # seconds that a cancelled async reward has to end
+_CANCEL_SECONDS = 5.0  # that a cancelled async reward has to return
 
 
 class Reward(Protocol):
     """Anything that scores samples.
 
-    A class may say more: ``name``; ``metrics()``, numbers by name that a run logs (see :func:`reward_metrics`);
-    ``composed = True`` if it sets ``reward_parts`` of the samples itself; ``bounded = True`` if it bounds its own time.
+    A class may implement more: :class:`NamedReward`, :class:`RewardWithMetrics`, :class:`CompositeReward`,
+    :class:`TimeBoundedReward`.
 
     Example::
 
@@ -50,46 +52,111 @@ class Reward(Protocol):
         ...
 
 
+@runtime_checkable
+class NamedReward(Protocol):
+    """A reward with a name of its own for logs, see :func:`reward_name`."""
+
+    name: str
+
+
+@runtime_checkable
+class _FunctionLike(Protocol):
+    """A function, a class, or a callable that was decorated with ``functools.wraps``."""
+
+    __name__: str
+
+
+@runtime_checkable
+class RewardWithMetrics(Protocol):
+    """A reward that reports metrics, see :func:`reward_metrics`."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics by name since the last call."""
+        ...
+
+
+@runtime_checkable
+class CompositeReward(Protocol):
+    """A reward made of others: it calls them with :func:`evaluate` and sets ``reward_parts`` of the samples itself."""
+
+    def part_names(self) -> Sequence[str] | None:
+        """Names of the parts; ``None`` if they are not known before the first call."""
+        ...
+
+
+@runtime_checkable
+class TimeBoundedReward(Protocol):
+    """A reward whose calls always return in time, or that calls another one with :func:`evaluate`."""
+
+    time_bounded: bool
+    """If true, no warning is given for a call that runs long."""
+
+
+class RewardError(RuntimeError):
+    """A reward failed in a way that must stop the run."""
+
+
+def check_on_failure(on_failure: OnFailure) -> OnFailure:
+    """Return ``on_failure``, a number as float.
+
+    Raises:
+        ValueError: If it is another word, or a number that is not finite.
+    """
+    if isinstance(on_failure, int | float) and not isinstance(on_failure, bool) and math.isfinite(on_failure):
+        return float(on_failure)
+    if on_failure in ("mask", "stop"):
+        return on_failure
+    raise ValueError(
+        "on_failure must be 'mask' (the sample is not trained on), 'stop' (an error ends the run) or a finite number "
+        f"(the reward of such samples), got {on_failure!r}"
+    )
+
+
+def reward_after_failure(on_failure: OnFailure, message: str) -> float | None:
+    """Return the reward of a sample whose scoring failed: ``None`` for ``"mask"``, else the number.
+
+    Raises:
+        RewardError: With the message, if ``on_failure`` is ``"stop"``.
+    """
+    if on_failure == "stop":
+        raise RewardError(message)
+    return None if on_failure == "mask" else float(on_failure)
+
+
 def reward_name(reward: Any) -> str:
-    """How a reward is called in logs: its attribute ``name``, or the name of its function or class in snake case."""
-    if isinstance(getattr(reward, "name", None), str):
+    """Return a reward's name in logs: its attribute ``name``, its function's name, or its class's in snake case."""
+    if isinstance(reward, NamedReward) and isinstance(reward.name, str):
         return reward.name
     if isinstance(reward, functools.partial):
         return reward_name(reward.func)
-    name = getattr(reward, "__name__", None)
-    return name if isinstance(name, str) else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(reward).__name__).lower()
+    if isinstance(reward, _FunctionLike) and isinstance(reward.__name__, str):
+        return reward.__name__
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(reward).__name__).lower()
 
 
 def part_names(reward: Any) -> list[str] | None:
-    """Names of the parts that a reward will leave in ``reward_parts``; ``None`` where only its calls can tell.
+    """Return the names that a reward will leave in ``reward_parts``; ``None`` if only its calls can tell.
 
-    Args:
-        reward: What scores; ``None``: nothing does.
+    ``None`` for a reward means that nothing is scored.
     """
     if reward is None:
         return []
-    if not getattr(reward, "composed", False):
+    if not isinstance(reward, CompositeReward):
         return [reward_name(reward)]
-    parts = getattr(reward, "rewards", None)  # of a WeightedSum
-    return list(parts) if isinstance(parts, Mapping) else None
+    names = reward.part_names()
+    return None if names is None else list(names)
 
 
 def reward_metrics(reward: Reward) -> dict[str, float]:
-    """What a reward tells about itself, such as the fraction of calls that failed, since it was last asked.
+    """Return what a reward reports about its calls since it was last asked, such as the fraction that failed.
 
-    Args:
-        reward: With an optional method ``metrics()`` that returns numbers by name; most have none.
+    Empty for a reward without a method ``metrics()``.
     """
-    metrics = getattr(reward, "metrics", None)
-    return dict(metrics()) if callable(metrics) else {}
+    return dict(reward.metrics()) if isinstance(reward, RewardWithMetrics) and callable(reward.metrics) else {}
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several ranks as one: the mean over those that have it.
-
-    Args:
-        parts: Metrics by name, each rank's. A rank that scored nothing has none.
-    """
+    """Average metrics over the ranks that have them. A rank that scored nothing has none."""
     names = sorted({name for part in parts for name in part})
     return {name: fmean(part[name] for part in parts if name in part) for name in names}
 
@@ -97,20 +164,21 @@ def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def score_samples(
     reward: Reward, samples: Sequence[Sample], *, timeout: float = TIMEOUT, warn_after: float = WARN_AFTER
 ) -> None:
-    """Score samples in place: sets ``reward`` and ``reward_parts`` of each.
+    """Score samples in place: set ``reward`` and ``reward_parts`` of each.
 
-    A reward that is not made of parts is its own only part. A part that could not be scored is NaN in
-    ``reward_parts``, so that all samples have parts of the same names.
+    A reward that is not composite is its own only part. A part that could not be scored is NaN in ``reward_parts``, so
+    that all samples have parts of the same names.
 
     Args:
         reward: What to score with.
         samples: What to score; may be empty.
-        timeout: Seconds an async reward may take.
+        timeout: Time limit of an async reward in seconds.
         warn_after: Seconds after which a warning names a synchronous reward that is still running.
 
     Raises:
-        ValueError: If the reward returns another count than there are samples, or not finite numbers and ``None``.
+        ValueError: If the reward does not return one finite number or ``None`` per sample.
         TimeoutError: If an async reward takes longer than ``timeout``.
+        RewardError: If the reward raises ``SystemExit`` or ``KeyError``.
     """
     if not samples:
         return
@@ -120,7 +188,7 @@ def score_samples(
     for name, column in values.items():
         for sample, value in zip(samples, column, strict=True):
             sample.reward = value
-            if not getattr(reward, "composed", False):
+            if not isinstance(reward, CompositeReward):
                 sample.reward_parts[name] = math.nan if value is None else value
 
 
@@ -131,20 +199,12 @@ def evaluate(
     timeout: float = TIMEOUT,
     warn_after: float = WARN_AFTER,
 ) -> dict[str, list[float | None]]:
-    """Call several rewards on the same samples, the async ones at the same time, and check what they return.
+    """Call several rewards on the same samples, the async ones concurrently, and check what they return.
 
-    Args:
-        rewards: By name.
-        samples: What to score.
-        timeout: Seconds that each async reward may take.
-        warn_after: Seconds after which a warning names a synchronous reward that is still running.
+    Arguments and errors are those of :func:`score_samples`; ``timeout`` holds for each async reward.
 
     Returns:
-        Checked values by name.
-
-    Raises:
-        ValueError: See :func:`score_samples`.
-        TimeoutError: See :func:`score_samples`.
+        Checked values by the rewards' names.
     """
     before = _fingerprints(samples)
     results = {name: _call(name, reward, samples, warn_after) for name, reward in rewards.items()}
@@ -162,40 +222,37 @@ def evaluate(
 
 
 def _fingerprints(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Of the tokens that will be trained on."""
+    """Hashes of the token ids, to notice a reward that changes them."""
     prompts = {id(sample.prompt): hash(tuple(sample.prompt.token_ids)) for sample in samples}
     return [(prompts[id(sample.prompt)], hash(tuple(sample.token_ids))) for sample in samples]
 
 
 def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: float) -> Any:
-    """What a reward returns, watched unless it says that it needs no watching."""
-    given = list(samples)  # its own, so that sorting it or taking out of it moves nobody's reward
-    if getattr(reward, "bounded", False) or getattr(reward, "composed", False):
-        return _passed_on(name, reward, given)
+    """Call a reward, with a warning if it runs long, unless it bounds its own time."""
+    given = list(samples)  # a list of its own: sorting it or removing from it does not change the caller's
+    bounded = isinstance(reward, TimeBoundedReward) and reward.time_bounded
+    if bounded or isinstance(reward, CompositeReward):
+        return _call_with_context(name, reward, given)
     prompts = sorted({sample.prompt.index for sample in samples})
     shown = ", ".join(map(str, prompts[:8])) + (" ..." if len(prompts) > 8 else "")
     what = f"reward {name!r}, called with {len(samples)} samples of prompts {shown},"
     advice = "It runs in the trainer's own process and cannot be stopped there; SandboxedReward runs it in another one."
     with warn_if_slow(what, advice, after=warn_after):
-        return _passed_on(name, reward, given)
+        return _call_with_context(name, reward, given)
 
 
-def _passed_on(name: str, reward: Reward, samples: list[Sample]) -> Any:
-    """What a reward returns; what it raises says whose error it is.
-
-    Raises:
-        RewardFailure: In place of errors that say too little, or would end the process.
-    """
+def _call_with_context(name: str, reward: Reward, samples: list[Sample]) -> Any:
+    """Call a reward; add its name to errors, and replace those that say too little or would end the process."""
     try:
-        return _taken(reward(samples), len(samples))
+        return _materialize(reward(samples), len(samples))
     except SystemExit as error:
-        raise RewardFailure(
+        raise RewardError(
             f"reward {name!r} has called sys.exit({error.code!r}), which would end the run: let it return None for "
             "samples that it cannot score, or raise an error"
         ) from error
     except KeyError as error:
         columns = ", ".join(sorted({column for sample in samples for column in sample.prompt.metadata}))
-        raise RewardFailure(
+        raise RewardError(
             f"reward {name!r} failed with KeyError: {error}. The prompts' metadata has {columns or 'nothing'}; the "
             "column given as PromptDataModule(answer=...) is sample.prompt.answer"
         ) from error
@@ -204,22 +261,22 @@ def _passed_on(name: str, reward: Reward, samples: list[Sample]) -> Any:
         raise
 
 
-def _taken(values: Any, count: int) -> Any:
-    """The values of a generator or another iterable without a length, one more than there may be at most.
+def _materialize(values: Any, count: int) -> Any:
+    """Turn a generator into a list of at most ``count + 1`` values.
 
-    It runs the reward's code while it is iterated over, so that belongs to the call, and it may have no end.
+    Iterating runs the reward's code, so it belongs to the call; and a generator may never end.
     """
-    if inspect.isawaitable(values) or hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+    if inspect.isawaitable(values) or isinstance(values, Sized) or not isinstance(values, Iterable):
         return values
     return list(itertools.islice(values, count + 1))
 
 
 def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float, count: int) -> dict[str, Any]:
-    """Results of awaitables, from an event loop in a thread of its own: a notebook's loop is running already."""
+    """Await results in an event loop in a thread of its own: the caller's loop (a notebook's) is already running."""
 
     async def one(name: str, awaitable: Awaitable[Any]) -> Any:
         try:
-            return _taken(await asyncio.wait_for(awaitable, timeout), count)
+            return _materialize(await asyncio.wait_for(awaitable, timeout), count)
         except TimeoutError:
             raise TimeoutError(f"reward {name!r} did not answer within {timeout:g} s") from None
 
@@ -231,12 +288,12 @@ def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float, count: int) -> 
     def run() -> None:
         try:
             outcome.append(asyncio.run(every()))
-        except BaseException as error:  # carried over to the calling thread
+        except BaseException as error:  # raised again in the calling thread
             outcome.append(error)
 
     thread = threading.Thread(target=run, name="rlhfkit-reward", daemon=True)
     thread.start()
-    thread.join(timeout + _GRACE)
+    thread.join(timeout + _CANCEL_SECONDS)
     if not outcome:
         raise TimeoutError(
             f"async reward {' or '.join(map(repr, waiting))} did not answer within {timeout:g} s and could not be "
@@ -249,10 +306,10 @@ def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float, count: int) -> 
 
 
 def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | None]:
-    """The values as floats and ``None``, or an error that says which one is wrong."""
+    """Return the values as floats and ``None``; an error names the value that is wrong."""
     rule = "a reward returns one finite number or None for each sample, in order"
     try:
-        ordered = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping | Set)
+        ordered = isinstance(values, Sized) and not isinstance(values, str | bytes | Mapping | Set)
         listed = list(values) if ordered else None
     except TypeError:
         listed = None
@@ -281,7 +338,3 @@ def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | 
             )
         checked.append(number)
     return checked
-
-
-RewardFunction = Callable[[Sequence[Sample]], Any]
-"""The same as :class:`Reward`, as a plain type."""

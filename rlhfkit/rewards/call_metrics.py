@@ -1,19 +1,15 @@
-"""How calls went: what fraction failed, and how long they took."""
+"""Metrics of calls to a sandbox: the fraction that failed, and how long they took."""
 
 import threading
 from typing import Any
 
 import torch
 
-from rlhfkit.rewards.sandbox.process import Outcome
+from rlhfkit.rewards.sandbox.process import CallResult
 
 
 class CallMetrics:
-    """Counts calls, from any thread, until it is asked.
-
-    Args:
-        name: Before each metric.
-    """
+    """Count calls, from any thread, until :meth:`take` is called; ``name`` is the prefix of each metric."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -21,24 +17,20 @@ class CallMetrics:
         self._outcomes: list[tuple[str, float]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Counts stay where they are when the reward is sent elsewhere."""
+        """Pickle without the counts."""
         return CallMetrics, (self.name,)
 
-    def add(self, outcome: Outcome) -> None:
-        """Count one.
-
-        Args:
-            outcome: Of the call.
-        """
+    def add(self, outcome: CallResult) -> None:
+        """Count one call."""
         with self._lock:
             self._outcomes.append((outcome.status, outcome.seconds))
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last time: fraction of calls that took too long, of all that failed, seconds of a call.
+        """Return the metrics since the last call of this method.
 
         Returns:
-            ``<name>/timeout_fraction``, ``failed_fraction`` (those out of time among them), ``seconds_p50`` and
-            ``seconds_p99`` (quantiles); nothing if there was no call.
+            ``<name>/timeout_fraction``, ``<name>/failed_fraction`` (timeouts included), ``<name>/seconds_p50`` and
+            ``<name>/seconds_p99`` (quantiles); empty if there was no call.
         """
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_metrics
 from rlhfkit.validation import check_number
 
 Normalization = Callable[[Tensor, Tensor], Tensor]
-"""Function of a part's values (B,), NaN where missing, and group ids (B,) to values (B,)."""
+"""A function of a part's values, (B,), NaN where missing, and group ids, (B,), that returns values, (B,)."""
 
 
 class WeightedSum:
@@ -25,9 +25,6 @@ class WeightedSum:
         WeightedSum(judge=ModelReward("judge"), style=ModelReward("style"), normalize=group_advantages)
     """
 
-    composed: ClassVar[bool] = True
-    """It sets ``reward_parts`` itself."""
-
     def __init__(
         self,
         parts: Mapping[str, Reward | tuple[Reward, float]] | None = None,
@@ -37,18 +34,19 @@ class WeightedSum:
         timeout: float = TIMEOUT,
         **more: Any,
     ) -> None:
-        """Name the parts.
+        """Create the reward.
 
         Args:
             parts: Name to ``(reward, weight)``, or to a reward, whose weight is then 1.
             missing: What a ``None`` in a part does: ``"none"`` makes the sample's total ``None`` too, ``"skip"`` leaves
                 the part out of the sum (a sample without any part is ``None`` either way).
-            normalize: Applied to the values of each part before they are weighted, so that a part of large numbers
-                does not drown the others: :func:`~rlhfkit.losses.group_advantages` makes each part mean 0 and deviation
-                1 in the samples of a prompt. With ``GRPOModule(advantage_scale="batch")`` that is GDPO (Liu et al.,
-                2026, arXiv:2601.05242). A prompt with a single sample has nothing to be compared with and keeps its
-                values, as in greedy validation. ``None``: values as they are.
-            timeout: Seconds that each async part may take.
+            normalize: Applied to the values of each part before weighting, so that a part with large values does not
+                dominate: :func:`~rlhfkit.losses.group_advantages` gives each part mean 0 and standard deviation 1
+                    within
+                the samples of a prompt. With ``GRPOModule(advantage_scale="batch")`` that is GDPO (Liu et al., 2026,
+                arXiv:2601.05242). Values of a prompt with a single sample, as in greedy validation, stay as they are.
+                ``None``: no normalisation.
+            timeout: Time limit of each async part in seconds.
             **more: Further parts.
 
         Raises:
@@ -75,11 +73,12 @@ class WeightedSum:
         self.timeout = timeout
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        """The totals; the parts, as they were before normalisation and weights, are left in ``reward_parts``.
+        """Return the totals, and set ``reward_parts`` to the values before normalisation and weighting.
 
         Raises:
-            ValueError: See :func:`~rlhfkit.rewards.base.score_samples`; or ``normalize`` returned another shape.
-            TimeoutError: See :func:`~rlhfkit.rewards.base.score_samples`.
+            ValueError: If a part returns wrong values, see :func:`~rlhfkit.rewards.base.score_samples`, or
+                ``normalize`` returns another shape.
+            TimeoutError: If an async part takes longer than ``timeout``.
         """
         values = evaluate(self.rewards, samples, timeout=self.timeout)
         for name, column in values.items():
@@ -89,12 +88,16 @@ class WeightedSum:
             values = {name: self._normalized(name, column, samples) for name, column in values.items()}
         return [self._total([values[name][row] for name in values]) for row in range(len(samples))]
 
+    def part_names(self) -> list[str]:
+        """Names of the parts, in the order given."""
+        return list(self.rewards)
+
     def metrics(self) -> dict[str, float]:
         """Metrics of all parts, see :func:`~rlhfkit.rewards.base.reward_metrics`."""
         return {name: value for reward in self.rewards.values() for name, value in reward_metrics(reward).items()}
 
     def _normalized(self, name: str, column: list[float | None], samples: Sequence[Sample]) -> list[float | None]:
-        """A part's values, normalised where a prompt has several samples; missing ones stay missing."""
+        """Normalise a part's values where a prompt has several samples; missing values stay missing."""
         assert self.normalize is not None
         group = torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64)
         _, place, members = group.unique(return_inverse=True, return_counts=True)

@@ -1,4 +1,4 @@
-"""Rewards of episodes: what the environment gave, and any other reward on what the policy said last."""
+"""Rewards of episodes: what the environment gave, or any other reward applied to the last turn."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name
 
 
 class EpisodeReward:
-    """What the environment gave in all turns together, for samples of ``EpisodeEngine`` and ``AgentEngine``.
+    """The sum of the environment's rewards over all turns, for samples of ``EpisodeEngine`` and ``AgentEngine``.
 
-    ``Sample.token_rewards`` says which turn earned how much of it. Inside a ``WeightedSum`` the other parts, and what a
-    weight other than 1 takes off, count at the last action.
+    ``Sample.token_rewards`` holds the reward of each turn. Inside a ``WeightedSum``, the other parts and the effect of
+    a weight other than 1 are credited to the last action.
 
     Example::
 
@@ -22,24 +22,24 @@ class EpisodeReward:
     name = "episode"
 
     def __init__(self, *, truncated: Literal["keep", "mask"] = "keep") -> None:
-        """Choose.
+        """Create the reward.
 
         Args:
-            truncated: What an episode counts that ended for want of turns or tokens: what it has earned so far, or
-                nothing (it is not trained on).
+            truncated: The reward of an episode that reached its limit of turns or tokens: ``"keep"``: what it has
+                earned so far; ``"mask"``: ``None`` (it is not trained on).
 
         Raises:
-            ValueError: If it is neither.
+            ValueError: If ``truncated`` is neither.
         """
         if truncated not in ("keep", "mask"):
             raise ValueError(f"truncated must be 'keep' or 'mask', got {truncated!r}")
         self.truncated = truncated
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Totals; ``None`` for episodes that failed.
+        """Return the totals; ``None`` for episodes that failed.
 
         Raises:
-            ValueError: If a sample is no episode.
+            ValueError: If a sample is not an episode.
         """
         return [self._total(sample) for sample in samples]
 
@@ -55,27 +55,24 @@ class EpisodeReward:
 
 
 class OnLastTurn:
-    """Another reward, which sees the policy's last turn as the completion.
+    """Apply another reward to the policy's last turn as the completion.
 
-    The text of a whole episode has the environment's words in it, in which an answer may be found that the policy has
-    not given.
+    The text of a whole episode contains what the environment wrote, where a reward could find an answer that the policy
+    has not given.
 
     Example::
 
         RolloutCallback(engine=EpisodeEngine(VLLMPool(2), tools=[calculate]), reward=OnLastTurn(math_match))
     """
 
-    bounded: ClassVar[bool] = True
-    """The reward inside is watched, under its own name."""
+    time_bounded: ClassVar[bool] = True
+    """No warning for this class: ``evaluate`` gives one for the inner reward, under its name."""
 
     def __init__(self, reward: Reward) -> None:
-        """Wrap.
-
-        Args:
-            reward: Any.
+        """Wrap a reward.
 
         Raises:
-            TypeError: If it cannot be called.
+            TypeError: If ``reward`` is not callable.
         """
         if not callable(reward):
             raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
@@ -83,11 +80,11 @@ class OnLastTurn:
         self.name = reward_name(reward)
 
     def metrics(self) -> dict[str, float]:
-        """Those of the reward, see :func:`~rlhfkit.rewards.base.reward_metrics`."""
+        """Metrics of the inner reward, see :func:`~rlhfkit.rewards.base.reward_metrics`."""
         return reward_metrics(self.reward)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Any]:
-        """What the reward gives, ``None`` for episodes that failed; its parts are kept."""
+        """Return the inner reward's values, ``None`` for episodes that failed."""
         judged = [sample for sample in samples if not sample.info.get("failed")]
         seen = [dataclasses.replace(sample, text=sample.info.get("last_text", sample.text)) for sample in judged]
         values = evaluate({self.name: self.reward}, seen)[self.name] if seen else []

@@ -1,9 +1,9 @@
-"""``math_match``: is the completion's final answer mathematically equal to the reference?
+"""``math_match``: compare the completion's final answer with the reference, mathematically.
 
 math-verify (Kydlíček and Gandenberger, https://github.com/huggingface/Math-Verify) finds the answer in the text and
-compares it with SymPy. Its time limits are signal alarms, which work in a main thread only, and some of SymPy cannot be
-interrupted at all; rewards run in any thread. So judging happens in processes of its own
-(:mod:`rlhfkit.rewards.sandbox`), and one that does not answer is killed and replaced.
+compares it with SymPy. Its time limits are signal alarms, which work in a main thread only, and parts of SymPy cannot
+be interrupted at all. So it runs in child processes (:mod:`rlhfkit.rewards.sandbox`), which are killed and replaced
+when they do not answer.
 """
 
 import importlib.util
@@ -17,29 +17,29 @@ from typing import ClassVar
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.rules import required_answer
-from rlhfkit.rewards.sandbox import Outcome, Sandbox, Work
+from rlhfkit.rewards.sandbox import CallResult, SandboxPool, WorkerSpec
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
 
 
 class MathMatch:
-    """1 where the completion's final answer equals the reference answer mathematically, else 0.
+    r"""1 where the completion's final answer equals the reference answer mathematically, else 0.
 
-    A completion that cannot be judged in time counts as wrong; a sample whose *reference* cannot be understood is not
-    scored (``None``), with a warning. LaTeX answers are found in a box or between dollar signs, plain numbers anywhere.
+    A completion that cannot be graded in time counts as wrong. A sample whose *reference* cannot be parsed gets
+    ``None``, with a warning. LaTeX answers are found in ``\boxed`` or between dollar signs, plain numbers anywhere.
     """
 
-    bounded: ClassVar[bool] = True
-    """Every judgement ends in time."""
+    time_bounded: ClassVar[bool] = True
+    """Every call returns in time."""
 
     def __init__(self, *, timeout: int = 5, workers: int | None = None) -> None:
         """Set the limits; nothing is started before the first call.
 
         Args:
-            timeout: Seconds each for reading the reference, reading the completion and comparing (math-verify's
-                default).
-            workers: Processes; ``None``: one per core, at most 4.
+            timeout: Time limit in seconds for each of three steps: parse the reference, parse the completion, compare
+                (math-verify's default).
+            workers: Number of processes; ``None``: one per core, at most 4.
 
         Raises:
             ValueError: If one of them is below 1.
@@ -49,13 +49,13 @@ class MathMatch:
         check_integer("workers", workers, minimum=1, optional=True)
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("math_match needs math-verify: pip install 'rlhfkit[math]'")
-        work = Work(
+        work = WorkerSpec(
             name="math-verify",
             program=Path(__file__).with_name("math_worker.py"),
-            factory="judge_within",
+            factory="make_grader",
             arguments=(timeout,),
         )
-        self.sandbox = Sandbox(
+        self.sandbox = SandboxPool(
             work,
             workers=min(4, os.cpu_count() or 1) if workers is None else workers,
             timeout=3 * timeout + 5,  # math-verify's own limits come first
@@ -67,14 +67,14 @@ class MathMatch:
 
         Raises:
             ValueError: If a prompt has no answer.
-            RuntimeError: If no process can be started that judges.
+            RuntimeError: If no process can be started.
         """
         answers = [str(required_answer(sample, "math_match")) for sample in samples]
         jobs = [{"answer": answer, "text": sample.text} for answer, sample in zip(answers, samples, strict=True)]
         scores: list[float | None] = []
         for sample, outcome in zip(samples, self.sandbox.map(jobs), strict=True):
             if outcome.status == "ok" and outcome.value not in (None, 0.0, 1.0):  # SymPy may evaluate what it reads
-                outcome = Outcome("error", message=f"answered {str(outcome.value)[:200]}", seconds=outcome.seconds)
+                outcome = CallResult("error", message=f"answered {str(outcome.value)[:200]}", seconds=outcome.seconds)
             self._metrics.add(outcome)
             scores.append(outcome.value if outcome.status == "ok" else 0.0)
             if outcome.status != "ok":
@@ -90,11 +90,11 @@ class MathMatch:
         return scores
 
     def metrics(self) -> dict[str, float]:
-        """Since it was last asked: how judging went, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""
+        """Metrics of the calls since this was last called, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""
         return self._metrics.take()
 
     def close(self) -> None:
-        """End the processes; the next call starts new ones."""
+        """Stop the processes; the next call starts new ones."""
         self.sandbox.close()
 
 
@@ -106,7 +106,7 @@ def _shared() -> MathMatch:
 def math_match(samples: Sequence[Sample]) -> list[float | None]:
     """1 where the completion's final answer equals the reference answer mathematically, else 0.
 
-    :class:`MathMatch` is the same with arguments.
+    :class:`MathMatch` takes a time limit and a number of processes; here they are the defaults.
 
     Args:
         samples: With ``prompt.answer`` set.

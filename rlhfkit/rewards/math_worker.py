@@ -1,8 +1,8 @@
-"""What runs inside the processes that judge mathematics for :mod:`rlhfkit.rewards.math`; imports math-verify only.
+"""The grader that runs in the child processes of :mod:`rlhfkit.rewards.math`; imports math-verify only.
 
-Symbolic algebra can take for ever on what a policy writes (``9^{9^{9^9}}``), some of it inside C code that no signal
-interrupts. So each judgement has three limits: math-verify's own alarm, which works because this is a main thread,
-behind it a watchdog that ends the process from a C thread, and behind that the sandbox.
+Symbolic algebra can take forever on what a policy writes (``9^{9^{9^9}}``), partly in C code that no signal interrupts.
+So each call has three limits: math-verify's own alarm, which works because this is a main thread; then a watchdog
+thread in C that ends the process; then the sandbox.
 """
 
 import faulthandler
@@ -11,21 +11,14 @@ from collections.abc import Callable
 
 
 def gold_text(answer: str) -> str:
-    r"""The reference answer as math-verify reads it: boxed, unless it is marked up already.
-
-    Args:
-        answer: E.g. ``"42"`` or ``r"\frac{1}{2}"``.
-    """
+    r"""Return the reference answer for math-verify: in ``\boxed{}``, unless it has LaTeX delimiters already."""
     return answer if "$" in answer or "\\boxed" in answer or "\\[" in answer else f"\\boxed{{{answer}}}"
 
 
-def judge(answer: str, text: str, timeout: int) -> float | None:
-    """1 if the text ends in the answer, 0 if not, ``None`` if the answer cannot be understood.
+def grade(answer: str, text: str, timeout: int) -> float | None:
+    """1 if the text's final answer equals ``answer``, 0 if not, ``None`` if ``answer`` cannot be parsed.
 
-    Args:
-        answer: The reference.
-        text: What the policy wrote.
-        timeout: Seconds for each of the three stages.
+    ``timeout`` is in seconds, for each of the three steps.
     """
     from math_verify import parse, verify
 
@@ -35,21 +28,17 @@ def judge(answer: str, text: str, timeout: int) -> float | None:
     return float(verify(gold, parse(text, parsing_timeout=timeout), timeout_seconds=timeout))
 
 
-def judge_within(timeout: int) -> Callable[[dict[str, str]], float | None]:
-    """The judge, with everything loaded.
+def make_grader(timeout: int) -> Callable[[dict[str, str]], float | None]:
+    """Return the function that grades one job; ``timeout`` is that of :func:`grade`."""
+    grade("1", "$1$", timeout)  # imports and warms up
 
-    Args:
-        timeout: Seconds for each of the three stages.
-    """
-    judge("1", "$1$", timeout)  # imports and warms up
-
-    def judged(job: dict[str, str]) -> float | None:
+    def graded(job: dict[str, str]) -> float | None:
         faulthandler.dump_traceback_later(3 * timeout + 1, exit=True, file=sys.stderr)
         try:
-            return judge(job["answer"], job["text"], timeout)
+            return grade(job["answer"], job["text"], timeout)
         except Exception:  # math-verify catches its own; whatever is left is no match
             return 0.0
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    return judged
+    return graded

@@ -1,7 +1,7 @@
-"""``ModelReward``: the verdict of a trained reward model on samples.
+"""``ModelReward``: the score of a trained reward model.
 
-The model reads exactly the token ids that were sampled: text is never tokenised a second time, unless the reward model
-has another tokenizer or another way of writing dialogues, and then by a function that says how.
+The model reads the token ids that were sampled: text is not tokenised again unless the reward model has another
+tokenizer or dialogue format, which ``text=`` handles.
 """
 
 import math
@@ -22,8 +22,7 @@ from rlhfkit.validation import check_integer
 class ModelReward:
     r"""Scores samples with a reward model: any sequence classifier with one label, such as ``RewardModule`` saves.
 
-    The model is loaded when it is first used, in every process that scores: with a ``LocalEngine`` each rank scores
-    what it sampled, with a shared engine rank 0 scores everything. It is never trained.
+    The model is loaded at the first call, in every process that scores, and never trained.
 
     Example::
 
@@ -47,7 +46,7 @@ class ModelReward:
         trust_remote_code: bool = False,
         name: str = "reward_model",
     ) -> None:
-        """Remember what to load.
+        """Set what to load.
 
         Args:
             model: Folder or hub name.
@@ -60,7 +59,7 @@ class ModelReward:
                 the CPU.
             attention: Transformers' ``attn_implementation``; ``None``: packed attention where the model allows it.
             trust_remote_code: Run Python code that comes with the model. Off unless asked.
-            name: What it is called in logs.
+            name: Name in logs.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -81,7 +80,7 @@ class ModelReward:
         self._tokenizer: Any = None
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """The reward of each sample.
+        """Return the reward of each sample.
 
         Raises:
             ValueError: If the samples are of another tokenizer than the model's, or have no token ids, and there is no
@@ -109,7 +108,7 @@ class ModelReward:
         return rewards.tolist()
 
     def examples(self, samples: Sequence[Sample]) -> list[TokenExample]:
-        """What the model reads, one for each sample; override to mark tokens in ``loss_mask`` or to add some."""
+        """Return what the model reads, one example per sample; override to add tokens or set ``loss_mask``."""
         if self.text is None:
             token_ids = self._sampled(samples)
         else:
@@ -117,11 +116,11 @@ class ModelReward:
         return [TokenExample(ids, [False] * len(ids)) for ids in token_ids]
 
     def score(self, batch: TokenBatch) -> Tensor:
-        """The rewards of a batch of examples, (B,); override to read something else off the model."""
+        """Return the rewards of a batch of examples, (B,); override to use the model's output in another way."""
         return reward_output(self._loaded, batch, normalized=self.normalized)
 
     def load(self) -> None:
-        """Load the model now, not when the first samples come. Does nothing the second time."""
+        """Load the model, unless it is loaded already."""
         if self._loaded is not None:
             return
         device = self.device
@@ -139,7 +138,7 @@ class ModelReward:
         self._loaded = model.requires_grad_(False).eval().to(device)
 
     def _sampled(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Token ids as they were sampled, if they mean the same to the model."""
+        """Return the sampled token ids, if the reward model's tokenizer decodes them to the same text."""
         known = self._loaded.config.get_text_config().vocab_size
         texts = self._tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
         for sample, text in zip(samples, texts, strict=True):

@@ -1,4 +1,4 @@
-"""``ProcessModelReward``: the verdicts of a process reward model on the steps of a sample, as one number."""
+"""``ProcessModelReward``: the step scores of a process reward model, reduced to one number per sample."""
 
 import re
 from bisect import bisect_left
@@ -41,7 +41,7 @@ class ProcessModelReward(ModelReward):
         name: str = "process_reward_model",
         **kwargs: Any,
     ) -> None:
-        """Remember what to load.
+        """Set what to load.
 
         Args:
             model: Folder or hub name.
@@ -49,8 +49,8 @@ class ProcessModelReward(ModelReward):
             reduction: ``min`` (Math-Shepherd, Wang et al., 2023, arXiv:2312.08935), ``prod`` (Lightman et al., 2023,
                 arXiv:2305.20050), ``mean`` or ``last``.
             text: See :class:`ModelReward`; steps are then found in all of the text, the prompt included.
-            name: What it is called in logs.
-            **kwargs: See :class:`ModelReward`.
+            name: Name in logs.
+            **kwargs: Arguments of :class:`ModelReward`.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -64,13 +64,13 @@ class ProcessModelReward(ModelReward):
         self.reduction = reduction
 
     def examples(self, samples: Sequence[Sample]) -> list[TokenExample]:
-        """What the model reads, the last token of each step marked."""
+        """Return what the model reads, with the last token of each step marked."""
         starts = [0 if self.text is not None else len(sample.prompt.token_ids) for sample in samples]
         read = super().examples(samples)
         return [self._in_steps(one.input_ids, start) for one, start in zip(read, starts, strict=True)]
 
     def _in_steps(self, token_ids: list[int], start: int) -> TokenExample:
-        """Mark where steps end behind the prompt of ``start`` tokens."""
+        """Mark where steps end after the first ``start`` tokens, which are the prompt."""
         special = set(self._tokenizer.all_special_ids) - {*self._separator_ids}
         while len(token_ids) > start and token_ids[-1] in special:
             token_ids = token_ids[:-1]
@@ -82,7 +82,10 @@ class ProcessModelReward(ModelReward):
         return TokenExample(token_ids, [position in marked for position in range(len(token_ids))])
 
     def _step_ends(self, token_ids: list[int]) -> list[int]:
-        """Tokens that complete a separator, read one by one: a separator may be a part of one, or several."""
+        """Find the tokens that complete a separator.
+
+        Tokens are decoded one by one: one may hold a part of a separator, or several.
+        """
         pieces = self._tokenizer.batch_decode([[token] for token in token_ids])
         behind = list(accumulate(len(piece) for piece in pieces))  # characters up to and with each token
         found = re.finditer(re.escape(self.separator), "".join(pieces))
@@ -93,7 +96,7 @@ class ProcessModelReward(ModelReward):
         return self._tokenizer(self.separator, add_special_tokens=False)["input_ids"]
 
     def score(self, batch: TokenBatch) -> Tensor:
-        """(B,), each in [0, 1]."""
+        """Return the rewards of a batch, (B,), each in [0, 1]."""
         ends = torch.nn.functional.pad(batch.loss_mask, (1, 0))
         good = scalar_output(self._loaded, batch, ends).sigmoid()
         if self.reduction == "min":

@@ -1,4 +1,4 @@
-"""Rewards by rule: exact answers, formats, lengths. Cheap, and nothing to be trained or hosted."""
+"""Rule-based rewards: exact answers, formats, lengths."""
 
 import re
 import unicodedata
@@ -10,11 +10,7 @@ from rlhfkit.validation import check_integer
 
 
 def required_answer(sample: Sample, reward: str) -> Any:
-    """The reference answer of a sample's prompt.
-
-    Args:
-        sample: The sample.
-        reward: Who asks, for the message.
+    """Return the reference answer of a sample's prompt; ``reward`` is the caller's name, for the message.
 
     Raises:
         ValueError: If the prompt has no answer.
@@ -43,17 +39,17 @@ class ExactMatch:
         ignore_punctuation: bool = False,
         collapse_spaces: bool = False,
     ) -> None:
-        """Say how completion and answer are made comparable. White space at both ends never counts.
+        """Set how completion and answer are normalised. White space at both ends never counts.
 
         Args:
-            pattern: Regular expression; what its last match (its first group, if it has one) holds is compared, and a
-                completion without a match is wrong. ``None``: the whole completion.
+            pattern: Regular expression; its last match (the first group, if it has one) is compared, and a completion
+                without a match is wrong. ``None``: the whole completion.
             ignore_case: Compare case-folded.
-            ignore_punctuation: Leave out punctuation (Unicode categories P*).
-            collapse_spaces: Any white space counts as one space.
+            ignore_punctuation: Remove punctuation (Unicode categories P*).
+            collapse_spaces: Replace each run of white space by one space.
 
         Raises:
-            ValueError: If the pattern is no regular expression.
+            ValueError: If the pattern is not a regular expression.
         """
         self.pattern = None if pattern is None else _compiled(pattern)
         self.ignore_case = ignore_case
@@ -85,8 +81,10 @@ class ExactMatch:
 def exact_match(samples: Sequence[Sample]) -> list[float]:
     """1 where the completion, without white space at its ends, is the reference answer, else 0.
 
+    :class:`ExactMatch` takes arguments for other comparisons.
+
     Args:
-        samples: With ``prompt.answer`` set. :class:`ExactMatch` is the same with arguments.
+        samples: With ``prompt.answer`` set.
 
     Raises:
         ValueError: If a prompt has no answer.
@@ -95,7 +93,7 @@ def exact_match(samples: Sequence[Sample]) -> list[float]:
 
 
 class FormatReward:
-    r"""1 where the completion has the wanted form, else 0.
+    r"""1 where the completion matches a pattern, else 0.
 
     Example::
 
@@ -103,15 +101,15 @@ class FormatReward:
     """
 
     def __init__(self, pattern: str, *, whole: bool = True, name: str = "format") -> None:
-        """Say the form.
+        """Set the pattern.
 
         Args:
             pattern: Regular expression; the dot matches newlines too.
             whole: The whole completion must match, without white space at its ends; else a match anywhere is enough.
-            name: In logs.
+            name: Name in logs.
 
         Raises:
-            ValueError: If the pattern is no regular expression.
+            ValueError: If the pattern is not a regular expression.
         """
         self.pattern = _compiled(pattern)
         self.whole = whole
@@ -133,7 +131,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 class LengthPenalty:
     """DAPO's soft overlong punishment (Yu et al., 2025, arXiv:2503.14476, equation 13).
 
-    With ``n`` the tokens of the completion, ``L`` the limit and ``C`` the soft zone in front of it::
+    With ``n`` the tokens of the completion, ``L`` the limit and ``C`` the length of the soft zone before it::
 
         0                   n <= L - C
         ((L - C) - n) / C   L - C < n <= L
@@ -148,11 +146,11 @@ class LengthPenalty:
         """Set the limits.
 
         Args:
-            max_length: ``L``, tokens; the sampling limit ``max_new_tokens`` or less.
-            soft_zone: ``C``, tokens, between 1 and ``max_length``.
+            max_length: ``L`` in tokens; the sampling limit ``max_new_tokens`` or less.
+            soft_zone: ``C`` in tokens, between 1 and ``max_length``.
 
         Raises:
-            ValueError: If the soft zone does not lie in front of the limit.
+            ValueError: If the soft zone is longer than the limit.
         """
         check_integer("max_length", max_length, minimum=1)
         check_integer("soft_zone", soft_zone, minimum=1, maximum=max_length, why="it ends at max_length")
@@ -160,7 +158,7 @@ class LengthPenalty:
         self.soft_zone = soft_zone
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """Score samples by the tokens that the policy wrote."""
+        """Score samples by the number of tokens that the policy wrote."""
         start = self.max_length - self.soft_zone
         lengths = [
             len(sample.token_ids) if sample.action_mask is None else sum(sample.action_mask) for sample in samples

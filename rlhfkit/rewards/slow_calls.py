@@ -1,4 +1,4 @@
-"""A warning for calls that do not come back, and cannot be stopped because they run in our own process."""
+"""A warning for calls that take long and cannot be stopped because they run in the caller's thread."""
 
 import logging
 import sys
@@ -13,19 +13,19 @@ from rlhfkit.validation import check_number
 log = logging.getLogger(__name__)
 
 WARN_AFTER = 120.0
-"""Seconds that a synchronous reward may run in the caller's thread before a warning names it."""
+"""Default number of seconds that a synchronous reward may run before a warning names it."""
 
 
 @contextmanager
 def warn_if_slow(what: str, advice: str, *, after: float = WARN_AFTER) -> Iterator[None]:
-    """Warn, from another thread, when the block runs long: after the given time, and each time that has doubled.
+    """Warn, from another thread, while the block runs: after ``after`` seconds, and each time that has doubled.
 
-    Python cannot stop a thread, so a call that hangs keeps its caller for ever. This says which one it is and on which
-    line.
+    Python cannot stop a thread, so a call that hangs blocks its caller for good. The warning shows the line that it is
+    at.
 
     Args:
         what: What is being called, for the message.
-        advice: What to do about it.
+        advice: What to do about it, for the message.
         after: Seconds until the first warning.
 
     Raises:
@@ -39,7 +39,7 @@ def warn_if_slow(what: str, advice: str, *, after: float = WARN_AFTER) -> Iterat
     def watch() -> None:
         interval = after
         while not finished.wait(interval):
-            interval = time.monotonic() - started  # the next warning comes when the time has doubled
+            interval = time.monotonic() - started  # the next warning comes when this time has passed again
             frame = sys._current_frames().get(caller)
             lines = "".join(traceback.format_stack(frame)[-2:]) if frame is not None else ""
             log.warning("%s has been running for %.3g s. %s\nIt is at:\n%s", what, interval, advice, lines)

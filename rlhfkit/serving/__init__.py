@@ -1,4 +1,6 @@
-"""HTTP servers that refuse requests without a token. Import its modules one by one: the token needs no web framework.
+"""HTTP servers with access control: a token, limits of size and time.
+
+Import the files one by one: ``access.py`` needs no web framework.
 
 May import: ``validation.py``.
 Start at :mod:`rlhfkit.serving.server`.

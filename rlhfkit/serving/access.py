@@ -1,18 +1,18 @@
-"""Who may talk to a server: a secret token that is never shown, and the rule for addresses without one."""
+"""Access tokens of servers, and the rule for addresses that need one."""
 
 import hmac
 import ipaddress
 import os
 
 MIN_TOKEN_LENGTH = 16
-"""Characters that a server's token must have: 16 random ones cannot be guessed over a network."""
+"""Minimum length of a server's token in characters: 16 random ones cannot be guessed over a network."""
 
 
 class AccessToken:
-    """A secret that client and server share, sent as ``Authorization: Bearer ...``.
+    """A secret shared by client and server, sent as ``Authorization: Bearer ...``.
 
-    Neither ``repr`` nor ``str`` nor any error shows it. Named by an environment variable it is not kept in the object
-    either: what is pickled, logged or written into a configuration file is the variable's name.
+    Neither ``repr`` nor ``str`` nor any error shows it. A token given by environment variable is not stored in the
+    object either: pickles, logs and configuration files contain the variable's name.
 
     Example::
 
@@ -20,15 +20,15 @@ class AccessToken:
     """
 
     def __init__(self, value: str | None = None, *, variable: str | None = None) -> None:
-        """Say what it is, or where it is.
+        """Set the secret or where to find it.
 
         Args:
             value: The secret itself.
             variable: Name of the environment variable that holds it, here and in processes this object is sent to.
 
         Raises:
-            ValueError: If not exactly one is given, the variable is not set, or the secret is empty or has other
-                characters than visible ASCII ones.
+            ValueError: If not exactly one is given, the variable is not set, or the secret is empty or has characters
+                other than visible ASCII.
         """
         if (value is None) == (variable is None):
             raise ValueError("give either the token or the environment variable that holds it")
@@ -38,7 +38,7 @@ class AccessToken:
 
     @classmethod
     def optional(cls, value: str | None = None, *, variable: str | None = None) -> "AccessToken | None":
-        """A token, or ``None`` where neither argument says one.
+        """Return a token, or ``None`` if neither argument is given.
 
         Raises:
             ValueError: See the constructor.
@@ -46,32 +46,24 @@ class AccessToken:
         return None if value is None and variable is None else cls(value, variable=variable)
 
     def header(self) -> dict[str, str]:
-        """What a client sends."""
+        """Return the header that a client sends."""
         return {"Authorization": f"Bearer {self._read()}"}
 
     def matches(self, header: str | None) -> bool:
-        """Whether an ``Authorization`` header is right, in a time that does not depend on where it differs.
-
-        Args:
-            header: As received; ``None``: there was none.
-        """
+        """Whether an ``Authorization`` header (``None``: not sent) holds this token, compared in constant time."""
         scheme, _, given = (header or "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._read().encode())
 
-    def redacted(self, text: str) -> str:
-        """A text of others, such as a server's answer, without the secret if it has it.
-
-        Args:
-            text: To be shown or logged.
-        """
+    def redact(self, text: str) -> str:
+        """Replace the secret in a text, such as a server's response, before it is shown or logged."""
         return text.replace(self._read(), "***")
 
     def __len__(self) -> int:
-        """Characters of the secret."""
+        """Number of characters of the secret."""
         return len(self._read())
 
     def __repr__(self) -> str:
-        """Where it comes from, never what it is."""
+        """Show the name of the variable, never the secret."""
         return "AccessToken(***)" if self.variable is None else f"AccessToken(variable={self.variable!r})"
 
     def _read(self) -> str:
@@ -85,10 +77,9 @@ class AccessToken:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address: ``localhost``, 127.0.0.0/8 or ::1.
+    """Whether an address can be reached from this machine only: ``localhost``, 127.0.0.0/8 or ::1.
 
-    Args:
-        host: A name or an address. Other names are not looked up: they count as reachable from outside.
+    Other host names are not resolved; they count as reachable from outside.
     """
     if host == "localhost":
         return True
@@ -99,11 +90,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, token: AccessToken | None) -> None:
-    """The rule of every server of ours: without a good token it can be reached from this machine only.
-
-    Args:
-        host: Where it is to listen.
-        token: What it asks for.
+    """Raise unless a server may listen on ``host``: without a good token, only on the loopback address.
 
     Raises:
         ValueError: If the host can be reached from outside and there is no token, or the token is short.

@@ -1,8 +1,8 @@
-"""``JSONBodies``: bodies of requests are read in a thread of their own, within limits that are checked before parsing.
+"""``JSONBodyReader``: parse request bodies in a thread, after checking how much they hold.
 
-A parser makes objects of everything before anybody can count them, and holds the interpreter's lock while it does.
-What 64 MiB of JSON hold is therefore counted first, on the bytes: a pass of a regular expression that lets other
-threads run, and stops at the first excess.
+A parser creates all objects before anybody can count them, and holds the interpreter's lock meanwhile. So the content
+of a body is first counted on its bytes: a pass of a regular expression that lets other threads run, and stops at the
+first excess.
 """
 
 import asyncio
@@ -19,29 +19,29 @@ from rlhfkit.validation import check_integer
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-"""Lists and objects inside one another, unless told otherwise."""
+"""Default maximum nesting of lists and objects."""
 
 _PARTS = re.compile(rb'"[^"]*+"|([\[{])|([\]}])|(")|[^"\[\]{}]++')
 
 
 class JSONTooLarge(ValueError):
-    """The body holds more than is taken."""
+    """The body holds more than is allowed."""
 
 
 def check_json_size(body: bytes, *, max_objects: int, max_numbers: int, max_depth: int = MAX_DEPTH) -> None:
-    """Raise if a JSON text holds too much or nests it too deep. Whether it is JSON is for the parser to say.
+    """Raise if a JSON text holds too much, or nests it too deep. Whether it is valid JSON is left to the parser.
 
     Args:
         body: The text.
-        max_objects: Texts (keys included), lists and objects.
-        max_numbers: Commas, and so about the numbers; the commas between texts, lists and objects count as well.
-        max_depth: Lists and objects inside one another.
+        max_objects: Maximum number of texts (keys included), lists and objects.
+        max_numbers: Maximum number of commas, and so about of numbers; commas between other values count too.
+        max_depth: Maximum nesting of lists and objects.
 
     Raises:
         JSONTooLarge: If a limit is exceeded.
-        ValueError: If a text does not end.
+        ValueError: If a text is not terminated.
     """
-    if b"\\" in body:  # escaped quotes end no text; JSON has backslashes in texts only
+    if b"\\" in body:  # an escaped quote does not end a text; JSON has backslashes in texts only
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     objects = numbers = depth = 0
     for part in _PARTS.finditer(body):
@@ -65,20 +65,15 @@ def check_json_size(body: bytes, *, max_objects: int, max_numbers: int, max_dept
             )
 
 
-class JSONBodies:
-    """Reads the bodies of one application's requests, one at a time, off the event loop.
+class JSONBodyReader:
+    """Reads the bodies of one application's requests, one at a time, outside of the event loop.
 
-    Refused are: with 413, what holds more than the limits; with 422, what is no JSON or not of the expected
-    kind, and what is not sent as JSON (which is what a web page may post anywhere without asking).
+    Refuses with 413 a body above the limits; with 422 one that is not JSON or not of the expected form, or was not
+    declared as JSON (a web page may post other types to any server without asking).
     """
 
     def __init__(self, *, max_objects: int, max_numbers: int, max_depth: int = MAX_DEPTH) -> None:
-        """Set the limits.
-
-        Args:
-            max_objects: See :func:`check_json_size`.
-            max_numbers: See :func:`check_json_size`.
-            max_depth: See :func:`check_json_size`.
+        """Set the limits, which are those of :func:`check_json_size`.
 
         Raises:
             ValueError: If a limit is not positive.
@@ -86,15 +81,15 @@ class JSONBodies:
         self.limits = {"max_objects": max_objects, "max_numbers": max_numbers, "max_depth": max_depth}
         for name, limit in self.limits.items():
             check_integer(name, limit, minimum=1)
-        # One thread: the memory that parsing takes for itself is that of one body. It ends with the last reference.
+        # One thread, so that only one body at a time takes memory for parsing. It ends with the last reference.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlhfkit-json")
 
     async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """What a request's body says.
+        """Read and parse a request's body.
 
         Args:
-            request: Whose body has not been read.
-            parse: Makes something of the bytes, in the thread; raises ``ValueError`` where it cannot.
+            request: A request whose body has not been read.
+            parse: Called with the bytes, in the thread; raises ``ValueError`` if they are invalid.
 
         Raises:
             HTTPException: If the body is refused.
@@ -108,12 +103,7 @@ class JSONBodies:
         return await self.run(self._parsed, body, parse)
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run something else that takes long in the same thread.
-
-        Args:
-            function: To be called.
-            *arguments: For it.
-        """
+        """Run another function that takes long in the same thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _parsed(self, body: bytes, parse: Callable[[bytes], T]) -> T:

@@ -1,4 +1,4 @@
-"""``Gate``: what a request must pass before an application sees it: token, free place, size, time."""
+"""``AccessControlMiddleware``: checks token, host, size and time of requests before an application sees them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,31 +14,31 @@ from rlhfkit.serving.access import AccessToken
 from rlhfkit.validation import check_integer, check_number
 
 MAX_BODY_BYTES = 64 * 2**20
-"""Bytes of a request's body, unless told otherwise."""
+"""Default maximum size of a request's body."""
 
 MAX_TOTAL_BYTES = 2 * MAX_BODY_BYTES
-"""Bytes of the bodies of all requests that are being served, unless told otherwise."""
+"""Default maximum size of the bodies of all requests being served."""
 
 MAX_CONCURRENT = 256
-"""Requests at a time, unless told otherwise."""
+"""Default maximum of concurrent requests."""
 
 BODY_TIMEOUT = 60.0
-"""Seconds that a request's body may take to arrive, unless told otherwise."""
+"""Default time limit in seconds for a request's body to arrive."""
 
 
-class Gate:
-    """An ASGI application in front of another one.
+class AccessControlMiddleware:
+    """An ASGI middleware that refuses requests with
 
     - 401 without the right token (not asked for on ``open_paths``);
-    - 503 with ``Retry-After`` while ``max_concurrent`` requests are being served;
+    - 503 and ``Retry-After`` while ``max_concurrent`` requests are being served;
     - 413 for a body of more than ``max_body_bytes``, of which no more than that is ever read;
-    - 503 with ``Retry-After`` for a body with which those being served would be more than ``max_total_bytes``;
+    - 503 and ``Retry-After`` if the bodies of all requests being served would exceed ``max_total_bytes``;
     - 408 for a body that does not arrive within ``body_timeout``;
-    - 400 without a token if the request names another host than this machine, which is how a web page in somebody's
-      browser reaches a server on their loopback address (DNS rebinding).
+    - 400, if there is no token, for a ``Host`` header other than this machine, with which a web page could reach a
+      server on the loopback address (DNS rebinding).
 
-    Memory for bodies is thereby at most ``max_total_bytes``, until their requests are answered; what an application
-    makes of them comes on top and is its own to bound. WebSockets are closed.
+    So bodies take at most ``max_total_bytes`` of memory until their requests are answered; what the application makes
+    of them comes in addition. WebSockets are closed.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class Gate:
         body_timeout: float = BODY_TIMEOUT,
         open_paths: Sequence[str] = ("/health",),
     ) -> None:
-        """Say what may pass.
+        """Set the limits.
 
         Args:
-            app: The application behind.
-            token: What requests must bring; ``None``: nothing, for servers on the loopback address.
-            max_body_bytes: Bytes of a body.
-            max_total_bytes: Bytes of the bodies of all requests being served; ``None``: those of two of the largest,
-                or 128 MiB if that is more.
-            max_concurrent: Requests at a time.
-            body_timeout: Seconds for a body to arrive.
-            open_paths: Paths that need neither token nor place, such as a health check; they must reveal nothing.
+            app: The application.
+            token: Token that requests must bring; ``None``: none, for servers on the loopback address.
+            max_body_bytes: Maximum size of a body.
+            max_total_bytes: Maximum size of the bodies of all requests being served; ``None``: twice
+                ``max_body_bytes``, and at least 128 MiB.
+            max_concurrent: Maximum of concurrent requests.
+            body_timeout: Time limit in seconds for a body to arrive.
+            open_paths: Paths that need no token and are not limited, such as a health check; they must reveal nothing.
 
         Raises:
             ValueError: If a limit is not positive.
@@ -79,14 +79,14 @@ class Gate:
         self.active = 0
         """Requests being served."""
         self.total_bytes = 0
-        """Bytes of their bodies so far."""
+        """Size of their bodies so far."""
         limited: ASGIApp = RequestBodyLimitMiddleware(app, max_body_bytes)
         if token is None:
             limited = TrustedHostMiddleware(limited, ["localhost", "127.0.0.1", "[::1]"], www_redirect=False)
         self._app = limited
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1003})
             return
@@ -110,13 +110,13 @@ class Gate:
             self.total_bytes -= body.bytes
 
     def _bounded(self, receive: Receive, body: "_Body") -> Receive:
-        """The same messages, of which the body's must come in time and find room."""
+        """Wrap ``receive`` with the limits of size and time."""
         deadline = asyncio.get_running_loop().time() + self.body_timeout
         whole = False
 
         async def receive_in_time() -> Message:
             nonlocal whole
-            if whole:  # what is still to come says that the client has gone
+            if whole:  # only the client's disconnect can still come
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -141,5 +141,5 @@ class _Body:
 
 
 def _refusal(status: int, message: str, headers: dict[str, str]) -> JSONResponse:
-    """An error in the form that OpenAI's clients read, and everybody else's can."""
+    """Return an error in the form of OpenAI's API."""
     return JSONResponse({"error": {"message": message, "code": status}}, status, headers | {"Connection": "close"})

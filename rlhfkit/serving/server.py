@@ -1,4 +1,4 @@
-"""``Server``: an ASGI application behind a :class:`Gate`, in a thread or in the foreground."""
+"""``Server``: an ASGI application behind :class:`AccessControlMiddleware`, in a thread or in the foreground."""
 
 import logging
 import os
@@ -13,14 +13,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from rlhfkit.serving.access import AccessToken, check_host
-from rlhfkit.serving.middleware import Gate
+from rlhfkit.serving.middleware import AccessControlMiddleware
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
 
 class Server:
-    """Serves an application over HTTP, on the loopback address and a free port unless told otherwise.
+    """Serves an application over HTTP, by default on the loopback address and a free port.
 
     Example::
 
@@ -35,26 +35,26 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         token: AccessToken | None = None,
-        certificate: str | os.PathLike[str] | None = None,
-        key: str | os.PathLike[str] | None = None,
+        ssl_certfile: str | os.PathLike[str] | None = None,
+        ssl_keyfile: str | os.PathLike[str] | None = None,
         start_timeout: float = 30.0,
         shutdown_timeout: float = 10.0,
         **limits: Any,
     ) -> None:
-        """Say where and for whom. Nothing listens before :meth:`start` or :meth:`run`.
+        """Set address and access. Nothing listens before :meth:`start` or :meth:`run`.
 
         Args:
             app: What is served.
             host: Address to listen on. Others than this machine's loopback need a token.
-            port: 0: any that is free; ``url`` says which.
-            token: What requests must bring.
-            certificate: File of a TLS certificate (PEM). Without one a token travels in the clear, which is right for
+            port: 0: any that is free; see ``url``.
+            token: Token that requests must bring.
+            ssl_certfile: TLS certificate (PEM). Without one tokens are sent unencrypted, which is acceptable for
                 loopback and trusted networks only.
-            key: File of its private key.
-            start_timeout: Seconds to wait until the application is up.
+            ssl_keyfile: Its private key.
+            start_timeout: Seconds to wait until the application has started.
             shutdown_timeout: Seconds that running requests have to finish when the server is closed.
             **limits: ``max_body_bytes``, ``max_total_bytes``, ``max_concurrent``, ``body_timeout``, ``open_paths`` of
-                :class:`Gate`.
+                :class:`AccessControlMiddleware`.
 
         Raises:
             ValueError: If the host can be reached from outside and there is no good token, or an argument is out of
@@ -64,23 +64,23 @@ class Server:
         check_integer("port", port, minimum=0, maximum=2**16 - 1, why="0 takes any that is free")
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
         check_number("shutdown_timeout", shutdown_timeout, above=0, why="it is in seconds")
-        if (certificate is None) != (key is None):
-            raise ValueError("certificate and key go together: give both or neither")
+        if (ssl_certfile is None) != (ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile go together: give both or neither")
         self.host = host
         self.port = port
         self.start_timeout = start_timeout
-        self.gate = Gate(app, token=token, **limits)
+        self.middleware = AccessControlMiddleware(app, token=token, **limits)
         self._settings: dict[str, Any] = {
-            "app": self.gate,
-            "http": "h11",  # which bounds the size of headers
+            "app": self.middleware,
+            "http": "h11",  # limits the size of headers
             "ws": "none",
             "loop": "asyncio",
             "log_config": None,
             "access_log": False,
             "server_header": False,
             "proxy_headers": False,
-            "ssl_certfile": certificate,
-            "ssl_keyfile": key,
+            "ssl_certfile": ssl_certfile,
+            "ssl_keyfile": ssl_keyfile,
             "timeout_graceful_shutdown": max(1, round(shutdown_timeout)),
         }
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where clients find it; known once it listens."""
+        """Address for clients; known once the server listens."""
         scheme = "http" if self._settings["ssl_certfile"] is None else "https"
         return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
@@ -108,7 +108,7 @@ class Server:
         self._serve(listener)
 
     def start(self) -> Self:
-        """Serve in a thread of this process. Returns when requests are answered.
+        """Serve in a thread of this process, and return when requests are answered.
 
         Raises:
             OSError: If the address cannot be listened on.
@@ -135,7 +135,7 @@ class Server:
         return self
 
     def close(self) -> None:
-        """Stop listening, let running requests finish, end the thread. Does nothing when it does not run."""
+        """Stop listening, let running requests finish, and end the thread. Does nothing if the server does not run."""
         if self._thread is None:
             return
         if self._uvicorn is not None:
@@ -157,12 +157,12 @@ class Server:
         self.close()
 
     def _listen(self) -> socket.socket:
-        """A socket that is listening already, so that the port is known and nobody else can take it."""
+        """Return a socket that already listens, so that the port is known and cannot be taken by others."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
         address, self.port = listener.getsockname()[:2]
         try:
-            check_host(address, self.gate.token)  # a name such as localhost may stand for anything
+            check_host(address, self.middleware.token)  # a name such as localhost may resolve to any address
         except ValueError:
             listener.close()
             raise
@@ -176,5 +176,5 @@ class Server:
     def _serve_in_thread(self, listener: socket.socket) -> None:
         try:
             self._serve(listener)
-        except BaseException as error:  # uvicorn leaves with SystemExit when the application does not start
+        except BaseException as error:  # uvicorn raises SystemExit when the application does not start
             self._error = error

@@ -75,9 +75,9 @@ TABLE: dict[type, Rows] = {
         "port": Change(playing.PORT),
         "token": Change(playing.TOKEN),
         "public_url": Change(f"http://localhost:{playing.PORT}", given={"port": playing.PORT}),
-        "certificate": Change("@certificate.pem", given={"key": "@key.pem"}, built=True, refused=True),
-        "key": Change("@key.pem", given={"certificate": "@certificate.pem"}, built=True, refused=True),
-        "parse": Change(playing.called, given={"agent": playing.asks_once}),
+        "ssl_certfile": Change("@certificate.pem", given={"ssl_keyfile": "@key.pem"}, built=True, refused=True),
+        "ssl_keyfile": Change("@key.pem", given={"ssl_certfile": "@certificate.pem"}, built=True, refused=True),
+        "tool_call_parser": Change(playing.called, given={"agent": playing.asks_once}),
         "chat_template_arguments": Change({"style": "!"}),
     },
 }

@@ -1,4 +1,4 @@
-"""LineWriter: what a file holds after interruptions, and what it refuses."""
+"""JSONLWriter: what a file holds after interruptions, and what it refuses."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfkit.cli.jsonl import LineWriter
+from rlhfkit.cli.jsonl import JSONLWriter
 
 SETTINGS = {"model": "a", "sampling.stop": ("x",)}
 
@@ -17,13 +17,13 @@ def rows(path: Path) -> list[int]:
 
 def test_whatever_an_interruption_leaves_is_continued_without_loss_or_doubles(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.jsonl"
-    with LineWriter(path, SETTINGS, group=2) as writer:
+    with JSONLWriter(path, SETTINGS, group=2) as writer:
         writer.write({"row": row} for row in range(6))
     whole = path.read_bytes()
     assert len(whole) == 66
     for size in range(67):
         path.write_bytes(whole[:size])  # killed in the middle of a write, anywhere
-        with LineWriter(path, SETTINGS, group=2) as writer:
+        with JSONLWriter(path, SETTINGS, group=2) as writer:
             assert writer.done == size // 22 * 2
             for row in range(writer.done, 6, 2):
                 writer.write([{"row": row}, {"row": row + 1}])
@@ -32,12 +32,12 @@ def test_whatever_an_interruption_leaves_is_continued_without_loss_or_doubles(tm
 
 def test_other_settings_are_refused_by_name_and_overwriting_starts_anew(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with LineWriter(path, SETTINGS) as writer:
+    with JSONLWriter(path, SETTINGS) as writer:
         writer.write([{"row": 0}])
     with pytest.raises(ValueError, match=r"model: 'a' there, 'b' now.*overwrite"):
-        LineWriter(path, SETTINGS | {"model": "b"})
+        JSONLWriter(path, SETTINGS | {"model": "b"})
     assert rows(path) == [0]
-    with LineWriter(path, SETTINGS | {"model": "b"}, overwrite=True) as writer:
+    with JSONLWriter(path, SETTINGS | {"model": "b"}, overwrite=True) as writer:
         assert writer.done == 0
         writer.write([{"row": 7}])
     assert rows(path) == [7]
@@ -47,13 +47,13 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("precious\n")
     with pytest.raises(FileExistsError, match=r"out.jsonl exists and has no out.jsonl.settings.json"):
-        LineWriter(path, SETTINGS)
+        JSONLWriter(path, SETTINGS)
     assert path.read_text() == "precious\n"
 
 
 def test_lines_are_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with LineWriter(path, {}) as writer:
+    with JSONLWriter(path, {}) as writer:
         writer.write([{"text": "é\u2028\n", "number": math.nan, "parts": {"a": math.inf, "b": [1.5, -math.inf]}}])
     (line,) = path.read_bytes().removesuffix(b"\n").split(b"\n")
     assert json.loads(line, parse_constant=pytest.fail) == {

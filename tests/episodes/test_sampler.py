@@ -47,12 +47,12 @@ def test_a_wave_waits_for_who_is_nearly_ready_and_not_for_who_is_not() -> None:
     engine = Timed(shared=False)
 
     async def episode(sampler: TurnSampler, delay: float) -> None:
-        with sampler.participant():
+        with sampler.active_episode():
             await asyncio.sleep(delay)
             await asked(sampler, 1)
 
     async def run() -> None:
-        sampler = TurnSampler(engine, gather_time=0.5)  # type: ignore[arg-type]
+        sampler = TurnSampler(engine, max_wait=0.5)  # type: ignore[arg-type]
         await asyncio.gather(*(episode(sampler, delay) for delay in (0.0, 0.05, 0.1, 1.0)))
 
     asyncio.run(run())
@@ -96,8 +96,8 @@ def test_only_what_is_sampled_alike_goes_in_one_call() -> None:
     other = SamplingSpec(group_size=1, max_new_tokens=3)
 
     async def run() -> None:
-        sampler = TurnSampler(engine, gather_time=0.05)  # type: ignore[arg-type]
-        sampler.expect(4)
+        sampler = TurnSampler(engine, max_wait=0.05)  # type: ignore[arg-type]
+        sampler.expect_requests(4)
         await asyncio.gather(*(asked(sampler, 1, spec) for spec in (SPEC, other, SPEC, other)))
 
     asyncio.run(run())
@@ -120,8 +120,8 @@ def test_a_request_that_was_given_up_is_not_sent() -> None:
     engine = Timed(shared=False)
 
     async def run() -> None:
-        sampler = TurnSampler(engine, gather_time=0.1)  # type: ignore[arg-type]
-        sampler.expect(3)
+        sampler = TurnSampler(engine, max_wait=0.1)  # type: ignore[arg-type]
+        sampler.expect_requests(3)
         tasks = [asyncio.ensure_future(asked(sampler, 1)) for _ in range(2)]
         await asyncio.sleep(0.01)
         tasks[0].cancel()

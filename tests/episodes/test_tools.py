@@ -167,7 +167,7 @@ def test_the_policy_reads_results_as_the_template_writes_them(engine: EpisodeEng
     def parse(action: Action) -> list[ToolCall]:
         return [ToolCall("multiply", {"a": len(action.token_ids)})] if action.turn == 0 else []
 
-    engine.environment = lambda: ToolEnvironment([multiply], parse=parse)
+    engine.environment = lambda: ToolEnvironment([multiply], tool_call_parser=parse)
     samples = engine.generate(prompts_of(["a", "b"]), SamplingSpec(group_size=2, max_new_tokens=4), iteration=0)
     for sample in samples:
         assert "<eos>\n[t]8<eos>\n[a]" in tiny_tokenizer().decode(sample.token_ids)

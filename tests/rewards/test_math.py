@@ -13,7 +13,7 @@ import pytest
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import MathMatch, math_match
 from rlhfkit.rewards import math as module
-from rlhfkit.rewards.sandbox import Sandbox, Work
+from rlhfkit.rewards.sandbox import SandboxPool, WorkerSpec
 
 
 def sample(answer: object, text: str) -> Sample:
@@ -72,8 +72,8 @@ def test_process_that_dies_is_replaced(reward: MathMatch) -> None:
 def test_a_judge_that_has_been_taken_over_gives_no_reward(caplog: pytest.LogCaptureFixture) -> None:
     made = MathMatch(workers=1)
     program = Path(__file__).parent / "sandbox" / "misbehaving.py"
-    made.sandbox = Sandbox(
-        Work(name="t", program=program, factory="of_no_judge", packages=False), workers=1, timeout=20
+    made.sandbox = SandboxPool(
+        WorkerSpec(name="t", program=program, factory="of_no_judge", packages=False), workers=1, timeout=20
     )
     assert made([sample("42", "42")]) == [0.0]
     assert "judging it failed: answered 7.0" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import WeightedSum, score_samples
-from rlhfkit.rewards.failures import RewardFailure
+from rlhfkit.rewards.base import RewardError
 
 
 def samples(count: int = 3) -> list[Sample]:
@@ -62,14 +62,14 @@ async def changing_later(given: Sequence[Sample]) -> list[float]:
     [
         (endless, ValueError, "'endless' returned 4 values for 3 samples; a reward returns one finite number"),
         (short, ValueError, "'short' returned 1 values for 3 samples"),
-        (ending_generator, RewardFailure, r"'ending_generator' has called sys\.exit\(None\)"),
+        (ending_generator, RewardError, r"'ending_generator' has called sys\.exit\(None\)"),
         (async_generator, ValueError, "'async_generator' returned async_generator for 3 samples; a reward returns one"),
         (lambda given: {0.0, 1.0, 2.0}, ValueError, "returned set for 3 samples; .* in order"),
         (lambda given: b"abc", ValueError, "returned bytes for 3 samples"),
-        (ending, RewardFailure, r"'ending' has called sys\.exit\(3\), which would end the run: let it return None"),
+        (ending, RewardError, r"'ending' has called sys\.exit\(3\), which would end the run: let it return None"),
         (
             missing,
-            RewardFailure,
+            RewardError,
             "KeyError: 'answer'. The prompts' metadata has level, source; .*prompt.answer",
         ),
         (changing, ValueError, r"'changing' has changed the token ids of sample 1 \(prompt 7\).*work on a copy"),

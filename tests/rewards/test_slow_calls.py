@@ -34,7 +34,7 @@ def test_slow_reward_is_named_with_its_prompts_and_line_and_still_counts(caplog:
 
 def test_quick_and_bounded_rewards_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     class Bounded:
-        bounded = True
+        time_bounded = True
 
         def __call__(self, batch: list[Sample]) -> list[float]:
             return slow_judge(batch)
@@ -54,7 +54,7 @@ def test_errors_pass_through_and_the_time_is_checked() -> None:
 
 
 def test_async_reward_that_blocks_its_loop_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_GRACE", 0.1)
+    monkeypatch.setattr(module, "_CANCEL_SECONDS", 0.1)
 
     async def blocking(batch: list[Sample]) -> list[float]:
         time.sleep(3.0)

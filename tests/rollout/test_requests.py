@@ -123,7 +123,7 @@ def test_of_requests_that_share_a_call_only_the_wrong_one_fails(local: LocalEngi
 
     async def run() -> list[Any]:
         sampler = TurnSampler(local)  # one call at a time, with all that wait
-        sampler.expect(4)
+        sampler.expect_requests(4)
         asked = [sampler.sample(ids, spec, iteration=0, index=index) for index, ids in enumerate(IDS)]
         return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -219,7 +219,9 @@ class TestVLLM:
         user = {"role": "user", "content": "1+1="}
         answers: dict[str, int] = {}
         with (
-            OpenAIEndpoint(pool, tokenizer, most_tokens=128, sampling=SamplingSpec(max_new_tokens=3)) as endpoint,
+            OpenAIEndpoint(
+                pool, tokenizer, max_context_tokens=128, sampling=SamplingSpec(max_new_tokens=3)
+            ) as endpoint,
             httpx.Client(
                 base_url=endpoint.base_url(), headers={"Authorization": f"Bearer {endpoint.api_key}"}, timeout=60
             ) as client,

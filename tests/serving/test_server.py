@@ -86,7 +86,7 @@ def test_more_requests_than_places_are_told_to_come_back(server: Server) -> None
         try:
             waiting = [threads.submit(httpx.get, f"{server.url}/wait", headers=TOKEN.header()) for _ in range(2)]
             deadline = time.monotonic() + 5
-            while server.gate.active < 2 and time.monotonic() < deadline:
+            while server.middleware.active < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
             refused = post(server, b"1")
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -95,7 +95,7 @@ def test_more_requests_than_places_are_told_to_come_back(server: Server) -> None
             release.set()
         assert [answer.result().text for answer in waiting] == ["done", "done"]
     assert post(server, b"1").status_code == 200
-    assert server.gate.active == 0
+    assert server.middleware.active == 0
 
 
 def test_without_a_token_only_requests_to_this_machine_pass() -> None:
@@ -112,7 +112,7 @@ def test_closing_lets_running_requests_finish_and_frees_the_port() -> None:
     with ThreadPoolExecutor() as threads:
         running = threads.submit(httpx.get, f"{server.url}/wait")
         deadline = time.monotonic() + 5
-        while server.gate.active < 1 and time.monotonic() < deadline:
+        while server.middleware.active < 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         closing = threads.submit(server.close)
         time.sleep(0.1)
@@ -132,8 +132,8 @@ def test_an_address_that_is_taken_or_open_to_others_is_refused(server: Server) -
         Server(application(), host="0.0.0.0")
     with pytest.raises(ValueError, match="port must be an integer of at least 0 and at most 65535, got 70000"):
         Server(application(), port=70000)
-    with pytest.raises(ValueError, match="certificate and key go together"):
-        Server(application(), certificate="cert.pem")
+    with pytest.raises(ValueError, match="ssl_certfile and ssl_keyfile go together"):
+        Server(application(), ssl_certfile="cert.pem")
     with pytest.raises(ValueError, match="max_concurrent must be an integer of at least 1, got 0"):
         Server(application(), max_concurrent=0)
 

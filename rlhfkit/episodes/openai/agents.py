@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.episodes.base import NewEpisode, PlayingEngine
-from rlhfkit.episodes.episode import FINISH, End
-from rlhfkit.episodes.event_loop import call
+from rlhfkit.episodes.base import EpisodeEngineBase, EpisodeFactory
+from rlhfkit.episodes.episode import FINISH_REASONS, EndReason
+from rlhfkit.episodes.event_loop import call_with_timeout
 from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.validation import check_integer, check_number
@@ -50,7 +50,7 @@ Agent = Callable[[AgentConnection, Prompt], Any]
 plain function, which gets a thread."""
 
 
-class AgentEngine(PlayingEngine):
+class AgentEngine(EpisodeEngineBase):
     """Runs an agent for each prompt and place in the group, and gives what the policy said in it as samples.
 
     The agent finds the policy at the ``base_url`` of its :class:`AgentConnection` (:class:`OpenAIEndpoint`), in
@@ -94,9 +94,9 @@ class AgentEngine(PlayingEngine):
         port: 0: any that is free.
         token: API key of the endpoint; ``None``: a random one.
         public_url: How agents on other machines find it; ``None``: they run here.
-        certificate: File of a TLS certificate (PEM).
-        key: File of its private key.
-        parse: Finds tool calls in answers.
+        ssl_certfile: TLS certificate (PEM).
+        ssl_keyfile: Its private key.
+        tool_call_parser: Finds tool calls in answers.
         chat_template_arguments: Passed to the chat template.
 
     Raises:
@@ -121,9 +121,9 @@ class AgentEngine(PlayingEngine):
         port: int = 0,
         token: "AccessToken | None" = None,
         public_url: str | None = None,
-        certificate: str | None = None,
-        key: str | None = None,
-        parse: ToolCallParser = parse_tool_calls,
+        ssl_certfile: str | None = None,
+        ssl_keyfile: str | None = None,
+        tool_call_parser: ToolCallParser = parse_tool_calls,
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         from rlhfkit.serving.access import check_host, is_loopback
@@ -152,9 +152,9 @@ class AgentEngine(PlayingEngine):
             "port": port,
             "token": token,
             "public_url": public_url,
-            "certificate": certificate,
-            "key": key,
-            "parse": parse,
+            "ssl_certfile": ssl_certfile,
+            "ssl_keyfile": ssl_keyfile,
+            "tool_call_parser": tool_call_parser,
             "request_timeout": request_timeout,
             "parallel_calls": parallel_calls,
             "max_concurrent": max(1024, 4 * concurrency),  # an agent may ask several things at once
@@ -172,7 +172,9 @@ class AgentEngine(PlayingEngine):
             from rlhfkit.models.load import load_tokenizer
 
             tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-            self._endpoint = OpenAIEndpoint(self.engine, tokenizer, most_tokens=self.most_tokens, **self._options)
+            self._endpoint = OpenAIEndpoint(
+                self.engine, tokenizer, max_context_tokens=self.max_context_tokens, **self._options
+            )
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""
@@ -184,7 +186,7 @@ class AgentEngine(PlayingEngine):
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Nothing to check: what the policy reads is the agent's to say."""
 
-    def new_episodes(self, sampling: SamplingSpec, iteration: int) -> NewEpisode:
+    def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
         """Episodes of one stream. The endpoint listens from the first on, and so not on ranks that never sample."""
         if self._endpoint is None:
             raise RuntimeError("AgentEngine was asked for samples before AgentEngine.start")
@@ -210,30 +212,30 @@ class _AgentEpisode:
         self._iteration = iteration
         self.error: Exception | None = None
 
-    async def play(self) -> Sample:
+    async def run(self) -> Sample:
         """Run the agent and make a sample of what it has had the policy say."""
-        name, session = self._endpoint.open(
+        name, session = self._endpoint.open_session(
             *self._identity, iteration=self._iteration, max_turns=self._engine.max_turns
         )
         connection = AgentConnection(self._endpoint.base_url(name), self._endpoint.api_key, self._endpoint.model_name)
         reward: float | None = None
-        ended: End = "done"
+        ended: EndReason = "done"
         began = time.monotonic()
         limit = self._engine.episode_timeout
         try:
-            returned = await call(
+            returned = await call_with_timeout(
                 self._engine.agent,
                 connection,
                 self._identity[0],
                 timeout=limit,
-                doing=f"the agent (limit: {limit:g} s)",
+                description=f"the agent (limit: {limit:g} s)",
             )
             reward = None if returned is None else float(returned)
         except Exception as error:
             self.error = error
             ended = "time" if time.monotonic() - began >= limit else "error"
         finally:
-            self._endpoint.end(name)
+            self._endpoint.close_session(name)
         if session.engine_failure is not None:
             raise session.engine_failure
         if ended == "done" and not session.turns:
@@ -242,7 +244,7 @@ class _AgentEpisode:
             ended = "turns" if session.limit == "turns" else "tokens"
         return self._sample(session, ended, reward, time.monotonic() - began)
 
-    def _sample(self, session: Any, ended: End, reward: float | None, seconds: float) -> Sample:
+    def _sample(self, session: Any, ended: EndReason, reward: float | None, seconds: float) -> Sample:
         failed = ended in ("time", "error")
         info: dict[str, Any] = {
             "reward": None if failed else reward,
@@ -253,7 +255,7 @@ class _AgentEpisode:
         }
         if self.error is not None:
             info["error"] = f"{type(self.error).__name__}: {self.error}"
-        return session.sample(FINISH[ended], info["reward"], info)
+        return session.sample(FINISH_REASONS[ended], info["reward"], info)
 
 
 def _require(*names: str) -> None:

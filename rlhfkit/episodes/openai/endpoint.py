@@ -23,15 +23,15 @@ from rlhfkit.episodes.observations import ObservationTokenizer
 from rlhfkit.episodes.openai.protocol import (
     ChatError,
     ChatRequest,
-    completion_body,
-    completion_events,
+    chat_completion,
+    stream_events,
 )
 from rlhfkit.episodes.openai.session import ChatSession, ChatTurn
 from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler
 from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.serving.access import AccessToken, is_loopback
-from rlhfkit.serving.json_body import JSONBodies
+from rlhfkit.serving.json_body import JSONBodyReader
 from rlhfkit.serving.server import Server
 from rlhfkit.validation import check_integer, check_number
 
@@ -47,26 +47,27 @@ class OpenAIEndpoint:
     may lower ``max_tokens`` and add ``stop``; their ``temperature`` and the like are not used, which is warned of once.
 
     It listens on the loopback address, with a random token, unless told otherwise; other addresses need a token of the
-    user's. Bodies, concurrent requests and the time of each are limited (:class:`~rlhfkit.serving.middleware.Gate`).
+    user's. Bodies, concurrent requests and the time of each are limited
+    (:class:`~rlhfkit.serving.middleware.AccessControlMiddleware`).
 
     Example::
 
-        with OpenAIEndpoint(engine, tokenizer, most_tokens=4096) as endpoint:
+        with OpenAIEndpoint(engine, tokenizer, max_context_tokens=4096) as endpoint:
             client = openai.OpenAI(base_url=endpoint.base_url(), api_key=endpoint.api_key)
 
     Args:
         engine: Samples, with its current weights.
         tokenizer: Of its model; needs a chat template.
-        most_tokens: Of a conversation, the answer included.
+        max_context_tokens: Of a conversation, the answer included.
         sampling: For requests outside sessions.
         host: Address to listen on.
         port: 0: any that is free.
         token: What clients must send as API key; ``None``: a random one, on the loopback address only.
         public_url: How clients elsewhere find it, ``https://trainer:8000``; ``None``: they are on this machine.
-        certificate: File of a TLS certificate (PEM); without one tokens and texts travel in the clear.
-        key: File of its private key.
+        ssl_certfile: TLS certificate (PEM); without one tokens and texts travel in the clear.
+        ssl_keyfile: Its private key.
         model_name: What the policy is called.
-        parse: Finds tool calls in answers to requests with ``tools``.
+        tool_call_parser: Finds tool calls in answers to requests with ``tools``.
         request_timeout: Seconds an answer may take.
         max_body_bytes: Of a request.
         max_body_values: Of a request: texts, numbers, lists and objects of its JSON.
@@ -84,16 +85,16 @@ class OpenAIEndpoint:
         engine: RolloutEngine,
         tokenizer: Any,
         *,
-        most_tokens: int,
+        max_context_tokens: int,
         sampling: SamplingSpec | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         token: AccessToken | None = None,
         public_url: str | None = None,
-        certificate: str | None = None,
-        key: str | None = None,
+        ssl_certfile: str | None = None,
+        ssl_keyfile: str | None = None,
         model_name: str = "policy",
-        parse: ToolCallParser = parse_tool_calls,
+        tool_call_parser: ToolCallParser = parse_tool_calls,
         request_timeout: float = 600.0,
         max_body_bytes: int = 4 * 2**20,
         max_body_values: int = 100_000,
@@ -102,14 +103,16 @@ class OpenAIEndpoint:
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
-        check_integer("most_tokens", most_tokens, minimum=2, why="a prompt and an answer have a token each at least")
+        check_integer(
+            "max_context_tokens", max_context_tokens, minimum=2, why="a prompt and an answer have a token each at least"
+        )
         check_integer("parallel_calls", parallel_calls, minimum=1, optional=True)
         check_integer("max_body_values", max_body_values, minimum=1)
         self.engine = engine
-        self.most_tokens = most_tokens
+        self.max_context_tokens = max_context_tokens
         self.sampling = sampling or SamplingSpec()
         self.model_name = model_name
-        self.parse = parse
+        self.tool_call_parser = tool_call_parser
         self.request_timeout = request_timeout
         self.parallel_calls = parallel_calls
         self.observations = ObservationTokenizer(tokenizer, chat_template_arguments)
@@ -118,15 +121,15 @@ class OpenAIEndpoint:
         self._sessions: dict[str, ChatSession] = {}
         self._numbers = itertools.count()
         self._warned: set[str] = set()
-        self._bodies = JSONBodies(max_objects=max_body_values, max_numbers=max_body_values)
+        self._bodies = JSONBodyReader(max_objects=max_body_values, max_numbers=max_body_values)
         self._sampler = TurnSampler(engine, parallel_calls=parallel_calls)
         self._server = Server(
             self._application(),
             host=host,
             port=port,
             token=self._token,
-            certificate=certificate,
-            key=key,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
             max_body_bytes=max_body_bytes,
             max_concurrent=max_concurrent,
             open_paths=(),
@@ -148,7 +151,7 @@ class OpenAIEndpoint:
         path = "/v1" if session is None else f"/sessions/{session}/v1"
         return f"{self._public_url or here}{path}"
 
-    def open(
+    def open_session(
         self, prompt: Prompt, sample_index: int, sampling: SamplingSpec, *, iteration: int, max_turns: int
     ) -> tuple[str, ChatSession]:
         """Begin a session.
@@ -170,13 +173,13 @@ class OpenAIEndpoint:
             sampling=sampling,
             iteration=iteration,
             observations=self.observations,
-            parse=self.parse,
-            most_tokens=self.most_tokens,
+            tool_call_parser=self.tool_call_parser,
+            max_context_tokens=self.max_context_tokens,
             max_turns=max_turns,
         )
         return name, session
 
-    def end(self, name: str) -> None:
+    def close_session(self, name: str) -> None:
         """End a session: further requests are refused.
 
         Args:
@@ -230,7 +233,7 @@ class OpenAIEndpoint:
             asked = await self._bodies.read(request, _chat_request)
             body = await self._complete(self._session(name), asked)
             if asked.stream:
-                return StreamingResponse(iter(completion_events(body)), media_type="text/event-stream")
+                return StreamingResponse(iter(stream_events(body)), media_type="text/event-stream")
             return JSONResponse(body)
 
         return app
@@ -244,8 +247,8 @@ class OpenAIEndpoint:
                 sampling=self.sampling,
                 iteration=0,
                 observations=self.observations,
-                parse=self.parse,
-                most_tokens=self.most_tokens,
+                tool_call_parser=self.tool_call_parser,
+                max_context_tokens=self.max_context_tokens,
                 max_turns=1,
             )
         if name not in self._sessions:
@@ -256,7 +259,7 @@ class OpenAIEndpoint:
         self._warn_of_unused(request)
         if request.response_format is not None and request.response_format.get("type") != "text":
             raise ChatError("response_format is not supported: the policy says what it says")
-        self._sampler.expect(len(self._sessions))
+        self._sampler.expect_requests(len(self._sessions))
         try:
             async with asyncio.timeout(self.request_timeout):
                 turn = await session.answer(request, self._sampler)
@@ -268,7 +271,7 @@ class OpenAIEndpoint:
         return self._body(turn, request)
 
     def _body(self, turn: ChatTurn, request: ChatRequest) -> dict[str, Any]:
-        sampled = turn.trajectory.last
+        sampled = turn.trajectory.last_action
         assert sampled is not None  # a turn is an answer
         tokenizer, logprobs = self.observations.tokenizer, None
         if request.logprobs:
@@ -278,9 +281,9 @@ class OpenAIEndpoint:
                 # The API says -9999 where a log-prob is not known; NaN is no JSON.
                 for text, logprob in zip(texts, (-9999.0 if isnan(p) else p for p in sampled.logprobs), strict=True)
             ]
-        return completion_body(
+        return chat_completion(
             turn.reply,
-            identity=turn.identity,
+            request_id=turn.request_id,
             model=request.model or self.model_name,
             finish_reason="tool_calls" if turn.reply.get("tool_calls") else sampled.finish_reason,
             prompt_tokens=turn.prompt_tokens,

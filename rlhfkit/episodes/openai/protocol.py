@@ -61,17 +61,17 @@ class ChatRequest(BaseModel):
         return None if self.tool_choice == "none" else self.tools or None
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_texts(self) -> tuple[str, ...]:
         """Texts that end the answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def most_tokens(self) -> int | None:
+    def completion_limit(self) -> int | None:
         """Of the answer."""
         return self.max_completion_tokens or self.max_tokens
 
 
-def readable(message: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates read it: content as text, arguments of tool calls as objects, nothing empty.
 
     Args:
@@ -101,11 +101,11 @@ def readable(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(calls, list):
         raise ChatError("tool_calls must be a list")
     if calls:
-        plain["tool_calls"] = [_readable_call(one) for one in calls]
+        plain["tool_calls"] = [_normalize_tool_call(one) for one in calls]
     return plain
 
 
-def _readable_call(wanted: Any) -> dict[str, Any]:
+def _normalize_tool_call(wanted: Any) -> dict[str, Any]:
     function = wanted.get("function") if isinstance(wanted, Mapping) else None
     if not isinstance(function, Mapping):
         raise ChatError("a tool call needs a function")
@@ -128,24 +128,24 @@ def same_message(one: Message, other: Message) -> bool:
     """Whether two messages say the same, white space around them aside; ids of tool calls do not count.
 
     Args:
-        one: As :func:`readable` gives it.
+        one: As :func:`normalize_message` gives it.
         other: Likewise.
     """
-    return _said(one) == _said(other)
+    return _message_key(one) == _message_key(other)
 
 
-def _said(message: Message) -> tuple[Any, ...]:
+def _message_key(message: Message) -> tuple[Any, ...]:
     calls = [json.dumps(one["function"], sort_keys=True) for one in message.get("tool_calls", ())]
     return message["role"], message["content"].strip(), calls
 
 
-def reply_message(text: str, calls: Sequence[ToolCall], identity: str) -> dict[str, Any]:
+def assistant_message(text: str, calls: Sequence[ToolCall], request_id: str) -> dict[str, Any]:
     """The policy's turn as a message.
 
     Args:
         text: All of it.
         calls: Found in it.
-        identity: Unique beginning of the ids of the calls.
+        request_id: Unique beginning of the ids of the calls.
     """
     if not calls:
         return {"role": "assistant", "content": text}
@@ -154,7 +154,7 @@ def reply_message(text: str, calls: Sequence[ToolCall], identity: str) -> dict[s
         "content": text.partition("<tool_call>")[0].strip() or None,
         "tool_calls": [
             {
-                "id": f"call_{identity}_{number}",
+                "id": f"call_{request_id}_{number}",
                 "type": "function",
                 "function": {"name": one.name, "arguments": json.dumps(dict(one.arguments))},
             }
@@ -163,10 +163,10 @@ def reply_message(text: str, calls: Sequence[ToolCall], identity: str) -> dict[s
     }
 
 
-def completion_body(
+def chat_completion(
     message: Mapping[str, Any],
     *,
-    identity: str,
+    request_id: str,
     model: str,
     finish_reason: str,
     prompt_tokens: int,
@@ -177,7 +177,7 @@ def completion_body(
 
     Args:
         message: The policy's turn.
-        identity: Unique.
+        request_id: Unique.
         model: Name of it.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
         prompt_tokens: That the policy read.
@@ -185,7 +185,7 @@ def completion_body(
         logprobs: One entry per token, when they were asked for.
     """
     return {
-        "id": f"chatcmpl-{identity}",
+        "id": f"chatcmpl-{request_id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
@@ -205,11 +205,11 @@ def completion_body(
     }
 
 
-def completion_events(body: Mapping[str, Any]) -> list[str]:
+def stream_events(body: Mapping[str, Any]) -> list[str]:
     """The same for clients that want a stream: the whole answer in one event, then the end.
 
     Args:
-        body: From :func:`completion_body`.
+        body: From :func:`chat_completion`.
     """
     (choice,) = body["choices"]
     delta = dict(choice["message"])

@@ -14,9 +14,9 @@ from typing import Any
 
 from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.episodes.environment import Action
-from rlhfkit.episodes.event_loop import in_thread
+from rlhfkit.episodes.event_loop import run_in_thread
 from rlhfkit.episodes.observations import ObservationTokenizer
-from rlhfkit.episodes.openai.protocol import ChatError, ChatRequest, readable, reply_message, same_message
+from rlhfkit.episodes.openai.protocol import ChatError, ChatRequest, assistant_message, normalize_message, same_message
 from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.episodes.tools import ToolCallParser
 from rlhfkit.episodes.trajectory import Trajectory
@@ -40,7 +40,7 @@ class ChatTurn:
     reply: dict[str, Any]
     """The answer as the client has got it."""
     prompt_tokens: int
-    identity: str
+    request_id: str
     """Unique in the session, and the same in every run."""
 
 
@@ -53,8 +53,8 @@ class ChatSession:
         sampling: How to sample.
         iteration: Goes into the seeds.
         observations: Writes messages.
-        parse: Finds tool calls in answers.
-        most_tokens: Prompt, answers and everything between them together.
+        tool_call_parser: Finds tool calls in answers.
+        max_context_tokens: Prompt, answers and everything between them together.
         max_turns: Answers at most.
     """
 
@@ -66,8 +66,8 @@ class ChatSession:
         sampling: SamplingSpec,
         iteration: int,
         observations: ObservationTokenizer,
-        parse: ToolCallParser,
-        most_tokens: int,
+        tool_call_parser: ToolCallParser,
+        max_context_tokens: int,
         max_turns: int,
     ) -> None:
         self.prompt = prompt
@@ -75,8 +75,8 @@ class ChatSession:
         self.sampling = dataclasses.replace(sampling, group_size=1)
         self.iteration = iteration
         self.observations = observations
-        self.parse = parse
-        self.most_tokens = most_tokens
+        self.tool_call_parser = tool_call_parser
+        self.max_context_tokens = max_context_tokens
         self.max_turns = max_turns
         self.turns: list[ChatTurn] = []
         """In the order in which they were answered."""
@@ -101,7 +101,7 @@ class ChatSession:
         if len(self.turns) + self._answering >= self.max_turns:
             self.limit = self.limit or "turns"
             raise ChatError(f"the episode has had its {self.max_turns} turns", code="turn_limit_exceeded")
-        messages = [readable(message) for message in request.messages]
+        messages = [normalize_message(message) for message in request.messages]
         parent, trajectory = await self._begun(messages, request.offered_tools)
         context = trajectory.context
         spec = self._sampling(request, len(context))
@@ -119,10 +119,10 @@ class ChatSession:
             raise
         finally:
             self._answering -= 1
-        trajectory.act(sampled)
+        trajectory.add_action(sampled)
         reply = self._reply(sampled, request, f"{digest.hex()}{repeat}")
         turn = ChatTurn(
-            [*messages, readable(reply)], trajectory, parent, reply, len(context), f"{digest.hex()}{repeat}"
+            [*messages, normalize_message(reply)], trajectory, parent, reply, len(context), f"{digest.hex()}{repeat}"
         )
         self.turns.append(turn)
         return turn
@@ -133,7 +133,7 @@ class ChatSession:
             return self._begin(messages, tools)
         self._answering += 1  # other requests of the session may come meanwhile
         try:
-            began: tuple[ChatTurn | None, Trajectory] = await in_thread(self._begin, messages, tools)
+            began: tuple[ChatTurn | None, Trajectory] = await run_in_thread(self._begin, messages, tools)
             return began
         finally:
             self._answering -= 1
@@ -151,16 +151,16 @@ class ChatSession:
         try:
             if parent is None:
                 self._warn_of_changes(messages)
-                token_ids = self.observations.conversation(messages, **arguments)
+                token_ids = self.observations.encode_conversation(messages, **arguments)
                 return None, Trajectory(dataclasses.replace(self.prompt, token_ids=token_ids), self.sample_index)
             known = len(parent.messages)
             trajectory = parent.trajectory.copy()
-            new = self.observations.behind(
-                messages[known:], trajectory.last, conversation=messages[: known - 1], **arguments
+            new = self.observations.encode_observation(
+                messages[known:], trajectory.last_action, conversation=messages[: known - 1], **arguments
             )
         except Exception as error:  # templates fail in other words than their own, over what a client has sent
             raise ChatError(f"{type(error).__name__}: {error}", code="template_error") from error
-        trajectory.observe(new, trajectory.versions[-1])
+        trajectory.add_observation(new, trajectory.versions[-1])
         return parent, trajectory
 
     def _warn_of_changes(self, messages: Sequence[dict[str, Any]]) -> None:
@@ -173,34 +173,35 @@ class ChatSession:
             )
 
     def _sampling(self, request: ChatRequest, length: int) -> SamplingSpec:
-        room = self.most_tokens - length
+        room = self.max_context_tokens - length
         if room < 1:
             self.limit = self.limit or "tokens"
             raise ChatError(
-                f"the conversation has {length} tokens, and {self.most_tokens} are the most, the answer included",
+                f"the conversation has {length} tokens, and {self.max_context_tokens} are the most, the answer "
+                "included",
                 code="context_length_exceeded",
             )
         spec = self.sampling
-        most = min(spec.max_new_tokens, room, request.most_tokens or room)
+        most = min(spec.max_new_tokens, room, request.completion_limit or room)
         try:
             return dataclasses.replace(
                 spec,
                 max_new_tokens=most,
                 min_new_tokens=min(spec.min_new_tokens, most),
-                stop=(*spec.stop, *request.stops),
+                stop=(*spec.stop, *request.stop_texts),
             )
         except ValueError as error:
             raise ChatError(str(error)) from error
 
-    def _reply(self, sampled: Sample, request: ChatRequest, identity: str) -> dict[str, Any]:
+    def _reply(self, sampled: Sample, request: ChatRequest, request_id: str) -> dict[str, Any]:
         tokenizer = self.observations.tokenizer
         text = tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
         raw = tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
         calls = []
         if request.offered_tools is not None:
             action = Action(len(self.turns), list(sampled.token_ids), text, raw, sampled.finish_reason)
-            calls = [one for one in self.parse(action) if not one.error]
-        return reply_message(text, calls, identity)
+            calls = [one for one in self.tool_call_parser(action) if not one.error]
+        return assistant_message(text, calls, request_id)
 
     def leaves(self) -> list[ChatTurn]:
         """Answers that nothing continues: each ends a trajectory."""
@@ -218,13 +219,15 @@ class ChatSession:
         leaves = self.leaves()
         if not leaves:
             return Trajectory(self.prompt, self.sample_index).sample(finish_reason, info)
-        chosen = max(reversed(leaves), key=lambda turn: turn.trajectory.actions)
+        chosen = max(reversed(leaves), key=lambda turn: turn.trajectory.num_action_tokens)
         trajectory = chosen.trajectory.copy()
         if reward is not None:
-            trajectory.earn(reward)
-        used = trajectory.actions
-        sampled = sum(len(turn.trajectory.last.token_ids) for turn in self.turns if turn.trajectory.last is not None)
-        last = trajectory.last.token_ids if trajectory.last is not None else []
+            trajectory.add_reward(reward)
+        used = trajectory.num_action_tokens
+        sampled = sum(
+            len(turn.trajectory.last_action.token_ids) for turn in self.turns if turn.trajectory.last_action is not None
+        )
+        last = trajectory.last_action.token_ids if trajectory.last_action is not None else []
         return trajectory.sample(
             finish_reason,
             info

@@ -1,4 +1,10 @@
-"""Programs that a policy wrote, and their tests; see :class:`CodeExecution`."""
+"""Run and test the programs that a policy wrote, for :class:`CodeExecution`.
+
+``evaluation.py`` tests one program from outside, ``worker.py`` and ``driver.py`` run it inside the sandbox.
+
+May import: rewards (``base.py``, ``call_metrics.py``, ``sandbox/``), data, ``validation.py``.
+Start at :mod:`rlhfkit.rewards.programs.execution`.
+"""
 
 from rlhfkit.rewards.programs.execution import CodeExecution
 

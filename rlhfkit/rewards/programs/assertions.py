@@ -1,9 +1,9 @@
-"""Tests that are judged outside of the program: which functions are called with what, and what has to hold then.
+"""Tests that are evaluated outside of the program: the calls they make, and the conditions on the results.
 
 A test is an expression over calls, such as ``add(1, 2) == 3`` or ``sorted(primes(10)) == [2, 3, 5, 7]``. The program
-gets the arguments of one call at a time and gives a value, as plain data; everything else is computed here, by an
-evaluator of our own that knows a few operators and functions on plain data and runs nobody's code. The program never
-sees what is expected.
+gets the arguments of one call at a time and returns a value as plain data. Everything else is computed here, by an
+evaluator that knows a few operators and functions on plain data and executes no code of the test or the program. The
+program never sees the expected values.
 """
 
 import ast
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
-from rlhfkit.rewards.programs.values import LONGEST_RANGE, Other
+from rlhfkit.rewards.programs.values import MAX_RANGE_LENGTH, OpaqueValue
 
 _LARGEST_POWER = 4096  # bits
 _LONGEST = 1_000_000  # elements of a repeated sequence
@@ -25,26 +25,22 @@ class Call(Protocol):
     """Calls a function of the program."""
 
     def __call__(self, function: str, method: str | None, arguments: list[Any], keywords: dict[str, Any], /) -> Any:
-        """Its value; raises :class:`TestFailed` if there is none."""
+        """Return its value; raises :class:`TestFailed` if there is none."""
         ...
 
 
 class TestFailed(Exception):
-    """The test does not hold: something raised, or Python would have."""
+    """The test does not hold: the program raised, or Python would have raised."""
 
-    __test__ = False  # no test of pytest
+    __test__ = False  # not collected by pytest
 
 
-def same(left: Any, right: Any) -> bool:
-    """Whether two plain values have the same types and are equal, all the way down.
+def equal_values(left: Any, right: Any) -> bool:
+    """Whether two plain values have the same types and are equal, at every level.
 
     Numbers that are not booleans compare by value (``2 == 2.0``, which tests rely on), sets and frozensets by elements.
-
-    Args:
-        left: From :func:`rlhfkit.rewards.programs.values.loads`, or a literal.
-        right: Another.
     """
-    if isinstance(left, Other) or isinstance(right, Other):
+    if isinstance(left, OpaqueValue) or isinstance(right, OpaqueValue):
         return False
     if _number(left) and _number(right):
         return bool(left == right)
@@ -53,11 +49,11 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(same(one, other) for one, other in zip(left, right, strict=True))
+        return len(left) == len(right) and all(equal_values(one, other) for one, other in zip(left, right, strict=True))
     if isinstance(left, dict):
         others = {_typed(key): value for key, value in right.items()}
         return len(left) == len(right) and all(
-            _typed(key) in others and same(value, others[_typed(key)]) for key, value in left.items()
+            _typed(key) in others and equal_values(value, others[_typed(key)]) for key, value in left.items()
         )
     return bool(left == right)
 
@@ -67,7 +63,7 @@ def _number(value: Any) -> bool:
 
 
 def _typed(value: Any) -> Any:
-    """A hashable value that equals another's only where :func:`same` says so."""
+    """A hashable value that equals another one only where :func:`equal_values` is true."""
     if _number(value):
         return "number", value
     if isinstance(value, tuple | frozenset):
@@ -77,53 +73,47 @@ def _typed(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A function of the program, arguments, and the value that it has to give."""
+    """A function of the program, arguments, and the expected value."""
 
     function: str
     arguments: tuple[Any, ...]
     expected: Any = field(hash=False)
 
-    def holds(self, call: Call) -> bool:
-        """Whether it gives that.
-
-        Args:
-            call: Calls the program.
+    def passes(self, call: Call) -> bool:
+        """Whether the call returns the expected value.
 
         Raises:
-            TestFailed: If it gives nothing.
+            TestFailed: If it returns nothing.
         """
-        return same(call(self.function, None, list(self.arguments), {}), self.expected)
+        return equal_values(call(self.function, None, list(self.arguments), {}), self.expected)
 
 
 @dataclass(frozen=True)
-class Assertions:
-    """Assertions that are judged outside; the test passes if all of them hold."""
+class ParsedAssertions:
+    """Assertions that can be evaluated outside; the test passes if all of them hold."""
 
     conditions: tuple[ast.expr, ...]
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Functions of the program by what the test calls them; others are called by their names."""
+    """Functions of the program, by their names in the test where those differ."""
     shadowed: str = ""
-    """A function of the program that has the name of one of Python's."""
+    """The name of a function of the program that is also the name of a built-in."""
 
-    def holds(self, call: Call) -> bool:
-        """Whether they do.
-
-        Args:
-            call: Calls the program.
+    def passes(self, call: Call) -> bool:
+        """Whether all assertions hold.
 
         Raises:
-            TestFailed: If one cannot be computed.
+            TestFailed: If one cannot be evaluated.
         """
         return all(_truth(_Evaluator(self, call).value(condition)) for condition in self.conditions)
 
 
 def _truth(value: Any) -> bool:
-    return value.truth if isinstance(value, Other) else bool(value)
+    return value.truth if isinstance(value, OpaqueValue) else bool(value)
 
 
 @lru_cache(4096)
-def judged_outside(test: str) -> Assertions | None:
-    """A test as assertions that can be judged outside; ``None`` where it is more than that.
+def parse_assertions(test: str) -> ParsedAssertions | None:
+    """Parse a test into assertions that can be evaluated outside; ``None`` if it contains anything else.
 
     Args:
         test: Assert statements, or ``def check(candidate): ...`` of such statements and a call of it (HumanEval).
@@ -148,14 +138,14 @@ def judged_outside(test: str) -> Assertions | None:
     shadowed = ""
     if all(name in _BUILTINS and name not in names for name in called_names):
         if not called_names:
-            return None  # it asks nothing of the program
-        shadowed = called_names[0]  # such as a task to write `sum`
-    parsed = Assertions(conditions, names, shadowed)
+            return None  # it does not call the program
+        shadowed = called_names[0]  # the task is to write `sum`, for example
+    parsed = ParsedAssertions(conditions, names, shadowed)
     return parsed if all(map(_Checker(parsed).known, conditions)) else None
 
 
 def _meaningful(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Those that do something, but for ``import math`` and constants that are given names and not used."""
+    """Remove statements that test nothing: docstrings, ``pass``, ``import math`` and HumanEval's ``METADATA``."""
 
     def idle(one: ast.stmt) -> bool:
         match one:
@@ -169,13 +159,13 @@ def _meaningful(statements: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _called(expression: ast.expr) -> list[str]:
-    """Names of what is called, the outermost and leftmost first."""
+    """Names of the called functions, outermost and leftmost first."""
     return [
         node.func.id for node in ast.walk(expression) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     ]
 
 
-# ---------------------------------------------------------------------- what is known
+# ---------------------------------------------------------------------- supported expressions
 
 
 def _numbers_only(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +200,7 @@ def _sum(values: Any) -> Any:
 
 def _range(*bounds: Any) -> range:
     made = range(*bounds)
-    if len(made) > LONGEST_RANGE:
+    if len(made) > MAX_RANGE_LENGTH:
         raise ValueError("too long")
     return made
 
@@ -265,9 +255,9 @@ _ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 @dataclass
 class _Checker:
-    """Says whether an expression is one that the evaluator knows."""
+    """Checks that an expression uses only what the evaluator supports."""
 
-    test: Assertions
+    test: ParsedAssertions
 
     def known(self, node: ast.AST | None) -> bool:
         match node:
@@ -315,7 +305,7 @@ class _Checker:
 
 
 def _known_comparison(op: ast.cmpop, right: ast.expr) -> bool:
-    if isinstance(op, ast.Is | ast.IsNot):  # of what is the same object in every process
+    if isinstance(op, ast.Is | ast.IsNot):  # only with singletons, which are the same object in every process
         return isinstance(right, ast.Constant) and right.value in (None, True, False) and type(right.value) is not int
     return True
 
@@ -325,13 +315,13 @@ def _known_comparison(op: ast.cmpop, right: ast.expr) -> bool:
 
 @dataclass
 class _Evaluator:
-    """Computes an expression that is known, on plain data."""
+    """Evaluates a supported expression on plain data."""
 
-    test: Assertions
+    test: ParsedAssertions
     call: Call
 
     def value(self, node: ast.AST) -> Any:
-        """Of an expression.
+        """Return the value of an expression.
 
         Raises:
             TestFailed: If it has none.
@@ -418,14 +408,14 @@ class _Evaluator:
 def _holds(op: ast.cmpop, left: Any, right: Any) -> bool:
     match op:
         case ast.Eq():
-            return same(left, right)
+            return equal_values(left, right)
         case ast.NotEq():
-            return not (isinstance(left, Other) or isinstance(right, Other) or same(left, right))
+            return not (isinstance(left, OpaqueValue) or isinstance(right, OpaqueValue) or equal_values(left, right))
         case ast.Is():
             return left is right
         case ast.IsNot():
             return left is not right
         case ast.In() | ast.NotIn():
-            within = left in right if isinstance(right, str | bytes) else any(same(left, one) for one in right)
+            within = left in right if isinstance(right, str | bytes) else any(equal_values(left, one) for one in right)
             return within is isinstance(op, ast.In)
     return bool(_ORDER[type(op)](left, right))

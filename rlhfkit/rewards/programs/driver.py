@@ -1,13 +1,14 @@
 """The interpreter that a program runs in. Run as a program by :mod:`rlhfkit.rewards.programs.worker`.
 
-It is started without ``site``, which can take longer than the program, and does what a program may expect of that. What
-it needs after the program has begun is bound before, so that a program which changes a module harms itself only.
+It is started without ``site``, whose import can take longer than the program, and sets up what programs expect from it.
+What it needs after the program has started is bound to local names before, so that a program that patches modules
+affects only itself. Modes:
 
 - ``run``: the program is ``__main__``, with its standard input and output.
-- ``calls``: the program is a module whose functions are called with what comes down one pipe; values go up another.
-  What is expected is not in this process, nor on this side of the sandbox.
-- ``assertions``: code of tests is run with the program. This is the only way for tests that are more than calls, and a
-  program that wants to can forge its result (see ``CodeExecution``).
+- ``calls``: the program is a module. Requests on one pipe name a function and its arguments; values are returned on
+  another. The expected values are neither in this process nor inside the sandbox.
+- ``assertions``: test code runs in the program's interpreter. This is the only way to run tests that are more than
+  calls, and a hostile program can forge their result (see ``CodeExecution``).
 """
 
 import importlib.util
@@ -21,12 +22,12 @@ from typing import Any
 
 
 def main() -> None:
-    """Arguments: folders of packages, what to do, the descriptors to read from and to write to."""
+    """Arguments: folders of packages, mode, file descriptors to read from and to write to."""
     packages, mode, reading, writing = sys.argv[1:]
     sys.path += packages.split(os.pathsep)
     site.setquit()
     sys.argv = ["program.py"]
-    requests = open(int(reading), "rb")  # noqa: SIM115  # read to the end of the process
+    requests = open(int(reading), "rb")  # noqa: SIM115  # used until the process ends
     if mode == "run":
         source = json.loads(requests.readline())
         requests.close()
@@ -48,7 +49,7 @@ def _calls(requests: Any, answers: int) -> None:
             data = data[write(answers, data) :]
 
     source = loads(readline())
-    names = _module("program")  # not __main__: what a script does when run is not tested here
+    names = _module("program")  # not __main__: code under `if __name__ == "__main__"` must not run
     exec(compile(source, "program.py", "exec"), names)
     answer("{}")
     while line := readline():
@@ -58,7 +59,7 @@ def _calls(requests: Any, answers: int) -> None:
         except failure as error:  # SystemExit too
             text = dumps({"raised": type(error).__name__})
         answer(text)
-    os._exit(0)  # whatever threads the program has left
+    os._exit(0)  # without waiting for threads of the program
 
 
 def _call(names: dict[str, Any], request: dict[str, Any], as_value: Callable[[str], Any]) -> Any:
@@ -74,19 +75,19 @@ def _assertions(requests: Any, marks: int) -> None:
     names = _module("program")
     run(build(loads(readline()), "program.py", "exec"), names)
     write(marks, b"\n")
-    while line := readline():  # one by one: the program has begun before a test or its word is here
+    while line := readline():  # one by one: a test and its token arrive only after the program has run
         test = loads(line)
         try:
             run(build(test["code"], "test", "exec"), names)
         except failure:
             write(marks, b"\n")
             continue
-        write(marks, encode(test["word"] + "\n"))
+        write(marks, encode(test["token"] + "\n"))
     leave(0)
 
 
 def _values() -> types.ModuleType:
-    """The file beside this one."""
+    """Import ``values.py`` from this folder."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "values.py")
     spec = importlib.util.spec_from_file_location("rlhfkit_values", path)
     assert spec is not None
@@ -97,7 +98,7 @@ def _values() -> types.ModuleType:
 
 
 def _module(name: str) -> dict[str, Any]:
-    """The names of a new module that can be imported."""
+    """Create a module that can be imported, and return its namespace."""
     module = sys.modules[name] = types.ModuleType(name)
     return module.__dict__
 

@@ -1,7 +1,7 @@
-"""Examining a program from outside: what it is asked, and whether what it answers is right.
+"""Evaluate a program from outside the sandbox: send inputs and arguments, and compare what it returns.
 
-The program runs in a sandbox and gets inputs and arguments only. This side knows what is expected, and reads the
-program's answers as plain data.
+The program gets inputs and arguments only. The expected values stay on this side, which reads the program's answers as
+plain data.
 """
 
 import secrets
@@ -10,102 +10,98 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfkit.rewards.programs.assertions import Assertions, CallTest, TestFailed
+from rlhfkit.rewards.programs.assertions import CallTest, ParsedAssertions, TestFailed
 from rlhfkit.rewards.programs.parsing import ProgramTests
 from rlhfkit.rewards.programs.values import dumps, loads
-from rlhfkit.rewards.sandbox.process import Outcome
+from rlhfkit.rewards.sandbox.process import CallResult
 
-SLACK = 10.0
-"""Seconds beyond the time limit of a program's run, for starting it."""
+STARTUP_SECONDS = 10.0
+"""Added to the time limit of a program's run, for starting the interpreter."""
 
-Ask = Callable[[Any, float], Outcome]
+CallWorker = Callable[[Any, float], CallResult]
 """Sends a job to the sandbox's worker, with a time limit in seconds."""
 
 
-class SandboxFailed(Exception):
-    """The sandbox gave no answer, so nothing is known about the program.
+class SandboxError(Exception):
+    """The sandbox gave no answer, so nothing is known about the program; ``outcome`` says what happened instead."""
 
-    Args:
-        outcome: What it gave instead.
-    """
-
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: CallResult) -> None:
         super().__init__(outcome.message)
         self.outcome = outcome
 
 
 @dataclass(slots=True)
-class Examination:
-    """One program before its tests.
+class ProgramEvaluation:
+    """Evaluates one program on its tests.
 
     Args:
-        ask: Reaches its sandbox.
-        program: Its code.
-        timeout: Seconds of one run: of an input, or of all calls or assertions together.
-        alone: Whether the sandbox has process ids of its own.
+        call_worker: Calls the worker of its sandbox.
+        program: Source code.
+        timeout: Time limit in seconds of one run: one input, or all calls or assertions together.
+        own_pid_namespace: Whether the sandbox has a PID namespace.
     """
 
-    ask: Ask
+    call_worker: CallWorker
     program: str
     timeout: float
-    alone: bool
-    late: bool = False
-    """Whether a run took too long; the tests behind it count as failed."""
+    own_pid_namespace: bool
+    timed_out: bool = False
+    """Whether a run took too long; the tests after it count as failed."""
     seconds: float = 0.0
     _deadline: float = 0.0
 
-    def passed(self, tests: ProgramTests, compare: Callable[[str, str], bool]) -> int:
-        """How many tests the program passes.
+    def count_passed(self, tests: ProgramTests, compare: Callable[[str, str], bool]) -> int:
+        """Run the tests and return how many pass.
 
         Args:
-            tests: All of them.
-            compare: Whether an output and the expected one agree.
+            tests: All tests of the program.
+            compare: Whether an output equals the expected one.
 
         Raises:
-            SandboxFailed: If the sandbox gives no answer.
+            SandboxError: If the sandbox gives no answer.
         """
         started = time.monotonic()
         try:
-            judged = [test for test in tests.judged if test is not None]
-            free = [code for code, test in zip(tests.assertions, tests.judged, strict=False) if test is None]
-            count = self._outputs(tests, compare) if tests.inputs else 0
-            count += self._judged([*judged, *tests.calls]) if judged or tests.calls else 0
-            return count + (self._free(free) if free else 0)
+            parsed = [test for test in tests.parsed if test is not None]
+            in_process = [code for code, test in zip(tests.assertions, tests.parsed, strict=False) if test is None]
+            count = self._count_outputs(tests, compare) if tests.inputs else 0
+            count += self._count_calls([*parsed, *tests.calls]) if parsed or tests.calls else 0
+            return count + (self._count_in_process(in_process) if in_process else 0)
         finally:
             self.seconds = time.monotonic() - started
 
-    def _outputs(self, tests: ProgramTests, compare: Callable[[str, str], bool]) -> int:
-        """Of inputs, each a run of its own."""
+    def _count_outputs(self, tests: ProgramTests, compare: Callable[[str, str], bool]) -> int:
+        """Count the passed inputs, each in a run of its own."""
         count = 0
         for text, expected in zip(tests.inputs, tests.outputs, strict=True):
             self._deadline = time.monotonic() + self.timeout
             output = self._text({"do": "run", "program": self.program, "input": text})
             count += output is not None and compare(output, expected)
-            if self.late:  # what hangs once would mostly hang again
+            if self.timed_out:  # a program that hangs on one input mostly hangs on the others
                 break
         return count
 
-    def _judged(self, tests: list[Assertions | CallTest]) -> int:
-        """Of tests that are judged here, one after the other on one interpreter."""
+    def _count_calls(self, tests: list[ParsedAssertions | CallTest]) -> int:
+        """Count the passed tests that are evaluated here, with one interpreter for all calls."""
         if not self._open("calls"):
             return 0
         count = 0
         for test in tests:
             try:
-                count += test.holds(self._call)
+                count += test.passes(self._call)
             except TestFailed:
-                if self.late:
+                if self.timed_out:
                     break
         return count
 
-    def _free(self, tests: list[str]) -> int:
-        """Of assertions that run with the program, each with a word of its own that says that it has passed."""
+    def _count_in_process(self, tests: list[str]) -> int:
+        """Count the passed assertions that run in the program's interpreter; success is reported by a random token."""
         if not self._open("assertions"):
             return 0
         count = 0
         for code in tests:
             word = secrets.token_hex(16)
-            answer = self._text({"do": "ask", "line": {"code": code, "word": word}})
+            answer = self._text({"do": "ask", "line": {"code": code, "token": word}})
             count += answer == word
             if answer is None:
                 break
@@ -122,18 +118,20 @@ class Examination:
             raise TestFailed("the program did not answer")
         try:
             return loads(text)
-        except ValueError as error:  # what it raised, or nonsense
+        except ValueError as error:  # the name of what it raised, or no valid value
             raise TestFailed(str(error)) from None
 
     def _text(self, job: dict[str, Any]) -> str | None:
-        """The program's answer to a job."""
+        """Return the program's answer to a job."""
         left = max(self._deadline - time.monotonic(), 0.0)
-        outcome = self.ask({**job, "seconds": left, "alone": self.alone}, left + SLACK)
+        outcome = self.call_worker(
+            {**job, "seconds": left, "own_pid_namespace": self.own_pid_namespace}, left + STARTUP_SECONDS
+        )
         match outcome.value:
-            case {"text": str() | None as text, "timeout": bool() as late} if outcome.status == "ok":
-                self.late = self.late or late
+            case {"text": str() | None as text, "timeout": bool() as timed_out} if outcome.status == "ok":
+                self.timed_out = self.timed_out or timed_out
                 return text
-        if outcome.status == "ok":  # not what our side of the sandbox writes
+        if outcome.status == "ok":  # not an answer of worker.py
             message = f"its sandbox answered {str(outcome.value)[:200]}"
-            outcome = Outcome("error", message=message, seconds=outcome.seconds)
-        raise SandboxFailed(outcome)
+            outcome = CallResult("error", message=message, seconds=outcome.seconds)
+        raise SandboxError(outcome)

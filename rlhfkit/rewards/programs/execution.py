@@ -1,4 +1,4 @@
-"""``CodeExecution``: does the program in a completion pass the tests of its row?"""
+"""``CodeExecution``: run the program in a completion on the tests of its row."""
 
 import logging
 import math
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.rewards.base import OnFailure, check_on_failure, reward_after_failure
 from rlhfkit.rewards.call_metrics import CallMetrics
-from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
-from rlhfkit.rewards.programs.evaluation import SLACK, Ask, Examination, SandboxFailed
-from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, read_tests, same_output
+from rlhfkit.rewards.programs.evaluation import STARTUP_SECONDS, CallWorker, ProgramEvaluation, SandboxError
+from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, parse_tests, same_output
 from rlhfkit.rewards.sandbox.isolation import Backend
-from rlhfkit.rewards.sandbox.pool import Sandbox
-from rlhfkit.rewards.sandbox.process import Limits, Outcome, Work
+from rlhfkit.rewards.sandbox.pool import SandboxPool
+from rlhfkit.rewards.sandbox.process import CallResult, ResourceLimits, WorkerSpec
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 class CodeExecution:
     """The fraction of a row's tests that the Python program in the completion passes.
 
-    Each program runs in a sandbox of its own that ends with it, each of its runs in a new interpreter. A program that
-    does not come back, dies or eats memory fails its tests, as does a completion without a program.
+    Each program has a sandbox of its own that ends with it, and each of its runs a new interpreter. A program that
+    hangs, crashes or exceeds a limit fails its tests, as does a completion without a program.
 
-    Tests are judged outside of the sandbox: the program gets inputs, or the arguments of one call at a time, and what
-    it gives is compared here, as plain data, by type and value. Expected values never enter the sandbox. Assertions of
+    Tests are evaluated outside of the sandbox: the program gets inputs, or the arguments of one call at a time, and its
+    results are compared here, as plain data, by type and value. Expected values never enter the sandbox. Assertions of
     the form ``assert f(arguments) == expected`` (and sets, ``sorted``, ``abs(... - x) < e``, ``math.isclose``,
-    HumanEval's ``check``) are calls of this kind. **What is more than that runs inside the program's interpreter, where
-    a program can forge its result**; a warning names the first such test.
+    HumanEval's ``check``) are evaluated this way. **Any other assertion runs inside the program's interpreter, where a
+    program can forge its result**; a warning names the first such test.
 
-    A program runs as a process of this machine's kernel, so a hole in the kernel is a hole here: run the trainer in a
-    container or virtual machine that holds nothing of value if what is trained may attack. ``docs/security.md`` says
-    what holds on which machine.
+    A program runs on this machine's kernel, so a vulnerability of the kernel is one of the sandbox: run the trainer in
+    a container or virtual machine that holds nothing of value if the trained model may attack it. ``docs/security.md``
+    says which machine provides which isolation.
 
     Example::
 
@@ -45,8 +45,8 @@ class CodeExecution:
         # [{"function": "add", "arguments": [1, 2], "expected": 3}] is a column of calls
     """
 
-    bounded: ClassVar[bool] = True
-    """Every program ends in time."""
+    time_bounded: ClassVar[bool] = True
+    """Every call returns in time."""
 
     def __init__(
         self,
@@ -66,33 +66,33 @@ class CodeExecution:
         output_mib: float = 1.0,
         network: bool = False,
         backend: Backend = "auto",
-        allow_weak: bool = False,
+        allow_partial_isolation: bool = False,
         name: str = "code_execution",
     ) -> None:
-        """Name the columns and set the limits; nothing is started before the first call.
+        """Set the columns and limits; nothing is started before the first call.
 
         Args:
-            tests: Column of the tests, in a form that :func:`read_tests` reads.
+            tests: Column of the tests, in a form that :func:`~rlhfkit.rewards.programs.parsing.parse_tests` reads.
             setup: Column of code that runs before the program, such as imports, in the same interpreter.
-            extract: Finds the program in the completion; ``None`` where there is none.
-            compare: Whether an output and the expected one agree.
+            extract: Finds the program in the completion; returns ``None`` if there is none.
+            compare: Whether an output equals the expected one.
             all_or_nothing: 1 if all tests pass, else 0, instead of the fraction.
-            max_tests: Only the first so many.
-            timeout: Seconds for one run: one input, or all calls together. After a run that took longer the other
-                tests of the program count as failed.
-            workers: Programs at a time; ``None``: one per core.
-            on_failure: What becomes of samples whose program could not be run or whose result was lost, which a program
-                can bring about: a number (0), ``"mask"`` or ``"stop"``.
+            max_tests: Use the first tests only; ``None``: all.
+            timeout: Time limit in seconds of one run: one input, or all calls together. After a run that took longer
+                the other tests of the program count as failed.
+            workers: Programs that run concurrently; ``None``: one per core.
+            on_failure: What happens to samples whose program could not be run or whose result was lost, which a program
+                can cause: a number (their reward), ``"mask"`` or ``"stop"``.
             memory_gib: Address space of each process in GiB, and memory of all processes of a program together.
             processes: Processes and threads of a program.
             file_mib: MiB that a program may write.
-            output_mib: MiB that a run may print, and a value may have as text.
+            output_mib: MiB that a run may print, and size limit of a returned value as text.
             network: Whether programs may use the network.
-            backend: Who puts up the walls: ``"bubblewrap"``, ``"namespaces"`` (our own), or ``"auto"``: bubblewrap
-                where it is installed and allowed, else our own.
-            allow_weak: Whether to run programs where this machine cannot keep them from the files that the trainer
-                reads, from the trainer, or from the network. If not, that is an error that names the missing wall.
-            name: In logs.
+            backend: What sets up the isolation, see :data:`~rlhfkit.rewards.sandbox.isolation.Backend`.
+            allow_partial_isolation: Run programs also where this machine cannot isolate them from the files that the
+                trainer reads, from the trainer, or from the network. Otherwise that is an error that names the missing
+                layer.
+            name: Name in logs.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -109,11 +109,11 @@ class CodeExecution:
         self.all_or_nothing = all_or_nothing
         self.max_tests = max_tests
         self.timeout = timeout
-        self.on_failure = checked_on_failure(on_failure)
+        self.on_failure = check_on_failure(on_failure)
         self.name = name
         output_limit = int(output_mib * 2**20)
         packages = os.pathsep.join(dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib"))))
-        work = Work(
+        work = WorkerSpec(
             name=f"reward {name!r}",
             program=Path(__file__).with_name("worker.py"),
             factory="runner",
@@ -121,23 +121,23 @@ class CodeExecution:
             packages=False,
             trusted=False,
             files=(Path(__file__).with_name("driver.py"), Path(__file__).with_name("values.py")),
-            required=("data", "trainer", "network"),
-            largest_answer=6 * output_limit + 4096,  # a byte may take six as JSON
+            required=("reads", "trainer", "network"),
+            max_answer_bytes=6 * output_limit + 4096,  # JSON writes some bytes as six characters
         )
-        self.sandbox = Sandbox(
+        self.sandbox = SandboxPool(
             work,
             workers=(os.cpu_count() or 1) if workers is None else workers,
-            timeout=timeout + SLACK,
-            limits=Limits(
+            timeout=timeout + STARTUP_SECONDS,
+            limits=ResourceLimits(
                 memory_gib=memory_gib,
-                cpu_seconds=math.ceil(timeout + SLACK),
+                cpu_seconds=math.ceil(timeout + STARTUP_SECONDS),
                 processes=processes,
                 file_mib=file_mib,
                 network=network,
             ),
-            fresh=True,
+            fresh_process=True,
             backend=backend,
-            allow_weak=allow_weak,
+            allow_partial_isolation=allow_partial_isolation,
         )
         self._metrics = CallMetrics(name)
         self._warned = False
@@ -146,41 +146,41 @@ class CodeExecution:
         """Score samples.
 
         Raises:
-            ValueError: If a row has no tests, or tests of no known form.
-            RewardFailure: If a program could not be run and ``on_failure`` is ``"stop"``.
-            WeakSandbox: If walls are missing here and ``allow_weak`` is not set.
+            ValueError: If a row has no tests, or its tests have an unknown form.
+            RewardError: If a program could not be run and ``on_failure`` is ``"stop"``.
+            InsufficientIsolationError: If a layer is missing and ``allow_partial_isolation`` is not set.
             RuntimeError: If no process can be started.
         """
         tests = [self._tests(sample.prompt) for sample in samples]
-        self._warn_of_free_assertions(samples, tests)
+        self._warn_of_forgeable_tests(samples, tests)
         programs = [self.extract(sample.text) for sample in samples]
-        examined = iter(
-            self.sandbox.sessions(
+        evaluated = iter(
+            self.sandbox.run_sessions(
                 [
-                    partial(self._examine, sample, test, program)
+                    partial(self._evaluate, sample, test, program)
                     for sample, test, program in zip(samples, tests, programs, strict=True)
                     if program is not None
                 ]
             )
         )
-        return [0.0 if program is None else next(examined) for program in programs]
+        return [0.0 if program is None else next(evaluated) for program in programs]
 
-    def _examine(self, sample: Sample, tests: ProgramTests, program: str, ask: Ask) -> float | None:
-        """The reward of one program; called in a thread of its own, with a sandbox of its own."""
-        alone = "processes" in (self.sandbox.walls or ())
-        examination = Examination(ask, self._code(sample.prompt, program), self.timeout, alone)
+    def _evaluate(self, sample: Sample, tests: ProgramTests, program: str, call_worker: CallWorker) -> float | None:
+        """Return the reward of one program; called in a thread of its own, with a sandbox of its own."""
+        own_pid_namespace = "processes" in (self.sandbox.isolation or ())
+        evaluation = ProgramEvaluation(call_worker, self._code(sample.prompt, program), self.timeout, own_pid_namespace)
         try:
-            passed = examination.passed(tests, self.compare)
-        except SandboxFailed as failure:
+            passed = evaluation.count_passed(tests, self.compare)
+        except SandboxError as failure:
             self._metrics.add(failure.outcome)
             return self._after_failure(sample, failure.outcome)
-        self._metrics.add(Outcome("timeout" if examination.late else "ok", seconds=examination.seconds))
+        self._metrics.add(CallResult("timeout" if evaluation.timed_out else "ok", seconds=evaluation.seconds))
         return float(passed == tests.count) if self.all_or_nothing else passed / tests.count
 
-    def _warn_of_free_assertions(self, samples: Sequence[Sample], tests: Sequence[ProgramTests]) -> None:
-        """Say once that there are tests whose result the program can forge."""
+    def _warn_of_forgeable_tests(self, samples: Sequence[Sample], tests: Sequence[ProgramTests]) -> None:
+        """Warn once that there are tests whose result the program can forge."""
         for sample, test in zip(samples, tests, strict=True):
-            free = [code for code, judged in zip(test.assertions, test.judged, strict=True) if judged is None]
+            free = [code for code, assertions in zip(test.assertions, test.parsed, strict=True) if assertions is None]
             if free and not self._warned:
                 self._warned = True
                 log.warning(
@@ -192,15 +192,18 @@ class CodeExecution:
                 )
 
     def metrics(self) -> dict[str, float]:
-        """Since it was last asked, see :class:`CallMetrics`: the programs, those with a run out of time, seconds."""
+        """Metrics since this was last called: fraction of programs that timed out or failed, and seconds, per program.
+
+        See :class:`~rlhfkit.rewards.call_metrics.CallMetrics`.
+        """
         return self._metrics.take()
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self.sandbox.close()
 
-    def _after_failure(self, sample: Sample, outcome: Outcome) -> float | None:
-        """The reward of a sample whose program was not run to its end."""
+    def _after_failure(self, sample: Sample, outcome: CallResult) -> float | None:
+        """Return the reward of a sample whose program could not be run to its end."""
         which = f"prompt {sample.prompt.index}, sample {sample.sample_index}"
         how = f"could not be run to its end: {outcome.status}: {outcome.message}"
         message = f"reward {self.name!r}: the program of {which} {how}"
@@ -209,7 +212,7 @@ class CodeExecution:
         return reward
 
     def _tests(self, prompt: Prompt) -> ProgramTests:
-        """The tests of a row."""
+        """Return the parsed tests of a row."""
         if self.tests not in prompt.metadata:
             columns = ", ".join(sorted(prompt.metadata)) or "none"
             raise ValueError(
@@ -217,7 +220,7 @@ class CodeExecution:
                 f"have; it has {columns}: CodeExecution(tests=...)"
             )
         try:
-            tests = read_tests(prompt.metadata[self.tests])
+            tests = parse_tests(prompt.metadata[self.tests])
         except ValueError as error:
             raise ValueError(
                 f"reward {self.name!r}, column {self.tests!r} of prompt {prompt.index}: {error}"

@@ -1,11 +1,11 @@
-"""Programs and their tests as they are written: code blocks in completions, tests in the columns of data sets."""
+"""Parse programs and tests: code blocks in completions, tests in the columns of data sets."""
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfkit.rewards.programs.assertions import Assertions, CallTest, judged_outside
+from rlhfkit.rewards.programs.assertions import CallTest, ParsedAssertions, parse_assertions
 
 _FORMS = (
     "a list of assert statements, or a list of {'input': ..., 'output': ...}, or {'inputs': [...], 'outputs': [...]}, "
@@ -16,17 +16,13 @@ _PYTHON = ("", "python", "python3", "py")
 
 
 def last_code_block(text: str) -> str | None:
-    """The last closed block between fences of three backticks, of Python or of no named language.
-
-    Args:
-        text: A completion.
-    """
+    """Return the last closed block between fences of three backticks whose language is Python or not given."""
     programs = [block for language, block in _blocks(text) if language.strip().lower() in _PYTHON]
     return programs[-1] if programs else None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and content of closed blocks; one look at each line, as a policy writes many fences."""
+    """Yield language and content of closed blocks, in one pass over the lines: a policy may write many fences."""
     language: str | None = None
     content: list[str] = []
     for line in text.split("\n"):
@@ -41,12 +37,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether two texts agree but for white space at the ends of lines and of the text.
-
-    Args:
-        output: What a program wrote.
-        expected: What it should have written.
-    """
+    """Whether two texts are equal up to white space at the ends of lines and of the text."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.strip().splitlines()]
@@ -56,7 +47,7 @@ def same_output(output: str, expected: str) -> bool:
 
 @dataclass(frozen=True)
 class ProgramTests:
-    """What a program must do: hold to assertions, give outputs for inputs, or give values for arguments."""
+    """The tests of a program: assertions, inputs with expected outputs, or calls with expected values."""
 
     assertions: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
@@ -65,25 +56,21 @@ class ProgramTests:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of tests."""
         return len(self.assertions) + len(self.inputs) + len(self.calls)
 
     @property
-    def judged(self) -> tuple[Assertions | None, ...]:
-        """Each assertion as one that is judged outside of the program, ``None`` where it has to run with it."""
-        return tuple(map(judged_outside, self.assertions))
+    def parsed(self) -> tuple[ParsedAssertions | None, ...]:
+        """Each assertion as one that is evaluated outside of the program; ``None`` if it has to run inside."""
+        return tuple(map(parse_assertions, self.assertions))
 
     def first(self, count: int | None) -> "ProgramTests":
-        """Only so many.
-
-        Args:
-            count: Of each kind; ``None``: all.
-        """
+        """Return the first ``count`` tests of each kind; ``None``: all."""
         return ProgramTests(self.assertions[:count], self.inputs[:count], self.outputs[:count], self.calls[:count])
 
 
-def read_tests(given: Any) -> ProgramTests:
-    """Tests as data sets write them: MBPP and HumanEval (code), APPS, TACO and CodeContests (inputs and outputs).
+def parse_tests(given: Any) -> ProgramTests:
+    """Parse tests as data sets write them: MBPP and HumanEval (code), APPS, TACO and CodeContests (inputs and outputs).
 
     Args:
         given: A list of assert statements, a list of ``{"input": ..., "output": ...}``, ``{"inputs": [...], "outputs":

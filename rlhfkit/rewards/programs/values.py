@@ -1,52 +1,45 @@
-"""Values of Python as plain data, which programs and judges exchange; nothing that is read here runs anybody's code.
+"""Python values as plain data, exchanged between a program and its tests; parsing them executes no code.
 
-JSON has ``None``, booleans, numbers, texts and lists. An object with a single key is the rest: ``{"tuple": [...]}``,
+JSON has ``None``, booleans, numbers, texts and lists. All else is an object with a single key: ``{"tuple": [...]}``,
 ``{"set": [...]}``, ``{"frozenset": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"bytes": hexadecimal}``,
-``{"complex": [real, imaginary]}``, ``{"range": [start, stop, step]}``, and ``{"other": [name of the type, truth]}`` for
-whatever else an object is.
+``{"complex": [real, imaginary]}``, ``{"range": [start, stop, step]}``, and ``{"other": [type name, truth value]}`` for
+any other object.
 
-Loaded by path beside programs, so it imports the standard library only.
+Loaded by path beside programs; standard library only.
 """
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
-DEPTH = 100
-"""Containers in one another that a value may have."""
+MAX_DEPTH = 100
+"""Maximum nesting of containers."""
 
-LONGEST_RANGE = 100_000
-"""Elements of a range: its text is short whatever they are."""
+MAX_RANGE_LENGTH = 100_000
+"""Maximum number of elements of a range, whose text is short whatever its length."""
 
 
 @dataclass(frozen=True, eq=False)
-class Other:
-    """An object that is no plain data: it equals nothing, and all that is known of it is its type and its truth."""
+class OpaqueValue:
+    """An object that is not plain data. It equals nothing; only the name of its type and its truth value are known."""
 
     name: str
     truth: bool
 
 
 def dumps(value: Any) -> str:
-    """A value as text. Subclasses of plain types become these, numbers of NumPy those of Python.
-
-    Args:
-        value: Any.
-    """
-    return json.dumps(_plain(value, DEPTH))
+    """Return a value as text. Subclasses of plain types are written as those, NumPy scalars as Python numbers."""
+    return json.dumps(_plain(value, MAX_DEPTH))
 
 
 def loads(text: str | bytes) -> Any:
-    """The value that a text is.
-
-    Args:
-        text: From :func:`dumps`, or from whoever pretends so.
+    """Parse the text of a value, which may be written by anyone.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not the text of a value.
     """
     try:
-        return _value(json.loads(text), DEPTH)
+        return _value(json.loads(text), MAX_DEPTH)
     except (RecursionError, TypeError) as error:  # unhashable elements
         raise ValueError(f"no value: {error}") from None
 
@@ -90,7 +83,7 @@ def _value(plain: Any, depth: int) -> Any:
     if plain is None or isinstance(plain, bool | int | float | str):
         return plain
     if depth == 0:
-        raise ValueError(f"more than {DEPTH} containers in one another")
+        raise ValueError(f"more than {MAX_DEPTH} containers in one another")
     if isinstance(plain, list):
         return [_value(element, depth - 1) for element in plain]
     if len(plain) != 1:
@@ -109,11 +102,11 @@ def _value(plain: Any, depth: int) -> Any:
         return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](elements)
     if kind == "range" and [type(part) for part in content] == [int, int, int]:
         made = range(*content)
-        if abs(made.stop - made.start) > abs(made.step) * LONGEST_RANGE:
-            raise ValueError(f"a range of more than {LONGEST_RANGE} elements")
+        if abs(made.stop - made.start) > abs(made.step) * MAX_RANGE_LENGTH:
+            raise ValueError(f"a range of more than {MAX_RANGE_LENGTH} elements")
         return made
     if kind == "complex" and [type(part) for part in content] == [float, float]:
         return complex(*content)
     if kind == "other" and [type(part) for part in content] == [str, bool]:
-        return Other(content[0][:100], content[1])
+        return OpaqueValue(content[0][:100], content[1])
     raise ValueError(f"no value is called {kind!r}")

@@ -1,7 +1,7 @@
-"""What runs inside the processes of :class:`~rlhfkit.rewards.programs.CodeExecution`: it starts a program and asks it.
+"""The function that runs in the processes of ``CodeExecution``: it starts programs and calls them.
 
-Loaded by path; imports the standard library only. The program is another process, a new interpreter each time. Whatever
-a program writes is passed on as text, up to a limit, and read outside; expected outputs and values are not here.
+Loaded by path; standard library only. The program is another process, a new interpreter each time. What it writes is
+passed on as text, up to a limit, and parsed outside; expected outputs and values are not here.
 """
 
 import contextlib
@@ -18,29 +18,29 @@ from pathlib import Path
 from typing import Any
 
 _SET_DUMPABLE = 4
-_POLL = 0.02  # seconds between two looks at whether a program has ended
+_POLL = 0.02  # seconds between two checks whether a program has ended
 
 
 def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A function that does what jobs say.
+    """Return the function that executes jobs.
 
     Args:
-        packages: Folders of installed packages, as in ``PATH``.
-        output_limit: Bytes that are taken of an output or an answer.
+        packages: Folders of installed packages, separated as in ``PATH``.
+        output_limit: Maximum size of an output or an answer in bytes.
     """
-    if sys.platform == "linux":  # nobody of our user may look into this process: no ptrace, /proc/.../mem, pidfd_getfd
+    if sys.platform == "linux":  # deny the program access to this process: ptrace, /proc/.../mem, pidfd_getfd
         ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     programs: list[_Program] = []
 
     def do(job: dict[str, Any]) -> dict[str, Any]:
-        """``run`` (a program with an input), ``open`` (one whose functions or tests follow), ``ask`` it, ``close`` it.
+        """Execute a job: ``run`` a program on an input, ``open`` one for calls or tests, or ``ask`` it.
 
         Returns:
-            ``text`` (an output, or a line; ``None`` for a failure or too long a text), and ``timeout``.
+            ``text`` (an output, or a line; ``None`` after a failure or if it is too long), and ``timeout``.
         """
         deadline = time.monotonic() + job.get("seconds", 0.0)
         if job["do"] == "run":
-            program = _Program(packages, "run", job["alone"])
+            program = _Program(packages, "run", job["own_pid_namespace"])
             try:
                 return program.run(job["program"], job["input"].encode(errors="replace"), output_limit, deadline)
             finally:
@@ -48,7 +48,7 @@ def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[
         if job["do"] == "open":
             while programs:
                 programs.pop().end()
-            programs.append(_Program(packages, job["mode"], job["alone"]))
+            programs.append(_Program(packages, job["mode"], job["own_pid_namespace"]))
             return programs[0].ask(job["program"], output_limit, deadline)
         if job["do"] == "ask" and programs:
             return programs[0].ask(job["line"], output_limit, deadline)
@@ -64,12 +64,12 @@ class _Program:
 
     Args:
         packages: See :func:`runner`.
-        mode: What the driver does.
-        alone: Whether no process but ours can be signalled from here, so that all of them may be.
+        mode: Mode of the driver.
+        own_pid_namespace: Whether all processes that can be signalled from here belong to the sandbox.
     """
 
-    def __init__(self, packages: str, mode: str, alone: bool) -> None:
-        self.alone = alone
+    def __init__(self, packages: str, mode: str, own_pid_namespace: bool) -> None:
+        self.own_pid_namespace = own_pid_namespace
         reading, self.requests = os.pipe()
         self.answers, writing = os.pipe()
         stdin, self.input = os.pipe()
@@ -97,12 +97,12 @@ class _Program:
             self._close(self.input, self.output)
 
     def run(self, source: str, text: bytes, limit: int, deadline: float) -> dict[str, Any]:
-        """Give it a program and an input, and take what it writes until it ends.
+        """Send a program and its input, and return what it writes until it ends.
 
         Args:
-            source: Of the program.
-            text: Its input.
-            limit: Bytes that it may write.
+            source: Source code.
+            text: Standard input.
+            limit: Maximum size of the output in bytes.
             deadline: On the monotonic clock.
         """
         output = self._exchange({self.requests: _line(source), self.input: text}, self.output, limit, deadline)
@@ -114,11 +114,11 @@ class _Program:
         return {"text": output.decode(errors="replace") if good else None, "timeout": self.process.returncode is None}
 
     def ask(self, request: Any, limit: int, deadline: float) -> dict[str, Any]:
-        """Write a line and take one.
+        """Write a request as one line of JSON, and read one line.
 
         Args:
-            request: Becomes JSON.
-            limit: Bytes that the line may have.
+            request: JSON values.
+            limit: Maximum size of the line in bytes.
             deadline: On the monotonic clock.
         """
         line = self._exchange({self.requests: _line(request)}, self.answers, limit, deadline, line=True)
@@ -127,11 +127,11 @@ class _Program:
         return {"text": text, "timeout": text is None and time.monotonic() >= deadline}
 
     def end(self) -> None:
-        """Kill it and what it has started."""
+        """Kill the interpreter and what it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        if self.alone:
+        if self.own_pid_namespace:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(-1, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -147,9 +147,9 @@ class _Program:
     def _exchange(
         self, writes: dict[int, bytes], reading: int, limit: int, deadline: float, *, line: bool = False
     ) -> bytes | None:
-        """Write texts, and read up to the end of a line, or else of the program; ``None`` if that is too long.
+        """Write texts, and read up to the end of a line or of the output; ``None`` if that is too long.
 
-        What was written to is closed afterwards unless lines are exchanged.
+        Unless lines are exchanged, descriptors are closed once their text is written.
         """
         read = bytearray()
         pending = {descriptor: memoryview(text) for descriptor, text in writes.items()}
@@ -171,7 +171,7 @@ class _Program:
                 read += piece
                 if len(read) > limit:
                     return None
-                # Nobody has the other end of the pipe any more, or who has it is not the program, which has ended.
+                # All writers have closed the pipe, or the program has ended and only others keep it open.
                 if (line and b"\n" in piece) or (not piece and (ended or reading in ready)):
                     break
         return bytes(read)

@@ -1,5 +1,5 @@
-"""Rewards by HTTP: the client that training uses, and the server behind ``rlhfkit serve-reward``.
+"""Rewards over HTTP: the client that training uses, and the server of ``rlhfkit serve-reward``.
 
-May import: the ground of rewards (``base.py``, ``failures.py``), ``serving``, data.
-Start at :mod:`rlhfkit.rewards.remote.reward` (client) or ``server.py``; ``wire.py`` is what they write to each other.
+May import: ``base.py`` of rewards, serving, data, ``validation.py``.
+Start at :mod:`rlhfkit.rewards.remote.reward` (client) or ``server.py``; ``wire.py`` is the format between them.
 """

@@ -1,4 +1,4 @@
-"""``Batcher``: requests that arrive at about the same time are scored together, in one thread."""
+"""``Batcher``: score requests that arrive at about the same time in one batch, in one thread."""
 
 import logging
 import queue
@@ -26,19 +26,19 @@ class _Request:
 class Batcher:
     """Collects samples of several requests and scores them with one call.
 
-    A batch is closed when it has ``max_batch`` samples or its first request is ``max_wait`` old; what arrives while
-    another batch is being scored waits for the next. A request is never divided. If a batch fails, its requests are
-    scored one by one, so that only those fail that have a reason to; if its time was up, so is that of all of them.
-    Scoring happens in one thread, which a model needs not be shared with.
+    A batch is closed when it has ``max_batch`` samples or its first request is ``max_wait`` old; requests that arrive
+    while a batch is being scored wait for the next. A request is never split. If a batch fails, its requests are scored
+    one by one, so that only those that cause an error fail; after a timeout all of them fail. Scoring happens in a
+    single thread, so a model needs no locks.
     """
 
     def __init__(
         self, score: Callable[[Sequence[Sample]], Scores], *, max_batch: int = 256, max_wait: float = 0.005
     ) -> None:
-        """Say what scores.
+        """Set the function that scores, and the limits.
 
         Args:
-            score: Checked values for samples, in order.
+            score: Returns checked values for samples, in order.
             max_batch: Samples at which a batch is closed.
             max_wait: Seconds that a request waits for others.
 
@@ -55,23 +55,19 @@ class Batcher:
         self._scoring_since: float | None = None
 
     @property
-    def scoring_for(self) -> float:
-        """Seconds since the current batch was begun; 0 when none is being scored."""
+    def scoring_seconds(self) -> float:
+        """Seconds since the current batch started; 0 when none is being scored."""
         since = self._scoring_since
         return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> None:
-        """Begin to score."""
-        # A daemon: a reward that hangs must not keep the process from ending.
+        """Start the thread."""
+        # A daemon, so that a reward that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name="rlhfkit-batcher", daemon=True)
         self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Score what is waiting, then end.
-
-        Args:
-            timeout: Seconds to wait for that.
-        """
+        """Score the waiting requests, then end the thread; wait ``timeout`` seconds for that."""
         if self._thread is None:
             return
         self._requests.put(None)
@@ -81,13 +77,10 @@ class Batcher:
         self._thread = None
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
-        """Ask for scores.
-
-        Args:
-            samples: One request; may be empty.
+        """Add one request of samples, which may be empty.
 
         Returns:
-            Their scores, once they are there. Cancelled before its batch began, it is not scored.
+            A future of the scores. If it is cancelled before its batch starts, the request is not scored.
         """
         request = _Request(list(samples))
         self._requests.put(request)
@@ -102,7 +95,7 @@ class Batcher:
                 self._scoring_since = None
 
     def _next_batch(self) -> list[_Request] | None:
-        """What is scored next; ``None``: nothing ever."""
+        """Wait for the next batch; ``None`` after :meth:`close`."""
         first = self._requests.get()
         if first is None:
             return None
@@ -122,7 +115,7 @@ class Batcher:
     def _score(self, batch: list[_Request]) -> None:
         try:
             scores = self.score([sample for request in batch for sample in request.samples])
-        except BaseException as error:  # SystemExit too: it would end this thread, and nobody would ever be answered
+        except BaseException as error:  # SystemExit too: it would end this thread, and no request would be answered
             if len(batch) == 1 or isinstance(error, TimeoutError):
                 fault = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
                 for request in batch:

@@ -1,4 +1,4 @@
-"""``RemoteReward``: samples are scored by servers over HTTP, such as ``rlhfkit serve-reward`` starts."""
+"""``RemoteReward``: samples are scored by servers over HTTP, such as ``rlhfkit serve-reward``."""
 
 import asyncio
 import itertools
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.failures import OnFailure, checked_on_failure, reward_after_failure
-from rlhfkit.rewards.remote.endpoints import Endpoint, Unavailable, WrongAnswer, least_outstanding, post
-from rlhfkit.rewards.remote.wire import SampleFormat, WireFormat, read_rewards, written_request
+from rlhfkit.rewards.base import OnFailure, check_on_failure, reward_after_failure
+from rlhfkit.rewards.remote.endpoints import Endpoint, InvalidResponse, ServerUnavailable, least_outstanding, post
+from rlhfkit.rewards.remote.wire import SampleFormat, WireFormat, decode_rewards, encode_request
 from rlhfkit.serving.access import AccessToken, is_loopback
 from rlhfkit.validation import check_integer, check_number
 
@@ -24,19 +24,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LONGEST_BACKOFF = 30.0  # seconds
+_MAX_BACKOFF = 30.0  # seconds
 
 
 class RemoteReward:
     """Scores samples on one or several reward servers.
 
-    Samples go out in batches, several at a time, each to the server with the fewest requests of ours. What fails for
-    the moment (no connection, no answer in time, status 5xx, 408 or 429) is tried again, on another server if there is
-    one; what would fail again (any other status, an answer that makes no sense) is not. Answers are JSON and checked:
-    one finite number or null for each sample.
+    Samples are sent in batches, several at a time, each to the server with the fewest outstanding requests. Temporary
+    failures (no connection, no response in time, status 5xx, 408 or 429) are retried, on another server if there is
+    one; permanent ones (any other status, an invalid response) are not. Responses are JSON and checked: one finite
+    number or null per sample.
 
-    Servers' certificates are verified, redirections are not followed, and proxies named in the environment are not
-    used.
+    TLS certificates are verified, redirects are not followed, and proxies named in the environment are not used.
 
     Example::
 
@@ -50,40 +49,40 @@ class RemoteReward:
         *,
         token: str | None = None,
         token_variable: str | None = None,
-        wire: WireFormat | None = None,
+        wire_format: WireFormat | None = None,
         batch_size: int = 32,
         concurrency: int = 8,
         timeout: float = 120.0,
         retries: int = 5,
         backoff: float = 1.0,
-        time_limit: float = 500.0,
+        total_timeout: float = 500.0,
         on_failure: OnFailure = "stop",
-        certificates: str | None = None,
-        max_answer_bytes: int = 16 * 2**20,
+        ssl_ca_certs: str | None = None,
+        max_response_bytes: int = 16 * 2**20,
         name: str = "remote_reward",
     ) -> None:
-        """Name the servers.
+        """Set the servers.
 
         Args:
             urls: ``http://`` or ``https://`` addresses, without user and password.
             token: Secret that the servers ask for. ``token_variable`` is better: a token given here is in every pickle
                 of the reward.
             token_variable: Environment variable that holds the secret.
-            wire: What is posted; ``None``: :class:`SampleFormat`. :class:`OpenRLHFFormat` is for servers of that kind.
+            wire_format: Format of requests and responses; ``None``: :class:`SampleFormat`. :class:`OpenRLHFFormat` is
+                for OpenRLHF's servers.
             batch_size: Samples per request.
-            concurrency: Requests at a time, over all servers.
-            timeout: Seconds for one request.
-            retries: How often a batch is sent again after the first time.
-            backoff: Seconds before the first repetition once every server has failed; doubled each time up to 30, plus
-                a random part as long as the first. A server's ``Retry-After`` is kept.
-            time_limit: Seconds for all samples of one call, after which those without an answer have failed. Below the
+            concurrency: Concurrent requests, over all servers.
+            timeout: Time limit of one request in seconds.
+            retries: Maximum number of retries of a batch.
+            backoff: Seconds before the first retry once every server has failed; doubled each time up to 30, plus a
+                random part of up to ``backoff``. A server's ``Retry-After`` is respected.
+            total_timeout: Time limit of one call in seconds, after which the remaining samples have failed. Below the
                 600 s after which ``score_samples`` gives up on a reward altogether.
-            on_failure: What becomes of samples that could not be scored: ``"stop"`` raises an error, ``"mask"`` leaves
-                them out of training, a number is their reward. The log says how many there were and why.
-            certificates: File of authorities (PEM) that the servers' certificates are checked with; ``None``: the
-                system's.
-            max_answer_bytes: Bytes of one answer.
-            name: What it is called in logs.
+            on_failure: What happens to samples that could not be scored: ``"stop"`` raises an error, ``"mask"`` leaves
+                them out of training, a number is their reward. A warning says how many there were and why.
+            ssl_ca_certs: File of certificate authorities (PEM) to verify the servers with; ``None``: the system's.
+            max_response_bytes: Maximum size of one response.
+            name: Name in logs.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -91,24 +90,24 @@ class RemoteReward:
         self.urls = _checked_urls([urls] if isinstance(urls, str) else urls)
         check_integer("batch_size", batch_size, minimum=1)
         check_integer("concurrency", concurrency, minimum=1)
-        check_integer("max_answer_bytes", max_answer_bytes, minimum=1)
+        check_integer("max_response_bytes", max_response_bytes, minimum=1)
         check_integer("retries", retries, minimum=0)
         check_number("backoff", backoff, minimum=0, why="it is in seconds")
         check_number("timeout", timeout, above=0, why="it is in seconds")
-        check_number("time_limit", time_limit, above=0, why="it is in seconds")
+        check_number("total_timeout", total_timeout, above=0, why="it is in seconds")
         self.token = AccessToken.optional(token, variable=token_variable)
-        self.wire: WireFormat = SampleFormat() if wire is None else wire
+        self.wire_format: WireFormat = SampleFormat() if wire_format is None else wire_format
         self.batch_size = batch_size
         self.concurrency = concurrency
         self.timeout = timeout
         self.retries = retries
         self.backoff = backoff
-        self.time_limit = time_limit
-        self.on_failure = checked_on_failure(on_failure)
-        self.certificates = certificates
-        self.max_answer_bytes = max_answer_bytes
+        self.total_timeout = total_timeout
+        self.on_failure = check_on_failure(on_failure)
+        self.ssl_ca_certs = ssl_ca_certs
+        self.max_response_bytes = max_response_bytes
         self.name = name
-        self._tally = _Tally()
+        self._counters = _Counters()
         open_urls = [
             url for url in self.urls if url.startswith("http:") and not is_loopback(urlsplit(url).hostname or "")
         ]
@@ -116,19 +115,19 @@ class RemoteReward:
             log.warning("the token for %s is sent unencrypted; use https where the network is not yours", open_urls[0])
 
     def __repr__(self) -> str:
-        """Servers, and where the token comes from."""
+        """Show the servers, and where the token comes from."""
         return f"RemoteReward({self.urls!r}, token={self.token!r}, on_failure={self.on_failure!r})"
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        """The reward of each sample; ``None`` where the server said null, or the sample is masked.
+        """Return the reward of each sample; ``None`` where the server returned null, or the sample is masked.
 
         Raises:
-            RewardFailure: If a sample could not be scored and ``on_failure`` is ``"stop"``.
+            RewardError: If a sample could not be scored and ``on_failure`` is ``"stop"``.
             ValueError: If a sample cannot be written as JSON.
         """
         batches = [list(samples[start : start + self.batch_size]) for start in range(0, len(samples), self.batch_size)]
         async with self._client() as client:
-            call = _Call(self, client, [Endpoint(url + self.wire.path) for url in self.urls])
+            call = _Call(self, client, [Endpoint(url + self.wire_format.path) for url in self.urls])
             tasks = [asyncio.create_task(call.scored(batch)) for batch in batches]
             try:
                 scored = await asyncio.gather(*tasks)
@@ -136,7 +135,9 @@ class RemoteReward:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                self._tally.add(_Tally(len(samples), len(call.failures), call.requests, call.retries, call.seconds))
+                self._counters.add(
+                    _Counters(len(samples), len(call.failures), call.requests, call.retries, call.seconds)
+                )
         if call.failures:
             became = "are not trained on" if self.on_failure == "mask" else f"got the reward {self.on_failure}"
             counts = f"{len(call.failures)} of {len(samples)} samples"
@@ -144,11 +145,11 @@ class RemoteReward:
         return [value for batch in scored for value in batch]
 
     def metrics(self) -> dict[str, float]:
-        """Since it was last asked: fraction of samples that failed, requests sent again, mean seconds of a request.
+        """Metrics since this was last called: fraction of failed samples, number of retries, mean seconds of a request.
 
-        Nothing if nothing was scored, so that ranks that do not score do not count in a mean over ranks.
+        Empty if nothing was scored, so that ranks that do not score do not count in a mean over ranks.
         """
-        tally, self._tally = self._tally, _Tally()
+        tally, self._counters = self._counters, _Counters()
         if not tally.samples:
             return {}
         return {
@@ -167,8 +168,8 @@ class RemoteReward:
             headers |= self.token.header()
         return httpx.AsyncClient(
             headers=headers,
-            # The system's authorities; the environment's proxies and .netrc would carry or replace the token.
-            verify=ssl.create_default_context(cafile=self.certificates),
+            # Not the environment's proxies and .netrc, which would receive or replace the token.
+            verify=ssl.create_default_context(cafile=self.ssl_ca_certs),
             trust_env=False,
             timeout=httpx.Timeout(self.timeout, pool=None),
             limits=httpx.Limits(max_connections=self.concurrency),
@@ -176,8 +177,8 @@ class RemoteReward:
 
 
 @dataclass
-class _Tally:
-    """What is reported as metrics."""
+class _Counters:
+    """Numbers behind the metrics."""
 
     samples: int = 0
     failed: int = 0
@@ -185,14 +186,14 @@ class _Tally:
     retries: int = 0
     seconds: float = 0.0
 
-    def add(self, call: "_Tally") -> None:
-        """Count what one call did."""
+    def add(self, call: "_Counters") -> None:
+        """Add the numbers of one call."""
         for counted in fields(self):
             setattr(self, counted.name, getattr(self, counted.name) + getattr(call, counted.name))
 
 
 class _Call:
-    """One call of a reward: its connections and what it has learned about the servers."""
+    """One call of a reward: its connections, and what it knows about the servers."""
 
     def __init__(self, reward: RemoteReward, client: "httpx.AsyncClient", endpoints: list[Endpoint]) -> None:
         self.reward = reward
@@ -201,15 +202,15 @@ class _Call:
         self.requests, self.retries, self.seconds = 0, 0, 0.0
         self.failures: list[str] = []
         self.last_error = ""
-        self.places = asyncio.Semaphore(reward.concurrency)
-        self.deadline = asyncio.get_running_loop().time() + reward.time_limit
+        self.slots = asyncio.Semaphore(reward.concurrency)
+        self.deadline = asyncio.get_running_loop().time() + reward.total_timeout
 
     async def scored(self, batch: list[Sample]) -> list[float | None]:
-        """Rewards of a batch, after what the policy makes of failures."""
+        """Return the rewards of a batch, failures replaced according to ``on_failure``."""
         rewards: list[float | None] = []
         for sample, value in zip(batch, await self._values(batch), strict=True):
             if isinstance(value, str):
-                shown = value if self.reward.token is None else self.reward.token.redacted(value)
+                shown = value if self.reward.token is None else self.reward.token.redact(value)
                 which = f"prompt {sample.prompt.index}, sample {sample.sample_index}, completion {sample.text[:80]!r}"
                 self.failures.append(f"{shown} (for {which})")
                 value = reward_after_failure(
@@ -219,33 +220,34 @@ class _Call:
         return rewards
 
     async def _values(self, batch: list[Sample]) -> list[float | str | None]:
-        """What the servers say of each sample, or in words why there is nothing."""
-        content = self._written(batch)
+        """Return a server's value for each sample, or a text that says why there is none."""
+        content = self._encoded(batch)
         try:
-            async with asyncio.timeout_at(self.deadline), self.places:
+            async with asyncio.timeout_at(self.deadline), self.slots:
                 url, body = await self._answered(content)
         except TimeoutError:
-            return [f"time_limit of {self.reward.time_limit:g} s is over{self.last_error}"] * len(batch)
-        except (Unavailable, WrongAnswer) as error:
+            return [f"total_timeout of {self.reward.total_timeout:g} s is over{self.last_error}"] * len(batch)
+        except (ServerUnavailable, InvalidResponse) as error:
             return [str(error)] * len(batch)
         try:
-            found = read_rewards(self.reward.wire, body, len(batch))
+            found = decode_rewards(self.reward.wire_format, body, len(batch))
         except ValueError as error:
             return [f"{url} answered with {error}"] * len(batch)
         return [f"{url} answered with {value}" if isinstance(value, str) else value for value in found]
 
-    def _written(self, batch: list[Sample]) -> bytes:
-        """The body of a request."""
+    def _encoded(self, batch: list[Sample]) -> bytes:
+        """Return the body of a request."""
         try:
-            return written_request(self.reward.wire, batch)
+            return encode_request(self.reward.wire_format, batch)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"reward {self.reward.name!r} cannot write samples as JSON (the first is of prompt "
-                f"{batch[0].prompt.index}): {error}. Choose the columns that are sent: wire=SampleFormat(columns=[...])"
+                f"{batch[0].prompt.index}): {error}. Choose the columns that are sent: "
+                "wire_format=SampleFormat(columns=[...])"
             ) from error
 
     async def _answered(self, content: bytes) -> tuple[str, bytes]:
-        """The URL that answered and what it said."""
+        """Return the URL that answered and the body of its response."""
         asked: set[Endpoint] = set()
         async for attempt in self._attempts(asked):
             with attempt:
@@ -257,21 +259,21 @@ class _Call:
         raise AssertionError("tenacity gives the last error")
 
     async def _post(self, url: str, content: bytes) -> bytes:
-        """One request, counted."""
+        """Send one request, and count it."""
         started = time.monotonic()
         try:
             return await post(
-                self.client, url, content, timeout=self.reward.timeout, max_bytes=self.reward.max_answer_bytes
+                self.client, url, content, timeout=self.reward.timeout, max_bytes=self.reward.max_response_bytes
             )
         finally:
             self.requests += 1
             self.seconds += time.monotonic() - started
 
     def _attempts(self, asked: set[Endpoint]) -> "AsyncRetrying":
-        """Attempts for one batch: other servers at once, then all over again, later and later."""
+        """Attempts for one batch: other servers at once, then all again with increasing delays."""
         from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
-        rounds = itertools.count()  # in which every server was asked; tenacity's own waits count attempts
+        rounds = itertools.count()  # over all servers; tenacity's own waits count attempts
 
         def wait(state: RetryCallState) -> float:
             if len(asked) < len(self.endpoints):
@@ -279,12 +281,12 @@ class _Call:
             asked.clear()
             error = state.outcome.exception() if state.outcome is not None else None
             self.last_error = f"; before, {error}"
-            later = min(self.reward.backoff * 2 ** min(next(rounds), 60), _LONGEST_BACKOFF)
+            later = min(self.reward.backoff * 2 ** min(next(rounds), 60), _MAX_BACKOFF)
             later += random.uniform(0.0, self.reward.backoff)
-            return max(later, error.retry_after if isinstance(error, Unavailable) else 0.0)
+            return max(later, error.retry_after if isinstance(error, ServerUnavailable) else 0.0)
 
         return AsyncRetrying(
-            retry=retry_if_exception_type(Unavailable),
+            retry=retry_if_exception_type(ServerUnavailable),
             stop=stop_after_attempt(1 + self.reward.retries),
             wait=wait,
             reraise=True,
@@ -292,7 +294,7 @@ class _Call:
 
 
 def _checked_urls(urls: Sequence[str]) -> list[str]:
-    """Addresses without a slash at their end."""
+    """Return the addresses without trailing slashes."""
     if not urls:
         raise ValueError("urls needs at least one address of a reward server")
     for url in urls:

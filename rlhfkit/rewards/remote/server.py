@@ -14,30 +14,30 @@ from fastapi.responses import JSONResponse
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_name
 from rlhfkit.rewards.remote.batching import Batcher, Scores
-from rlhfkit.serving.json_body import JSONBodies, JSONTooLarge
+from rlhfkit.serving.json_body import JSONBodyReader, JSONTooLarge
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
 MAX_SAMPLES = 1024
-"""Samples of a request, unless told otherwise."""
+"""Default maximum of samples per request."""
 
 MAX_TOKENS = 2**20
-"""Tokens of a request, all prompts and completions together, unless told otherwise: 32 samples of 32,768."""
+"""Default maximum of tokens per request, all prompts and completions together: 32 samples of 32,768."""
 
 MEMORY_PER_BODY_BYTE = 32
-"""Bytes of memory that a byte of a request's body becomes at most, measured over the worst bodies known."""
+"""Maximum memory per byte of a request's body, in bytes, measured over the worst bodies known."""
 
-_OBJECTS_PER_SAMPLE = 128  # of a request with the most samples; one of 32 samples may have 4096 each
+_OBJECTS_PER_SAMPLE = 128  # in a request of MAX_SAMPLES; with 32 samples it is 4096 each
 
-_CHARACTERS_PER_TOKEN = 8  # of texts that come without token ids, or with fewer
+_CHARACTERS_PER_TOKEN = 8  # of texts without token ids
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
-    """Only what is named is taken."""
+    """Refuses unknown fields."""
 
 
 class PromptBody(_Body):
@@ -51,7 +51,7 @@ class PromptBody(_Body):
 
 
 class SampleBody(_Body):
-    """A :class:`Sample` in JSON, as far as rewards read it: log-probs are NaN there, policy versions 0."""
+    """A :class:`Sample` in JSON, without log-probs (NaN in the sample) and policy versions (0)."""
 
     prompt: PromptBody
     sample_index: _Count = 0
@@ -61,7 +61,7 @@ class SampleBody(_Body):
     text: str = ""
 
     def sample(self) -> Sample:
-        """The record.
+        """Convert to a sample.
 
         Raises:
             ValueError: If the mask is not as long as the tokens.
@@ -81,29 +81,29 @@ class SampleBody(_Body):
 
 
 class ScoreBody(_Body):
-    """What is posted to ``/score``. Samples are read one by one, so that a surplus is seen before they are made."""
+    """The body of ``POST /score``. Samples stay encoded, so that limits are checked before all are decoded."""
 
     samples: list[msgspec.Raw]
 
 
 class QueryBody(msgspec.Struct):
-    """What OpenRLHF posts to ``/get_reward``: whole texts, and where they began."""
+    """The body that OpenRLHF sends to ``POST /get_reward``: whole texts, and the prompts they start with."""
 
     query: list[str]
     prompts: list[str] | None = None
     labels: list[Any] | None = None
 
 
-class BodyReader:
-    """Samples from request bodies, within limits."""
+class RequestParser:
+    """Parses request bodies into samples, within limits."""
 
     def __init__(self, *, max_samples: int, max_tokens: int) -> None:
         """Set the limits.
 
         Args:
-            max_samples: Samples of a request.
-            max_tokens: Tokens of a request, all prompts and completions together; eight characters of a text count as
-                one where it has fewer token ids.
+            max_samples: Samples per request.
+            max_tokens: Tokens per request, all prompts and completions together; eight characters of a text count as
+                one token where it has fewer token ids.
 
         Raises:
             ValueError: If a limit is not positive.
@@ -113,19 +113,16 @@ class BodyReader:
         self.max_samples = max_samples
         self.max_tokens = max_tokens
         self.max_numbers = 2 * max_tokens + _OBJECTS_PER_SAMPLE * max_samples
-        """Each token has an id and perhaps an entry in a mask; other values have commas as well."""
+        """Limit of commas in the JSON: a token has an id and perhaps a mask entry; other values have commas too."""
         self.max_objects = _OBJECTS_PER_SAMPLE * max_samples
-        """Texts, lists and objects: the fields of the samples, and whatever their metadata holds."""
+        """Limit of texts, lists and objects: the fields of the samples, and the content of their metadata."""
 
-    def scored(self, body: bytes) -> list[Sample]:
-        """The samples of a :class:`ScoreBody`.
-
-        Args:
-            body: As received.
+    def parse_score(self, body: bytes) -> list[Sample]:
+        """Return the samples of a :class:`ScoreBody`.
 
         Raises:
             JSONTooLarge: If there are too many samples or tokens.
-            ValueError: If the body has another form, with the place.
+            ValueError: If the body has another form; the message names the field.
         """
         listed = _decoded(body, _SCORE, "").samples
         self._check_count(len(listed))
@@ -142,15 +139,12 @@ class BodyReader:
             samples.append(sample)
         return samples
 
-    def queried(self, body: bytes) -> list[Sample]:
-        """The samples of a :class:`QueryBody`, without token ids.
-
-        Args:
-            body: As received.
+    def parse_query(self, body: bytes) -> list[Sample]:
+        """Return the samples of a :class:`QueryBody`, without token ids.
 
         Raises:
             JSONTooLarge: If there are too many queries or too much text.
-            ValueError: If the body has another form, or lists of several lengths.
+            ValueError: If the body has another form, or its lists differ in length.
         """
         asked = _decoded(body, _QUERY, "")
         self._check_count(len(asked.query))
@@ -185,10 +179,10 @@ _SCORE, _SAMPLE, _QUERY = (msgspec.json.Decoder(kind) for kind in (ScoreBody, Sa
 
 
 def _decoded(body: Any, decoder: Any, place: str) -> Any:
-    """What a decoder makes of JSON; an error says the place in the body.
+    """Decode JSON; an error names the field.
 
     Raises:
-        ValueError: If it is no JSON, or of another form.
+        ValueError: If it is not JSON, or has another form.
     """
     try:
         return decoder.decode(body)
@@ -211,36 +205,37 @@ def reward_app(
     max_samples: int = MAX_SAMPLES,
     max_tokens: int = MAX_TOKENS,
 ) -> FastAPI:
-    """An application that scores samples with a reward. It goes behind a :class:`~rlhfkit.serving.middleware.Gate`.
+    """Create an application that scores samples with a reward, to be served behind ``AccessControlMiddleware``.
 
     - ``POST /score``: ``{"samples": [...]}`` to ``{"rewards": [...]}``, see :mod:`rlhfkit.rewards.remote.wire`.
     - ``POST /get_reward``: the same for clients of OpenRLHF, whose samples have no token ids.
     - ``GET /health``: 200, or 503 when a batch takes longer than ``timeout``.
 
-    What cannot be scored is answered with 422 and the reason, a request above a limit with 413, a reward that fails
-    otherwise with 500, one that takes too long with 504. What waits for its batch when its client leaves is not scored.
+    Samples that cannot be scored are answered with 422 and the reason, a request above a limit with 413, other errors
+    of the reward with 500, a timeout with 504. A request whose client disconnects before its batch starts is not
+    scored.
 
-    Bodies are read in a thread, one at a time, and counted before they are parsed, so that ``/health`` is answered
-    meanwhile. Memory is at most :data:`MEMORY_PER_BODY_BYTE` times the bytes of bodies that the gate admits
-    (``max_total_bytes``), and about 2 KiB for each sample.
+    Bodies are parsed in a thread, one at a time, and their size is checked before, so that ``/health`` is answered
+    meanwhile. Memory is at most :data:`MEMORY_PER_BODY_BYTE` times the bytes of admitted bodies (``max_total_bytes``),
+    and about 2 KiB per sample.
 
     Args:
-        reward: What scores. It is called in one thread, with samples of one or several requests, and so must look at
-            each sample by itself: what compares the samples of a prompt (``WeightedSum(normalize=...)``) belongs to
-            the trainer's side, which has all of them.
+        reward: Called in one thread, with samples of one or several requests, so it must score each sample by itself.
+            A reward that compares the samples of a prompt (``WeightedSum(normalize=...)``) must run in the trainer,
+            which has all of them.
         max_batch: Samples at which a batch of requests is closed.
         max_wait: Seconds that a request waits for others.
-        timeout: Seconds that a request may take, the wait for its batch included.
-        max_samples: Samples of a request.
-        max_tokens: Tokens of a request, all prompts and completions together.
+        timeout: Time limit of a request in seconds, the wait for its batch included.
+        max_samples: Samples per request.
+        max_tokens: Tokens per request, all prompts and completions together.
 
     Raises:
         ValueError: If a number is out of range.
     """
     check_number("timeout", timeout, above=0, why="it is in seconds")
     name = reward_name(reward)
-    reader = BodyReader(max_samples=max_samples, max_tokens=max_tokens)
-    bodies = JSONBodies(max_objects=reader.max_objects, max_numbers=reader.max_numbers)
+    reader = RequestParser(max_samples=max_samples, max_tokens=max_tokens)
+    bodies = JSONBodyReader(max_objects=reader.max_objects, max_numbers=reader.max_numbers)
 
     def score(samples: Sequence[Sample]) -> Scores:
         return evaluate({name: reward}, samples, timeout=timeout)[name] if samples else []
@@ -271,22 +266,22 @@ def reward_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        stuck = batcher.scoring_for > timeout
+        stuck = batcher.scoring_seconds > timeout
         return JSONResponse({"status": "stuck" if stuck else "ok"}, 503 if stuck else 200)
 
     @app.post("/score")
     async def score_samples(request: Request) -> dict[str, Scores]:
-        return await rewards(await bodies.read(request, reader.scored), request)
+        return await rewards(await bodies.read(request, reader.parse_score), request)
 
     @app.post("/get_reward")
     async def score_queries(request: Request) -> dict[str, Scores]:
-        return await rewards(await bodies.read(request, reader.queried), request)
+        return await rewards(await bodies.read(request, reader.parse_query), request)
 
     return app
 
 
 async def _while_wanted(scores: asyncio.Future[Scores], request: Request) -> Scores:
-    """The scores, given up when the client has gone: it asks again, and two for one would soon be too many."""
+    """Await the scores; cancel when the client disconnects, since it will send the request again."""
     departure = asyncio.create_task(_departure(request))
     departure.add_done_callback(lambda _: scores.cancel())
     try:
@@ -300,6 +295,6 @@ async def _while_wanted(scores: asyncio.Future[Scores], request: Request) -> Sco
 
 
 async def _departure(request: Request) -> None:
-    """Return when the client has closed its connection; behind the body nothing else is received."""
+    """Return when the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

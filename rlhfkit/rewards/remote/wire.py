@@ -1,4 +1,4 @@
-"""How samples and rewards are written in JSON between :class:`RemoteReward` and a server. Never with pickle."""
+"""The JSON format of samples and rewards between :class:`RemoteReward` and a server. Never pickle."""
 
 import json
 import math
@@ -9,20 +9,20 @@ from rlhfkit.data.types import Sample
 
 
 class WireFormat(Protocol):
-    """What is posted to a reward server and where the rewards are in its answer."""
+    """The format of a server's requests and responses."""
 
     path: str
     """Appended to the server's URL."""
 
     def request(self, samples: Sequence[Sample], /) -> Any:
-        """Samples as plain JSON values."""
+        """Return the body of a request as plain JSON values."""
         ...
 
     def rewards(self, answer: Any, /) -> Any:
-        """The list of rewards in an answer; what it holds is checked by the caller.
+        """Return the list of rewards in a response; the caller checks its content.
 
         Raises:
-            ValueError: If there is none, with what was expected.
+            ValueError: If there is none; the message says what was expected.
         """
         ...
 
@@ -30,40 +30,36 @@ class WireFormat(Protocol):
 class SampleFormat:
     """The format of ``rlhfkit serve-reward``: all of a sample but log-probs, policy versions and rewards.
 
-    Posted to ``/score`` is ``{"samples": [...]}``, each as :func:`sample_to_json` writes it; the answer is
-    ``{"rewards": [0.5, null, ...]}``, a number or null for each sample, in order.
+    ``POST /score`` takes ``{"samples": [...]}``, each as :func:`sample_to_json` writes it, and returns
+    ``{"rewards": [0.5, null, ...]}``, a number or null per sample, in order.
     """
 
     path = "/score"
 
     def __init__(self, *, columns: Sequence[str] | None = None) -> None:
-        """Choose what is sent.
-
-        Args:
-            columns: Columns of the prompts' metadata that are sent; ``None``: all.
-        """
+        """Set which columns of the prompts' metadata are sent; ``None``: all."""
         self.columns = None if columns is None else tuple(columns)
 
     def request(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """``{"samples": [...]}``."""
+        """Return ``{"samples": [...]}``."""
         return {"samples": [sample_to_json(sample, columns=self.columns) for sample in samples]}
 
     def rewards(self, answer: Any) -> Any:
-        """``answer["rewards"]``."""
+        """Return ``answer["rewards"]``."""
         return _rewards_field(answer)
 
 
 class OpenRLHFFormat:
-    """The format of OpenRLHF's ``--remote_rm_url``, for reward servers that were written for it.
+    """The format of OpenRLHF's ``--remote_rm_url``.
 
-    Posted to the URL itself is ``{"query": [prompt + completion, ...], "prompts": [...], "labels": [...]}``; the answer
-    is ``{"rewards": [...]}``, what else it has is not read.
+    The URL itself takes ``{"query": [prompt + completion, ...], "prompts": [...], "labels": [...]}`` and returns
+    ``{"rewards": [...]}``; other fields of the response are ignored.
     """
 
     path = ""
 
     def request(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Texts, without the special tokens that OpenRLHF keeps in completions."""
+        """Return texts, without the special tokens that OpenRLHF keeps in completions."""
         return {
             "query": [sample.prompt.text + sample.text for sample in samples],
             "prompts": [sample.prompt.text for sample in samples],
@@ -71,16 +67,16 @@ class OpenRLHFFormat:
         }
 
     def rewards(self, answer: Any) -> Any:
-        """``answer["rewards"]``."""
+        """Return ``answer["rewards"]``."""
         return _rewards_field(answer)
 
 
 def sample_to_json(sample: Sample, *, columns: Sequence[str] | None = None) -> dict[str, Any]:
-    """A sample as plain JSON values, which ``rlhfkit.rewards.remote.server`` reads.
+    """Return a sample as plain JSON values, as ``rlhfkit.rewards.remote.server`` reads them.
 
     Args:
         sample: What is to be scored.
-        columns: Columns of the prompt's metadata to keep; ``None``: all.
+        columns: Columns of the prompt's metadata to include; ``None``: all.
     """
     prompt = sample.prompt
     return {
@@ -99,32 +95,32 @@ def sample_to_json(sample: Sample, *, columns: Sequence[str] | None = None) -> d
     }
 
 
-def written_request(wire: WireFormat, samples: Sequence[Sample]) -> bytes:
-    """The body of a request.
+def encode_request(wire_format: WireFormat, samples: Sequence[Sample]) -> bytes:
+    """Return the body of a request as JSON.
 
     Raises:
-        TypeError: If a sample holds what JSON cannot.
-        ValueError: The same, of numbers that are not finite.
+        TypeError: If a sample holds a value that JSON cannot represent.
+        ValueError: If a number is not finite.
     """
-    return json.dumps(wire.request(samples), allow_nan=False, separators=(",", ":")).encode()
+    return json.dumps(wire_format.request(samples), allow_nan=False, separators=(",", ":")).encode()
 
 
-def read_rewards(wire: WireFormat, body: bytes, count: int) -> list[float | str | None]:
-    """What an answer says of each sample: its reward, ``None``, or in words what is wrong with the reward.
+def decode_rewards(wire_format: WireFormat, body: bytes, count: int) -> list[float | str | None]:
+    """Parse a response: for each sample its reward, ``None``, or a text that says what is wrong with the reward.
 
     Args:
-        wire: Its format.
-        body: As received, from anybody.
-        count: Samples that were sent.
+        wire_format: Format of the response.
+        body: As received; may be anything.
+        count: Number of samples sent.
 
     Raises:
-        ValueError: If it is not one value for each sample.
+        ValueError: If it does not hold one value per sample.
     """
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{body[:200].decode(errors='replace')!r}, which is no JSON ({error})") from error
-    values = wire.rewards(answer)
+    values = wire_format.rewards(answer)
     if not isinstance(values, list):
         raise ValueError(f"rewards that are no list: {str(values)[:200]}")
     if len(values) != count:
@@ -133,7 +129,7 @@ def read_rewards(wire: WireFormat, body: bytes, count: int) -> list[float | str 
 
 
 def _checked(value: Any) -> float | str | None:
-    """A reward, or what is wrong with it."""
+    """Return a reward, or a text that says what is wrong with it."""
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool):

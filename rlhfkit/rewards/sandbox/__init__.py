@@ -1,7 +1,23 @@
-"""Child processes for code that may hang, die, eat memory or attack; see :class:`Sandbox`."""
+"""Child processes with limits and isolation, for code that may hang, crash, use up memory or attack the trainer.
 
-from rlhfkit.rewards.sandbox.isolation import WALLS, Backend, WeakSandbox
-from rlhfkit.rewards.sandbox.pool import START_TIMEOUT, Sandbox
-from rlhfkit.rewards.sandbox.process import Limits, Outcome, Status, Work
+``process.py`` runs one sandbox, ``child.py`` is what runs inside it, ``isolation.py`` names the isolation layers.
 
-__all__ = ["START_TIMEOUT", "WALLS", "Backend", "Limits", "Outcome", "Sandbox", "Status", "WeakSandbox", "Work"]
+May import: ``validation.py``; ``reward.py`` also the rest of rewards, and data.
+Start at :mod:`rlhfkit.rewards.sandbox.pool`.
+"""
+
+from rlhfkit.rewards.sandbox.isolation import ISOLATION_LAYERS, Backend, InsufficientIsolationError
+from rlhfkit.rewards.sandbox.pool import START_TIMEOUT, SandboxPool
+from rlhfkit.rewards.sandbox.process import CallResult, ResourceLimits, Status, WorkerSpec
+
+__all__ = [
+    "ISOLATION_LAYERS",
+    "START_TIMEOUT",
+    "Backend",
+    "CallResult",
+    "InsufficientIsolationError",
+    "ResourceLimits",
+    "SandboxPool",
+    "Status",
+    "WorkerSpec",
+]

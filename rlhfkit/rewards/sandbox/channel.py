@@ -1,11 +1,11 @@
-"""How trainer and worker talk: framed messages over a pair of sockets, each answer tied to its request.
+"""The protocol between trainer and worker: framed messages over a socket pair, each response tied to its request.
 
-A request starts with a number of 128 random bits and its size, and the answer starts with the same number. Whoever does
-not hold the request cannot know the number, so an answer that was written ahead, written twice or written by somebody
-else is noticed, and never taken for the answer to another request. On Linux the kernel also says which process wrote
-each piece, and the trainer takes pieces from the worker only.
+A request starts with an identifier of 128 random bits and its size; the response starts with the same identifier. A
+process that has not read the request cannot know the identifier, so a response that was written in advance, twice, or
+by another process is detected and never taken for the response to another request. On Linux the kernel also reports
+which process wrote each chunk, and the trainer accepts chunks from the worker only.
 
-Loaded by path in the worker, so it imports the standard library only.
+Loaded by path in the worker; standard library only.
 """
 
 import contextlib
@@ -16,23 +16,23 @@ import socket
 import struct
 from typing import Any
 
-HEAD = struct.Struct(">16sQ")
-"""Number of the request; bytes that follow."""
+HEADER = struct.Struct(">16sQ")
+"""Identifier of the request; number of bytes that follow."""
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _PIECE = 1 << 16
-_HIGH = 128  # the worker's descriptor is at least this: user code closes and scans low ones
+_HIGH = 128  # lowest descriptor number for the worker: user code closes and scans low ones
 
 
-class WrongAnswer(Exception):
-    """What arrived is not the answer to what was asked."""
+class ProtocolError(Exception):
+    """The bytes received are not the response to the request that was sent."""
 
 
-class Answer:
-    """The bytes of one answer, as they arrive.
+class Response:
+    """Assembles the bytes of one response.
 
     Args:
-        number: Of the request.
-        largest: Bytes that it may have.
+        number: Identifier of the request.
+        largest: Maximum size in bytes.
     """
 
     def __init__(self, number: bytes, largest: int) -> None:
@@ -41,51 +41,37 @@ class Answer:
         self.received = bytearray()
 
     def add(self, piece: bytes) -> bytes | None:
-        """Take what has arrived.
-
-        Args:
-            piece: The next bytes.
-
-        Returns:
-            The message once it is complete.
+        """Add the next bytes, and return the message once it is complete.
 
         Raises:
-            WrongAnswer: If it has another number, or bytes follow it.
-            OverflowError: If it says that it is larger than an answer may be.
+            ProtocolError: If the identifier is wrong, or more bytes follow the message.
+            OverflowError: If the announced size is larger than allowed.
         """
         self.received += piece
         if not self.number.startswith(bytes(self.received[:16])):
-            raise WrongAnswer("answered a request that was not made, and was killed")
-        if len(self.received) < HEAD.size:
+            raise ProtocolError("answered a request that was not made, and was killed")
+        if len(self.received) < HEADER.size:
             return None
-        size = HEAD.unpack_from(self.received)[1]
+        size = HEADER.unpack_from(self.received)[1]
         if size > self.largest:
             raise OverflowError(f"answered with more than {self.largest / 2**20:g} MiB and was killed")
-        if len(self.received) > HEAD.size + size:
-            raise WrongAnswer("wrote more than its answer, and was killed")
-        return bytes(self.received[HEAD.size :]) if len(self.received) == HEAD.size + size else None
+        if len(self.received) > HEADER.size + size:
+            raise ProtocolError("wrote more than its answer, and was killed")
+        return bytes(self.received[HEADER.size :]) if len(self.received) == HEADER.size + size else None
 
 
-def trainer_end(end: socket.socket) -> None:
-    """Prepare the trainer's end of the pair.
-
-    Args:
-        end: Of a stream socket pair.
-    """
+def configure_trainer_socket(end: socket.socket) -> None:
+    """Make the trainer's end of the socket pair non-blocking, and have the kernel report who writes to it."""
     end.setblocking(False)
     if hasattr(socket, "SO_PASSCRED"):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
 
 def receive(end: socket.socket) -> tuple[bytes, int | None]:
-    """The next bytes and the process that wrote them; ``None`` where the kernel does not tell.
-
-    Args:
-        end: The trainer's.
-    """
+    """Return the next bytes and the id of the process that wrote them; ``None`` where the kernel does not report it."""
     if not hasattr(socket, "SO_PASSCRED"):
         return end.recv(_PIECE), None
-    # Room for credentials only: descriptors that somebody sends along are dropped by the kernel.
+    # Room for credentials only: the kernel drops file descriptors that are sent along.
     data, extra, _, _ = end.recvmsg(_PIECE, socket.CMSG_SPACE(_CREDENTIALS.size))
     for level, kind, content in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
@@ -93,12 +79,12 @@ def receive(end: socket.socket) -> tuple[bytes, int | None]:
     return data, None
 
 
-class WorkerEnd:
-    """The worker's end, out of the way of the code that it runs: a high descriptor that no other process inherits.
+class WorkerChannel:
+    """The worker's end, kept away from the code it runs: a high file descriptor that child processes do not inherit.
 
     Args:
-        descriptor: That it was started with.
-        largest: Bytes that an answer may have.
+        descriptor: The descriptor that the worker was started with.
+        largest: Maximum size of a response in bytes.
     """
 
     def __init__(self, descriptor: int, largest: int) -> None:
@@ -110,28 +96,24 @@ class WorkerEnd:
         self.largest = largest
         self._owner = os.getpid()
         self._number = b""
-        os.register_at_fork(after_in_child=self._drop)
+        os.register_at_fork(after_in_child=self._close_in_child)
 
     def read(self) -> bytes | None:
-        """The next request; ``None`` when there will be none."""
-        head = self._exactly(HEAD.size)
+        """Return the next request; ``None`` when the trainer has closed the connection."""
+        head = self._read_exactly(HEADER.size)
         if head is None:
             return None
-        self._number, size = HEAD.unpack(head)
-        return self._exactly(size)
+        self._number, size = HEADER.unpack(head)
+        return self._read_exactly(size)
 
     def write(self, message: bytes) -> None:
-        """Answer the request that was read last, once.
-
-        Args:
-            message: At most ``largest`` bytes.
-        """
-        if os.getpid() != self._owner:  # a fork of the worker that has come back from the code it was to run
+        """Send the response to the last request, of at most ``largest`` bytes. Only one is sent per request."""
+        if os.getpid() != self._owner:  # a fork of the worker that has returned from the user's code
             os._exit(1)
         number, self._number = self._number, b""
-        self._socket.sendall(HEAD.pack(number, len(message)) + message)
+        self._socket.sendall(HEADER.pack(number, len(message)) + message)
 
-    def _exactly(self, size: int) -> bytes | None:
+    def _read_exactly(self, size: int) -> bytes | None:
         received = bytearray()
         while len(received) < size:
             piece = self._socket.recv(min(size - len(received), 1 << 20))
@@ -140,6 +122,6 @@ class WorkerEnd:
             received += piece
         return bytes(received)
 
-    def _drop(self, *_: Any) -> None:
+    def _close_in_child(self, *_: Any) -> None:
         with contextlib.suppress(OSError):
             self._socket.close()

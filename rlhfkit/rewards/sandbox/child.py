@@ -1,11 +1,11 @@
-"""The two processes of one sandbox: a guard, and inside the walls a worker. Run as a program by its path.
+"""The two processes of a sandbox: a supervisor, and an isolated worker. Run as a program by its path.
 
-The guard waits. When its input closes (our side has had enough, or is gone), when the worker ends, or when all its
-processes together use too much memory, it kills everything, removes the folder, and writes one line that says why.
+The supervisor waits until its standard input closes (the trainer stops it, or has died), the worker ends, or the
+processes together use too much memory. Then it kills all of them, removes the folder, and prints one line with the
+reason.
 
-The worker loads a function and calls it with what comes down a socket (pickled: it comes from us). It answers with
-JSON, which is safe to read whoever wrote it; :mod:`rlhfkit.rewards.sandbox.channel` ties answers to requests. Whatever
-it prints goes down a pipe.
+The worker loads a function and calls it with each request (pickled: it comes from the trainer). It answers in JSON,
+which is safe to parse whoever wrote it; see :mod:`rlhfkit.rewards.sandbox.channel`. What it prints goes to a pipe.
 """
 
 import contextlib
@@ -27,38 +27,38 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_FIRST_USER = 1_900_000_000  # above what systemd gives to containers and services
+_FIRST_USER = 1_900_000_000  # above the user ids that systemd gives to containers and services
 CHECK_EVERY = 0.1
-"""Seconds between two looks at the memory of the worker's processes."""
+"""Interval in seconds at which the supervisor measures the memory of the worker's processes."""
 
 
 def main() -> None:
-    """Read the settings from the command line, and start guard and worker; or the worker alone, inside bubblewrap."""
+    """Read the settings from the command line and run supervisor and worker; inside bubblewrap, the worker only."""
     settings = json.loads(sys.argv[-1])
-    channel, confinement, namespaces = (_sibling(name) for name in ("channel", "confinement", "namespaces"))
+    channel, confinement, namespaces = (_load_sibling(name) for name in ("channel", "confinement", "namespaces"))
     if sys.argv[1] == "worker":
-        os.environ.pop("PWD", None)  # of bubblewrap
-        _work(settings, channel, confinement, separated=True)
-    namespaces.adopt_orphans()
-    settings["user"] = _FIRST_USER + os.getpid()  # a number that no other running process has
+        os.environ.pop("PWD", None)  # set by bubblewrap
+        _run_worker(settings, channel, confinement, pid_namespace=True)
+    namespaces.become_subreaper()
+    settings["user"] = _FIRST_USER + os.getpid()  # a user id that no other running process has
     wrapped = settings["backend"] == "bubblewrap"
-    separated = wrapped or namespaces.separate()
+    pid_namespace = wrapped or namespaces.new_pid_namespace()
     worker = os.fork()
     if worker == 0:
         if wrapped:
-            _work_in_bubblewrap(settings)
-        _work(settings, channel, confinement, separated)
+            _exec_bubblewrap(settings)
+        _run_worker(settings, channel, confinement, pid_namespace)
     os.close(settings["channel"])
-    reason = _guard(worker, int(settings["limits"]["memory_gib"] * 2**30), separated)
+    reason = _supervise(worker, int(settings["limits"]["memory_gib"] * 2**30), pid_namespace)
     shutil.rmtree(settings["folder"], ignore_errors=True)
     print(json.dumps(reason), flush=True)
 
 
-# ---------------------------------------------------------------------- the guard
+# ---------------------------------------------------------------------- the supervisor
 
 
-def _guard(worker: int, memory: int, separated: bool) -> str:
-    """Wait until there is a reason to end everything, end it, and say why."""
+def _supervise(worker: int, memory: int, pid_namespace: bool) -> str:
+    """Wait for a reason to end all processes, kill them, and return the reason."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     if hasattr(os, "pidfd_open"):
@@ -67,23 +67,23 @@ def _guard(worker: int, memory: int, separated: bool) -> str:
     while True:
         ready = [descriptor for descriptor, _ in poll.poll(CHECK_EVERY * 1000)]
         ended, status = os.waitpid(-1, os.WNOHANG)
-        while ended and ended != worker:  # an orphan that we have inherited
+        while ended and ended != worker:  # an orphan that this process has adopted
             ended, status = os.waitpid(-1, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
             reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         elif 0 in ready and not os.read(0, 1):
             reason = "was closed"
-        elif _memory(worker, shared=True) > memory and _memory(worker, shared=False) > memory:
+        elif _memory_used(worker, shared=True) > memory and _memory_used(worker, shared=False) > memory:
             reason = f"was killed because its processes used more than {memory / 2**30:g} GiB of memory together"
         else:
             continue
-        _kill_all(None if ended else worker, separated)
+        _kill_all(None if ended else worker, pid_namespace)
         return reason
 
 
 def descendants(root: int) -> Iterator[int]:
-    """The children of a process, their children, and so on; nothing where the kernel does not tell."""
+    """Yield the ids of all descendants of a process; none where the kernel does not list children."""
     for listing in Path(f"/proc/{root}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in map(int, listing.read_text().split()):
@@ -91,9 +91,11 @@ def descendants(root: int) -> Iterator[int]:
                 yield from descendants(child)
 
 
-def _memory(worker: int, *, shared: bool) -> int:
-    """Bytes in memory of the worker and what it started; pages of several processes count once unless ``shared``."""
-    return sum(_resident(process) if shared else _share(process) for process in (worker, *descendants(worker)))
+def _memory_used(worker: int, *, shared: bool) -> int:
+    """Bytes in memory of the worker and its descendants. Shared pages count once, or in every process if ``shared``."""
+    return sum(
+        _resident(process) if shared else _proportional_memory(process) for process in (worker, *descendants(worker))
+    )
 
 
 def _resident(process: int) -> int:
@@ -103,26 +105,26 @@ def _resident(process: int) -> int:
         return 0
 
 
-def _share(process: int) -> int:
-    """What is a process's own, and its share of the pages of several."""
+def _proportional_memory(process: int) -> int:
+    """Proportional set size of a process in bytes: its own pages, and its share of pages that several processes use."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    except (OSError, StopIteration):  # it has just ended, or is another user's and we may not look
+    except (OSError, StopIteration):  # it has just ended, or belongs to another user
         return _resident(process)
 
 
-def _kill_all(worker: int | None, separated: bool) -> None:
-    """End every process inside. Process 1 takes its namespace with it; without one the whole tree is hunted down."""
+def _kill_all(worker: int | None, pid_namespace: bool) -> None:
+    """Kill every process inside: process 1 of the namespace, which ends the others, or else all descendants."""
     if worker is not None:
         os.kill(worker, signal.SIGKILL)
     for _ in range(1000):
-        left = [] if separated else list(descendants(os.getpid()))
+        left = [] if pid_namespace else list(descendants(os.getpid()))
         for process in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, 0 if separated else os.WNOHANG)[0]:
+            while os.waitpid(-1, 0 if pid_namespace else os.WNOHANG)[0]:
                 pass
         if not left:
             return
@@ -132,19 +134,25 @@ def _kill_all(worker: int | None, separated: bool) -> None:
 # ---------------------------------------------------------------------- the worker
 
 
-def _work_in_bubblewrap(settings: dict[str, Any]) -> None:
-    """Become a bubblewrap that starts the worker, and never return."""
+def _exec_bubblewrap(settings: dict[str, Any]) -> None:
+    """Replace this process by a bubblewrap that starts the worker. Never returns."""
     try:
         os.setsid()
-        _to_nowhere()
-        limits, view = settings["limits"], settings["view"]
-        walls = ["processes", "files", *(["data"] if view is not None else [])]
-        settings["standing"] = walls if limits["network"] else [*walls, "network"]
+        _redirect_stdio()
+        limits, readable_paths = settings["limits"], settings["readable_paths"]
+        layers = ["processes", "writes", *(["reads"] if readable_paths is not None else [])]
+        settings["existing"] = layers if limits["network"] else [*layers, "network"]
         here = os.path.dirname(os.path.abspath(__file__))
-        shown = view if view is None or here.startswith(tuple(f"{path}/" for path in view)) else [*view, here]
+        shown = (
+            readable_paths
+            if readable_paths is None or here.startswith(tuple(f"{path}/" for path in readable_paths))
+            else [*readable_paths, here]
+        )
         flags = ["-I", "-B", "-u", *(["-S"] if sys.flags.no_site else [])]
         program = [sys.executable, *flags, os.path.abspath(__file__), "worker", json.dumps(settings)]
-        words = _sibling("bubblewrap").command(program, settings["folder"], limits, shown, limits["network"])
+        words = _load_sibling("isolation").bubblewrap_command(
+            program, settings["folder"], limits, shown, limits["network"]
+        )
         os.execvp(words[0], words)
     except BaseException:
         traceback.print_exc()
@@ -152,65 +160,67 @@ def _work_in_bubblewrap(settings: dict[str, Any]) -> None:
         os._exit(1)
 
 
-def _work(settings: dict[str, Any], channel: ModuleType, confinement: ModuleType, separated: bool) -> None:
-    """Serve, and never return."""
+def _run_worker(settings: dict[str, Any], channel: ModuleType, confinement: ModuleType, pid_namespace: bool) -> None:
+    """Isolate this process, load the function, and serve requests. Never returns."""
     code = 1
     try:
-        if separated and "standing" not in settings:
-            os.setsid()  # a signal to its group would reach the guard, which it cannot name otherwise
-        _to_nowhere()
-        trainer = channel.WorkerEnd(settings["channel"], settings["largest_answer"])
-        setup = pickle.loads(trainer.read())
-        walls = confinement.confine(
+        if pid_namespace and "existing" not in settings:
+            os.setsid()  # otherwise a signal to its process group would reach the supervisor
+        _redirect_stdio()
+        trainer = channel.WorkerChannel(settings["channel"], settings["max_answer_bytes"])
+        setup = pickle.loads(trainer.read())  # sent by the trainer
+        layers = confinement.confine(
             settings["limits"],
             settings["folder"],
             user=settings["user"],
-            separated=separated,
-            standing=settings.get("standing", ()),
+            pid_namespace=pid_namespace,
+            existing=settings.get("existing", ()),
             readable=[*setup["path"], os.path.dirname(setup["program"])],
-            view=settings["view"],
+            readable_paths=settings["readable_paths"],
         )
-        trainer.write(_encoded({"status": "ok", "value": walls}, trainer.largest))  # before anybody's code is loaded
+        trainer.write(_encode({"status": "ok", "value": layers}, trainer.largest))  # before user code is loaded
         trainer.read()
         if setup["path"]:
             sys.path[:] = setup["path"]
         try:
             function = getattr(load_file(setup["program"]), setup["factory"])(*pickle.loads(setup["arguments"]))
         except BaseException as error:
-            trainer.write(_encoded({"status": "error", "message": _described(error)}, trainer.largest))
+            trainer.write(_encode({"status": "error", "message": _describe(error)}, trainer.largest))
             return
-        trainer.write(_encoded({"status": "ok"}, trainer.largest))
-        signal.signal(signal.SIGXCPU, _computed_enough)  # the first process of a namespace has to ask for signals
+        trainer.write(_encode({"status": "ok"}, trainer.largest))
+        signal.signal(
+            signal.SIGXCPU, _raise_cpu_limit
+        )  # process 1 of a namespace gets only signals it has handlers for
         while request := trainer.read():
-            _allow_computing(settings["limits"]["cpu_seconds"])
+            _extend_cpu_limit(settings["limits"]["cpu_seconds"])
             trainer.write(_answer(function, request, trainer.largest))
         code = 0
-    except (BrokenPipeError, ConnectionResetError):  # nobody listens any more
+    except (BrokenPipeError, ConnectionResetError):  # the trainer has closed the connection
         code = 0
     except BaseException:
-        traceback.print_exc()  # our side shows what was printed last
+        traceback.print_exc()  # the trainer's message includes the last output
     finally:
         os._exit(code)
 
 
-def _allow_computing(seconds: int) -> None:
-    """So many seconds more than were used up to now; processes that are started count from 0."""
+def _extend_cpu_limit(seconds: int) -> None:
+    """Allow this process so many more seconds of CPU time; the processes that it starts count from 0."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     allowed = math.ceil(used.ru_utime + used.ru_stime) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
 
 
-class ComputedEnough(BaseException):
-    """Raised where a call is when it has used up its seconds of computing."""
+class CPULimitExceeded(BaseException):
+    """Raised inside a call that has used up its CPU time."""
 
 
-def _computed_enough(*_: object) -> None:
-    raise ComputedEnough("the call has used up its seconds of computing")
+def _raise_cpu_limit(*_: object) -> None:
+    raise CPULimitExceeded("the call has used up its CPU time")
 
 
-def _to_nowhere() -> None:
-    """No input, and output where our side keeps its end; the pipes that the guard uses are not for the worker."""
+def _redirect_stdio() -> None:
+    """Close standard input, and redirect standard output to standard error; the pipes belong to the supervisor."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -218,30 +228,30 @@ def _to_nowhere() -> None:
 
 
 def _answer(function: Callable[[Any], Any], request: bytes, largest: int) -> bytes:
-    """What the function returned, or its error as text: an exception object may be anything and stays here."""
+    """Return the function's result, or its error as text; an exception object could hold anything and is not sent."""
     try:
-        return _encoded({"status": "ok", "value": function(pickle.loads(request))}, largest)
+        return _encode({"status": "ok", "value": function(pickle.loads(request))}, largest)
     except BaseException as error:
-        return _encoded({"status": "error", "message": _described(error)}, largest)
+        return _encode({"status": "error", "message": _describe(error)}, largest)
 
 
-def _encoded(answer: dict[str, Any], largest: int) -> bytes:
+def _encode(answer: dict[str, Any], largest: int) -> bytes:
     message = json.dumps(answer).encode()
     if len(message) > largest:
         raise ValueError(f"the answer has {len(message)} bytes, more than the {largest} that an answer may have")
     return message
 
 
-def _described(error: BaseException) -> str:
-    """An exception as text, even one that cannot describe itself."""
+def _describe(error: BaseException) -> str:
+    """Return an exception as text, even one whose ``__str__`` fails."""
     try:
         return "".join(traceback.format_exception(error))[-4000:]
     except BaseException:
         return f"{type(error).__name__} (which cannot be described)"
 
 
-def _sibling(name: str) -> ModuleType:
-    """A file beside this one, as part of a package that brings nothing else."""
+def _load_sibling(name: str) -> ModuleType:
+    """Import a file of this folder as part of a package without other contents, so that ``rlhfkit`` is not imported."""
     if "rlhfkit_sandbox" not in sys.modules:
         package = sys.modules["rlhfkit_sandbox"] = ModuleType("rlhfkit_sandbox")
         package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
@@ -249,11 +259,7 @@ def _sibling(name: str) -> ModuleType:
 
 
 def load_file(path: str) -> ModuleType:
-    """A module from its file. By name it would bring its package, and that torch.
-
-    Args:
-        path: Of a Python file.
-    """
+    """Import a module by the path of its file. Importing it by name would import its package, and with it torch."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")

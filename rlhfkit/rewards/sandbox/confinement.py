@@ -1,9 +1,8 @@
-"""Walls around a process: resource limits everywhere, and on Linux whatever the machine lets us put up.
+"""Confine a process: resource limits everywhere, and on Linux every isolation layer that the machine allows.
 
-Imported in the worker as part of a package that brings nothing else; standard library only.
-
-Each wall is tried, and what stands is reported. ``docs/security.md`` has the table of what holds where, which a test
-checks by attacking.
+Each layer is tried, and those that could be set up are reported. ``docs/security.md`` says which machine provides what;
+a test checks that table by attacking. Loaded in the worker as part of a package without other contents; standard
+library only.
 """
 
 import ctypes
@@ -31,103 +30,109 @@ def confine(
     folder: str,
     *,
     user: int,
-    separated: bool,
-    standing: Sequence[str] = (),
+    pid_namespace: bool,
+    existing: Sequence[str] = (),
     readable: Iterable[str] = (),
-    view: Sequence[str] | None = None,
+    readable_paths: Sequence[str] | None = None,
 ) -> list[str]:
-    """Put up the walls around this process and all it will start. There is no way back.
+    """Confine this process and all it will start. This cannot be undone.
 
     Args:
-        limits: The fields of :class:`~rlhfkit.rewards.sandbox.Limits`.
-        folder: Where it may write; becomes the working directory.
-        user: What root becomes.
-        separated: Whether it has process ids of its own.
-        standing: Walls that somebody else has put up.
-        readable: Folders it must be able to read, such as those of its modules.
-        view: All that it may read, for code that is not trusted; ``None``: what the trainer can read.
+        limits: The fields of :class:`~rlhfkit.rewards.sandbox.ResourceLimits`.
+        folder: The writable folder; becomes the working directory.
+        user: User id that root switches to.
+        pid_namespace: Whether this process is in a PID namespace of its own.
+        existing: Layers that are set up already.
+        readable: Folders that must be readable after root has switched users, such as those of its modules.
+        readable_paths: All that untrusted code may read; ``None``: what the trainer can read.
 
     Returns:
-        Which walls stand beside the resource limits, see :data:`rlhfkit.rewards.sandbox.isolation.WALLS`.
+        The active layers besides resource limits, see :data:`rlhfkit.rewards.sandbox.isolation.ISOLATION_LAYERS`.
     """
     linux, root = sys.platform == "linux", os.geteuid() == 0
-    walls = [*standing]
-    if separated and "processes" not in walls:
-        walls += namespaces.enter(folder, limits["file_mib"] << 20, user if root else os.geteuid(), view)
-        if not limits["network"] and allowed(namespaces.no_network):
-            walls.append("network")
+    layers = [*existing]
+    if pid_namespace and "processes" not in layers:
+        layers += namespaces.isolate_filesystem(
+            folder, limits["file_mib"] << 20, user if root else os.geteuid(), readable_paths
+        )
+        if not limits["network"] and succeeds(namespaces.isolate_network):
+            layers.append("network")
     if linux:
-        allowed(Path("/proc/self/oom_score_adj").write_text, "1000")
-    _limit(resource.RLIMIT_AS, int(limits["memory_gib"] * 2**30))
-    _limit(resource.RLIMIT_NOFILE, limits["open_files"])
-    _limit(resource.RLIMIT_FSIZE, limits["file_mib"] << 20)
-    _limit(resource.RLIMIT_CORE, 0)
-    rules = _rules(view, folder) if linux and view is not None and "data" not in walls else None
-    if root and linux and allowed(_become, user, folder, readable if view is None else view):
-        walls.append("user")
+        succeeds(Path("/proc/self/oom_score_adj").write_text, "1000")
+    _set_limit(resource.RLIMIT_AS, int(limits["memory_gib"] * 2**30))
+    _set_limit(resource.RLIMIT_NOFILE, limits["open_files"])
+    _set_limit(resource.RLIMIT_FSIZE, limits["file_mib"] << 20)
+    _set_limit(resource.RLIMIT_CORE, 0)
+    rules = (
+        _landlock_rules(readable_paths, folder)
+        if linux and readable_paths is not None and "reads" not in layers
+        else None
+    )
+    if root and linux and succeeds(_drop_root, user, folder, readable if readable_paths is None else readable_paths):
+        layers.append("user")
     elif linux:
-        allowed(_keep_capabilities, 0)
+        succeeds(_set_capabilities, 0)
     os.chdir(folder)
     os.umask(0o077)
-    alone = "user" in walls or (separated and not root and _counts_by_namespace())
-    _limit(resource.RLIMIT_NPROC, limits["processes"] + (0 if alone else _running_tasks()))
+    alone = "user" in layers or (pid_namespace and not root and _counted_per_namespace())
+    _set_limit(resource.RLIMIT_NPROC, limits["processes"] + (0 if alone else _running_tasks()))
     if linux:
         _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # changing the user has switched it off, and with it /proc/self
         _libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0)
-        if rules is not None and allowed(rules.enforce):
-            walls += ["files", "data", *(["trainer"] if rules.signals else [])]
-        walls += _refuse_calls(walls, network=limits["network"], trusted=view is None)
-    if {"user", "processes"} & set(walls) and "trainer" not in walls:
-        walls.append("trainer")
-    return list(dict.fromkeys(walls))
+        if rules is not None and succeeds(rules.enforce):
+            layers += ["writes", "reads", *(["trainer"] if rules.signals else [])]
+        layers += _filter_system_calls(layers, network=limits["network"], trusted=readable_paths is None)
+    if {"user", "processes"} & set(layers) and "trainer" not in layers:
+        layers.append("trainer")
+    return list(dict.fromkeys(layers))
 
 
-def _rules(view: Sequence[str], folder: str) -> landlock.Rules | None:
-    """Landlock's, made while everything can still be reached."""
+def _landlock_rules(readable_paths: Sequence[str], folder: str) -> landlock.Rules | None:
+    """Create the Landlock rules while all paths can still be opened; ``None`` without Landlock."""
     try:
-        return landlock.Rules(view, [folder, *_DEVICES])
+        return landlock.Rules(readable_paths, [folder, *_DEVICES])
     except OSError:
         return None
 
 
-def _refuse_calls(walls: Sequence[str], *, network: bool, trusted: bool) -> list[str]:
-    """Walls that a filter of system calls makes."""
-    groups = [seccomp.MEMORY]
+def _filter_system_calls(layers: Sequence[str], *, network: bool, trusted: bool) -> list[str]:
+    """Install a filter of system calls, and return the layers that it provides."""
+    groups = [seccomp.MEMORY_CALLS]
     if not trusted:
-        groups.append(seccomp.REACHING_OUT)
-        if not network and "network" not in walls:
-            groups.append(seccomp.NETWORK)
-    if not seccomp.refuse(*groups):
+        groups.append(seccomp.CROSS_PROCESS_CALLS)
+        if not network and "network" not in layers:
+            groups.append(seccomp.NETWORK_CALLS)
+    if not seccomp.install_filter(*groups):
         return []
-    return ["memory", *(["network"] if seccomp.NETWORK in groups else [])]
+    return ["memory", *(["network"] if seccomp.NETWORK_CALLS in groups else [])]
 
 
-def _limit(kind: int, value: int) -> None:
+def _set_limit(kind: int, value: int) -> None:
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    allowed(resource.setrlimit, kind, (value, value))  # macOS has limits that cannot be set
+    succeeds(resource.setrlimit, kind, (value, value))  # some limits of macOS cannot be set
 
 
-def _become(user: int, folder: str, readable: Iterable[str]) -> None:
-    """Another user than root, with no privilege, or with that of reading if our interpreter is not for everyone.
+def _drop_root(user: int, folder: str, readable: Iterable[str]) -> None:
+    """Switch from root to another user without privileges, except to read all files if the interpreter needs it.
 
-    As root, the kernel would not count processes.
+    The kernel's limit on processes does not apply to root.
     """
     paths = [sys.executable, os.path.realpath(sys.executable), os.path.dirname(folder), *readable]
-    keep = 0 if all(map(_open_to_all, paths)) else 1 << _DAC_READ_SEARCH
+    keep = 0 if all(map(_world_accessible, paths)) else 1 << _DAC_READ_SEARCH
     os.chown(folder, user, user)
-    if keep and not _permitted() & keep:
-        keep = 1 << _DAC_OVERRIDE  # what containers have instead
+    if keep and not _permitted_capabilities() & keep:
+        keep = 1 << _DAC_OVERRIDE  # containers usually have this one only
     _libc.prctl(_SET_KEEPCAPS, 1, 0, 0, 0)
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    _keep_capabilities(keep & _permitted())
+    _set_capabilities(keep & _permitted_capabilities())
 
 
-def _open_to_all(path: str) -> bool:
-    """Whether everybody may read a file or go into a folder; one that does not exist hinders nobody."""
+def _world_accessible(path: str) -> bool:
+    """Whether every user may read a file or enter a folder; true for one that does not exist."""
     place = Path(path)
     if not place.exists():
         return True
@@ -135,28 +140,28 @@ def _open_to_all(path: str) -> bool:
     return bool(place.stat().st_mode & wanted) and all(one.stat().st_mode & stat.S_IXOTH for one in place.parents)
 
 
-def _permitted() -> int:
+def _permitted_capabilities() -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapPrm"))
     return int(line.split()[1], 16)
 
 
-def _keep_capabilities(kept: int) -> None:
-    """Drop all capabilities but these, which programs that are started inherit."""
+def _set_capabilities(kept: int) -> None:
+    """Drop all capabilities but these, which child processes inherit."""
     header = struct.pack("Ii", 0x20080522, 0)  # version 3: two times 32 bits
-    namespaces.call(_libc.capset, header, struct.pack("IIIIII", kept, kept, kept, 0, 0, 0))
+    namespaces.check_call(_libc.capset, header, struct.pack("IIIIII", kept, kept, kept, 0, 0, 0))
     _libc.prctl(_CAP_AMBIENT, 4, 0, 0, 0)
     for number in range(kept.bit_length()):
         if kept >> number & 1:
             _libc.prctl(_CAP_AMBIENT, 2, number, 0, 0)
 
 
-def _counts_by_namespace() -> bool:
-    """Linux counts processes by user *and* user namespace since 5.14."""
+def _counted_per_namespace() -> bool:
+    """Whether Linux counts processes by user *and* user namespace (since 5.14)."""
     return tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2]) >= (5, 14)
 
 
 def _running_tasks() -> int:
-    """Threads of our user on the whole machine, which the limit on processes counts too."""
+    """Number of threads of our user on the whole machine, which the limit on processes includes."""
     if not os.path.isdir("/proc/self/task"):
         return int(os.popen(f"ps -u {os.getuid()} | wc -l").read() or 0)
     total = 0
@@ -169,13 +174,8 @@ def _running_tasks() -> int:
     return total
 
 
-def allowed(step: Callable[..., object], *arguments: Any) -> bool:
-    """Whether a step could be taken.
-
-    Args:
-        step: What to do.
-        arguments: Its.
-    """
+def succeeds(step: Callable[..., object], *arguments: Any) -> bool:
+    """Call a function and return whether it worked."""
     try:
         step(*arguments)
     except (OSError, ValueError, AttributeError):

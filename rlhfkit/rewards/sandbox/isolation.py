@@ -1,28 +1,34 @@
-"""What may stand around a sandbox, what it takes, and what is missing where."""
+"""Isolation layers of a sandbox: their names, the backends that set them up, and the paths a program may read.
+
+Loaded by the trainer and, as part of a package without other contents, by the supervisor; standard library only.
+"""
 
 import glob
 import os
+import shutil
+import subprocess
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
-
-from rlhfkit.rewards.sandbox import bubblewrap
+from typing import Any, Literal, get_args
 
 Backend = Literal["auto", "bubblewrap", "namespaces"]
-"""Who puts the walls up: ``auto`` is bubblewrap where it is installed and allowed, else ``namespaces``, our own."""
+"""What sets up the isolation: ``namespaces`` (our own code), ``bubblewrap`` (github.com/containers/bubblewrap), or
+``auto``: bubblewrap where it is installed and allowed, else ``namespaces``.
+"""
 
-WALLS = {
+ISOLATION_LAYERS = {
     "processes": "it sees no process but its own, and all of them end with the first",
-    "files": "it writes into its own folder only",
-    "data": "it reads the interpreter, the packages and the system's libraries only",
+    "writes": "it writes into its own folder only",
+    "reads": "it reads the interpreter, the packages and the system's libraries only",
     "trainer": "it can neither look into the trainer (memory, environment, open files) nor signal it",
     "network": "it has no network",
     "memory": "it gets no memory that no limit counts (memfd, System V)",
     "user": "it is another user than the trainer",
 }
-"""Names of walls, as :attr:`Sandbox.walls` has them, and what each says of the process inside."""
+"""Names of the layers, as in :attr:`SandboxPool.isolation`, and what each guarantees about the processes inside."""
 
 _SYSTEM = (
     "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/nix/store", "/gnu/store", "/etc/alternatives",
@@ -30,57 +36,50 @@ _SYSTEM = (
 )  # fmt: skip
 
 
-class WeakSandbox(RuntimeError):
-    """Walls are missing that the code inside must not do without."""
+class InsufficientIsolationError(RuntimeError):
+    """A layer is missing that the code in the sandbox must not run without."""
 
 
-def require(name: str, required: Collection[str], standing: Collection[str]) -> str:
-    """Which walls are missing, in words; empty if all stand.
+def missing_isolation(name: str, required: Collection[str], active: Collection[str]) -> str:
+    """Return a message that names the missing layers; empty if there are none.
 
     Args:
-        name: What is run.
-        required: Names.
-        standing: Those that could be put up.
+        name: What is run, for the message.
+        required: Names of layers.
+        active: Names of the layers that could be set up.
     """
-    missing = [wall for wall in required if wall not in standing]
+    missing = [layer for layer in required if layer not in active]
     if not missing:
         return ""
-    stated = "; ".join(f"{wall} ({WALLS[wall]})" for wall in missing)
+    stated = "; ".join(f"{layer} ({ISOLATION_LAYERS[layer]})" for layer in missing)
     return (
-        f"{name}: this machine does not let us put up these walls: {stated}. Run the trainer as root or where user "
-        "namespaces or Landlock (Linux 6.12) are allowed, or accept a sandbox that hostile code can leave with "
-        "allow_weak=True. docs/security.md says what holds where"
+        f"{name}: this machine does not allow these isolation layers: {stated}. Run the trainer as root or where user "
+        "namespaces or Landlock (Linux 6.12) are allowed, or accept a sandbox that hostile code can escape from with "
+        "allow_partial_isolation=True. docs/security.md says what each machine provides"
     )
 
 
-def chosen_backend(backend: Backend) -> Literal["bubblewrap", "namespaces"]:
-    """Who puts up the walls on this machine.
-
-    Args:
-        backend: What was asked for.
+def resolve_backend(backend: Backend) -> Literal["bubblewrap", "namespaces"]:
+    """Return the backend that is used on this machine.
 
     Raises:
-        ValueError: If it is no backend.
+        ValueError: If ``backend`` is unknown.
         RuntimeError: If bubblewrap is asked for and cannot be used.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
-    if backend == "bubblewrap" and not bubblewrap.works():
+    if backend == "bubblewrap" and not bubblewrap_works():
         raise RuntimeError(
             "backend='bubblewrap': there is no bwrap on the PATH, or it is not allowed to make namespaces here; "
             "install the package bubblewrap, or use backend='auto'"
         )
-    return "bubblewrap" if backend != "namespaces" and bubblewrap.works() else "namespaces"
+    return "bubblewrap" if backend != "namespaces" and bubblewrap_works() else "namespaces"
 
 
-def view(files: Iterable[Path]) -> list[str]:
-    """What a program needs to read: the system's libraries, the interpreter, its packages.
+def readable_paths(files: Iterable[Path]) -> list[str]:
+    """Return the paths that a program needs to read: system libraries, the interpreter, its packages, and ``files``.
 
-    Args:
-        files: And these.
-
-    Returns:
-        Paths, none inside another.
+    None of the returned paths is inside another.
     """
     own = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     own += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *map(str, files)]
@@ -93,3 +92,50 @@ def view(files: Iterable[Path]) -> list[str]:
     found |= {path for path in _SYSTEM if os.path.lexists(path)} | set(glob.glob("/lib*"))
     folders = tuple(f"{path}/" for path in found if not os.path.islink(path))
     return sorted(path for path in found if not path.startswith(folders))
+
+
+_ROOT_CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_CHOWN", "CAP_DAC_READ_SEARCH")
+"""Capabilities that root needs to become another user."""
+
+
+def bubblewrap_command(
+    program: Sequence[str], folder: str, limits: dict[str, Any], readable: Sequence[str] | None, network: bool
+) -> list[str]:
+    """Return the command line that runs a program inside bubblewrap.
+
+    Args:
+        program: With its arguments.
+        folder: The writable folder; a tmpfs.
+        limits: The fields of :class:`~rlhfkit.rewards.sandbox.ResourceLimits`.
+        readable: Paths that it may read; ``None``: all.
+        network: Whether it has the network.
+    """
+    words = ["bwrap", "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+    words += [] if network else ["--unshare-net"]
+    if os.geteuid() == 0:
+        words += ["--cap-drop", "ALL", *(word for one in _ROOT_CAPABILITIES for word in ("--cap-add", one))]
+    above = {str(parent) for path in readable or () for parent in Path(path).parents if str(parent) != "/"}
+    for path in sorted(above):  # bubblewrap would make them for root only
+        words += ["--perms", "0755", "--dir", path]
+    for path in ["/"] if readable is None else readable:
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        else:
+            words += ["--ro-bind-try", path, path]
+    words += ["--dev", "/dev"] if readable is not None else ["--dev-bind", "/dev", "/dev"]  # a reward may use a GPU
+    words += ["--proc", "/proc", "--perms", "0755", "--dir", os.path.dirname(folder)]
+    for mode, path in (("0700", folder), ("1777", "/dev/shm")):
+        words += ["--perms", mode, "--size", str(limits["file_mib"] << 20), "--tmpfs", path]
+    return [*words, "--chdir", "/", "--", *program]
+
+
+@cache
+def bubblewrap_works() -> bool:
+    """Whether bubblewrap is installed and allowed to create the namespaces it needs."""
+    if shutil.which("bwrap") is None:
+        return False
+    probe = bubblewrap_command(["true"], "/tmp", {"file_mib": 1}, None, network=False)
+    try:
+        return subprocess.run(probe, capture_output=True, timeout=20).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -1,7 +1,7 @@
-"""Landlock: files, signals and tracing by rules that a process gives itself, without any privilege (Linux 5.13, 6.12).
+"""Landlock: rules for files, signals and tracing that a process sets for itself without privileges (Linux 5.13, 6.12).
 
-It is what is left where namespaces are not allowed. Imported in the worker as part of a package that brings nothing
-else; standard library only.
+The fallback where namespaces are not allowed. Loaded in the worker as part of a package without other contents;
+standard library only.
 """
 
 import ctypes
@@ -10,27 +10,27 @@ import stat
 import struct
 from collections.abc import Iterable
 
-_CREATE, _ADD, _RESTRICT = 444, 445, 446  # the same numbers on every architecture
+_CREATE, _ADD, _RESTRICT = 444, 445, 446  # system call numbers, the same on every architecture
 _VERSION, _PATH_BENEATH = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
-_KNOWN = {1: 13, 2: 14, 3: 15, 4: 15}  # rights to files of each version; 16 later on
+_KNOWN = {1: 13, 2: 14, 3: 15, 4: 15}  # number of file access rights in each ABI version; 16 in later ones
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
-_SCOPED = 3  # abstract sockets, and signals, stay among those with the same rules
+_SCOPED = 3  # abstract sockets and signals reach only processes with the same rules
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """Landlock's version in this kernel; 0 without."""
+    """Landlock's ABI version in this kernel; 0 if it has none."""
     return max(_libc.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION)), 0)
 
 
 class Rules:
-    """Rules that are made while files can be reached, and put into force later.
+    """Rules that are created while files can be opened, and enforced later.
 
     Args:
-        readable: Files and folders that may be read and run.
-        writable: Folders, and devices, that may be written, too.
+        readable: Files and folders that may be read and executed.
+        writable: Folders and devices that may also be written.
 
     Raises:
         OSError: If the kernel has no Landlock.
@@ -41,11 +41,11 @@ class Rules:
         if abi == 0:
             raise OSError("this kernel has no Landlock")
         self.signals = abi >= 6
-        """Whether processes outside can neither be signalled nor traced; before, tracing only."""
+        """Whether processes outside can be neither signalled nor traced (ABI 6); older kernels prevent tracing only."""
         every = (1 << _KNOWN.get(abi, 16)) - 1
         attributes = struct.pack("QQQ", every, 0, _SCOPED if self.signals else 0)[: 24 if self.signals else 8]
-        self._rules = _libc.syscall(_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
-        if self._rules < 0:
+        self._landlock_rules = _libc.syscall(_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
+        if self._landlock_rules < 0:
             raise OSError(ctypes.get_errno(), "Landlock took no rules")
         for path in readable:
             self._allow(path, _EXECUTE | _READ_FILE | _READ_FOLDER)
@@ -55,23 +55,23 @@ class Rules:
     def _allow(self, path: str, rights: int) -> None:
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # it does not exist, or is not for us
+        except OSError:  # it does not exist, or may not be opened
             return
         try:
             if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 rights &= _OF_FILES
             rule = struct.pack("=Qi", rights, descriptor)
-            _libc.syscall(_ADD, ctypes.c_int(self._rules), _PATH_BENEATH, rule, ctypes.c_uint(0))
+            _libc.syscall(_ADD, ctypes.c_int(self._landlock_rules), _PATH_BENEATH, rule, ctypes.c_uint(0))
         finally:
             os.close(descriptor)
 
     def enforce(self) -> None:
-        """Put them into force, for this process and all it will start.
+        """Enforce the rules for this process and all it will start.
 
         Raises:
             OSError: If the kernel refuses.
         """
-        refused = _libc.syscall(_RESTRICT, ctypes.c_int(self._rules), ctypes.c_uint(0))
-        os.close(self._rules)
+        refused = _libc.syscall(_RESTRICT, ctypes.c_int(self._landlock_rules), ctypes.c_uint(0))
+        os.close(self._landlock_rules)
         if refused:
             raise OSError(ctypes.get_errno(), "Landlock refused")

@@ -1,7 +1,7 @@
-"""Linux namespaces: process ids, a view of files, and a network of one's own.
+"""Linux namespaces: process ids, file system and network of a process's own.
 
-They are there for root with CAP_SYS_ADMIN, and for other users where the kernel gives them user namespaces. Imported in
-guard and worker as part of a package that brings nothing else; standard library only.
+Available to root with CAP_SYS_ADMIN, and to other users where the kernel allows user namespaces. Loaded in supervisor
+and worker as part of a package without other contents; standard library only.
 """
 
 import ctypes
@@ -15,29 +15,31 @@ from typing import Any
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _NOSUID_NODEV, _BIND, _REC, _PRIVATE = 6, 0x1000, 0x4000, 1 << 18
 _SET_CHILD_SUBREAPER = 36
-_MOUNT_SETATTR = 442  # the same number on every architecture; glibc has had a wrapper since 2.36 only
+_MOUNT_SETATTR = 442  # system call number, the same on every architecture; glibc has a wrapper only since 2.36
 _READ_ONLY, _RECURSIVE, _HERE, _DETACH = 1, 0x8000, -100, 2
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parents have ended, in place of the machine's first process."""
+def become_subreaper() -> None:
+    """Make this process adopt the orphans among its descendants."""
     if sys.platform == "linux":
         _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def separate() -> bool:
-    """Give the caller's next child process ids of its own, as process 1, whose end is the end of all of them.
+def new_pid_namespace() -> bool:
+    """Put the caller's next child into a new PID namespace, as process 1, whose end kills all others in it.
+
+    Users other than root also get a user namespace, which allows them the rest.
 
     Returns:
-        Whether the kernel allowed it. A user other than root also gets a user namespace, in which it may do the rest.
+        Whether the kernel allowed it.
     """
     if sys.platform != "linux":
         return False
     probe = os.fork()
-    if probe == 0:  # a failure half way would leave us nobody; so somebody else goes first
+    if probe == 0:  # tried in a child first: a failure half way would leave this process as user "nobody"
         try:
             _new_process_ids()
             os._exit(0)
@@ -51,82 +53,83 @@ def separate() -> bool:
 
 def _new_process_ids() -> None:
     user, group = os.geteuid(), os.getegid()
-    call(_libc.unshare, _NEWPID if user == 0 else _NEWUSER | _NEWPID)
+    check_call(_libc.unshare, _NEWPID if user == 0 else _NEWUSER | _NEWPID)
     if user != 0:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def no_network() -> None:
-    """Leave it.
+def isolate_network() -> None:
+    """Move this process into a network namespace without interfaces.
 
     Raises:
         OSError: If the kernel does not allow it.
     """
-    call(_libc.unshare, _NEWNET)
+    check_call(_libc.unshare, _NEWNET)
 
 
-def enter(folder: str, size: int, user: int, view: Sequence[str] | None) -> list[str]:
-    """Files of one's own around process 1 of new process ids.
+def isolate_filesystem(folder: str, size: int, user: int, readable_paths: Sequence[str] | None) -> list[str]:
+    """Give process 1 of a PID namespace its own view of the file system.
 
     Args:
-        folder: The only place, with shared memory, that can be written; in memory.
-        size: Bytes that each of the two holds.
+        folder: The only writable place besides shared memory; a tmpfs.
+        size: Size of each of the two in bytes.
         user: Their owner.
-        view: All that can be read; ``None``: everything, read-only.
+        readable_paths: All that can be read; ``None``: everything, read-only.
 
     Returns:
-        Walls that stand: ``"processes"``, and where mounts are allowed ``"files"`` and, with a view, ``"data"``.
+        The active layers: ``"processes"``, and where mounts are allowed ``"writes"`` and, with ``readable_paths``,
+        ``"reads"``.
     """
-    walls = []
+    layers = []
     try:
-        call(_libc.unshare, _NEWNS | _NEWIPC)
+        check_call(_libc.unshare, _NEWNS | _NEWIPC)
         _mount("none", "/", None, _REC | _PRIVATE)
-        if view is None:
-            _everything_read_only(folder, size, user)
+        if readable_paths is None:
+            _make_root_read_only(folder, size, user)
         else:
-            _only(view, folder, size, user)
-            walls = ["data"]
-        walls.append("files")
+            _pivot_root(readable_paths, folder, size, user)
+            layers = ["reads"]
+        layers.append("writes")
     except (OSError, AttributeError):
-        walls = []
-    # Without a /proc of our own, the machine's shows the memory of processes that have no id here.
+        layers = []
+    # The machine's own /proc would show the memory of processes outside.
     hidden = os.path.realpath("/proc/self") == f"/proc/{os.getpid()}" or not os.listdir("/proc")
-    return [*walls, "processes"] if hidden else walls
+    return [*layers, "processes"] if hidden else layers
 
 
-def _everything_read_only(folder: str, size: int, user: int) -> None:
-    _read_only("/", _RECURSIVE)
+def _make_root_read_only(folder: str, size: int, user: int) -> None:
+    _set_read_only("/", _RECURSIVE)
     for target in (folder, "/dev/shm"):
         if os.path.isdir(target):
             _mount("tmpfs", target, "tmpfs", _NOSUID_NODEV, f"size={size},mode=0700,uid={user}")
-    _own_processes("/proc")
+    _mount_proc("/proc")
 
 
-def _only(view: Sequence[str], folder: str, size: int, user: int) -> None:
-    """A new root that has only what is in the view; the old one is let go."""
-    root = folder  # it is put together where the folder is, and has a folder of that name inside
+def _pivot_root(readable_paths: Sequence[str], folder: str, size: int, user: int) -> None:
+    """Switch to a new root directory with these paths only, and unmount the old one."""
+    root = folder  # the new root is built at the folder's path, and contains a folder of that path
     _mount("tmpfs", root, "tmpfs", _NOSUID_NODEV, "mode=0755,size=1048576")
-    for path in view:
-        _show(path, root + path)
+    for path in readable_paths:
+        _bind(path, root + path)
     for name in _DEVICES:
-        _show(f"/dev/{name}", f"{root}/dev/{name}")
+        _bind(f"/dev/{name}", f"{root}/dev/{name}")
     for target in (folder, "/dev/shm"):
         os.makedirs(root + target, exist_ok=True)
         _mount("tmpfs", root + target, "tmpfs", _NOSUID_NODEV, f"size={size},mode=0700,uid={user}")
     os.makedirs(root + "/proc", exist_ok=True)
-    _own_processes(root + "/proc")
+    _mount_proc(root + "/proc")
     os.makedirs(root + "/tmp", exist_ok=True)
-    _read_only(root, 0)
+    _set_read_only(root, 0)
     os.chdir(root)
-    call(_libc.pivot_root, b".", b".")
-    call(_libc.umount2, b".", _DETACH)
+    check_call(_libc.pivot_root, b".", b".")
+    check_call(_libc.umount2, b".", _DETACH)
     os.chdir("/")
 
 
-def _show(path: str, target: str) -> None:
-    """A file, folder or link of the old root in the new one, read-only."""
+def _bind(path: str, target: str) -> None:
+    """Bind-mount a file or folder of the old root read-only in the new one, or copy a symbolic link."""
     if not os.path.lexists(path) or os.path.lexists(target):
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -138,36 +141,32 @@ def _show(path: str, target: str) -> None:
     else:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
     _mount(path, target, None, _BIND | _REC)
-    if not path.startswith("/dev/"):  # whose files can be written by everybody
-        _read_only(target, _RECURSIVE)
+    if not path.startswith("/dev/"):  # devices stay writable
+        _set_read_only(target, _RECURSIVE)
 
 
-def _own_processes(target: str) -> None:
+def _mount_proc(target: str) -> None:
     try:
         _mount("proc", target, "proc", _NOSUID_NODEV)
-    except OSError:  # refused inside containers that hide parts of theirs
+    except OSError:  # refused in containers that mask parts of /proc
         return
 
 
-def _read_only(path: str, flags: int) -> None:
+def _set_read_only(path: str, flags: int) -> None:
     attributes = struct.pack("QQQQ", _READ_ONLY, 0, 0, 0)
-    call(_libc.syscall, ctypes.c_long(_MOUNT_SETATTR), _HERE, path.encode(), flags, attributes, len(attributes))
+    check_call(_libc.syscall, ctypes.c_long(_MOUNT_SETATTR), _HERE, path.encode(), flags, attributes, len(attributes))
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     encoded = None if kind is None else kind.encode()
-    call(_libc.mount, source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), options.encode())
+    check_call(_libc.mount, source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), options.encode())
 
 
-def call(function: Callable[..., int], *arguments: Any) -> None:
-    """Call a C function.
-
-    Args:
-        function: Returns 0 where it succeeds.
-        arguments: Its.
+def check_call(function: Callable[..., int], *arguments: Any) -> None:
+    """Call a C function that returns 0 on success.
 
     Raises:
-        OSError: Where it fails.
+        OSError: If it fails.
     """
     if function(*arguments) != 0:
         number = ctypes.get_errno()

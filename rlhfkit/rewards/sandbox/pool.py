@@ -1,8 +1,8 @@
-"""``Sandbox``: child processes for calls that may hang, die, or eat memory; none of which reaches the caller.
+"""``SandboxPool``: child processes for calls that may hang, crash or use up memory.
 
 Each process has one call in flight. One that does not answer in time is killed, with everything it has started, and
-replaced; the other calls never notice. (A pool of ``concurrent.futures`` cannot do that: two calls that hang on two
-workers keep both for ever.) Answers come back as JSON, never pickled, so that reading them runs nobody's code.
+replaced; other calls are not affected. (``concurrent.futures`` cannot kill a call: two calls that hang on two workers
+block both forever.) Answers are JSON, never pickles, so parsing them runs no code.
 """
 
 import logging
@@ -15,51 +15,50 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from rlhfkit.rewards.sandbox.isolation import Backend, chosen_backend, require
-from rlhfkit.rewards.sandbox.process import Limits, Outcome, SandboxProcess, Work
+from rlhfkit.rewards.sandbox.isolation import Backend, missing_isolation, resolve_backend
+from rlhfkit.rewards.sandbox.process import CallResult, ResourceLimits, SandboxProcess, WorkerSpec
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
-Ask = Callable[[Any, float], Outcome]
+CallWorker = Callable[[Any, float], CallResult]
 Result = TypeVar("Result")
 
 START_TIMEOUT = 120.0
-"""Seconds until a process must be ready, its imports done."""
+"""Default number of seconds until a process must be ready, its imports done."""
 
 
-class Sandbox:
+class SandboxPool:
     """A pool of persistent child processes that all run the same function.
 
     Args:
         work: What they run.
-        workers: How many.
-        timeout: Seconds for one call.
-        limits: What each may use.
+        workers: Number of processes.
+        timeout: Time limit of one call in seconds.
+        limits: Resource limits of each.
         start_timeout: Seconds until a process must be ready.
-        fresh: A new process for each call, so that none finds what another left behind.
-        backend: Who puts up the walls: ``"bubblewrap"``, ``"namespaces"`` (our own), or ``"auto"``: bubblewrap where it
-            is installed and allowed, else our own.
-        allow_weak: Whether to go on, with a warning, where walls are missing that the work requires; else that is an
-            error at the first call.
+        fresh_process: Start a new process for each call, so that no call sees what another left behind.
+        backend: What sets up the isolation, see :data:`~rlhfkit.rewards.sandbox.isolation.Backend`.
+        allow_partial_isolation: Whether to continue, with a warning, where a layer is missing that the work requires;
+            otherwise the first call raises an error.
 
     Raises:
-        ValueError: If a number is out of range, or the backend is none.
+        ValueError: If a number is out of range, or the backend is unknown.
         RuntimeError: If bubblewrap is asked for and cannot be used.
-        OSError: On Windows, which has none of what this needs.
+        OSError: On Windows, which is not supported.
     """
 
     def __init__(
         self,
-        work: Work,
+        work: WorkerSpec,
         *,
         workers: int,
         timeout: float,
-        limits: Limits | None = None,
+        limits: ResourceLimits | None = None,
         start_timeout: float = START_TIMEOUT,
-        fresh: bool = False,
+        fresh_process: bool = False,
         backend: Backend = "auto",
-        allow_weak: bool = False,
+        allow_partial_isolation: bool = False,
     ) -> None:
         check_integer("workers", workers, minimum=1)
         check_number("timeout", timeout, above=0, why="it is in seconds")
@@ -71,60 +70,60 @@ class Sandbox:
         self.work = work
         self.workers = workers
         self.timeout = timeout
-        self.limits = limits or Limits()
-        self.fresh = fresh
+        self.limits = limits or ResourceLimits()
+        self.fresh_process = fresh_process
         self.backend: Backend = backend
-        self.allow_weak = allow_weak
-        chosen_backend(backend)
+        self.allow_partial_isolation = allow_partial_isolation
+        resolve_backend(backend)
         self._start_timeout = start_timeout
         self._idle: queue.SimpleQueue[SandboxProcess] = queue.SimpleQueue()
-        options: dict[str, Any] = {"backend": backend, "allow_weak": allow_weak}
+        options: dict[str, Any] = {"backend": backend, "allow_partial_isolation": allow_partial_isolation}
         self.processes = tuple(SandboxProcess(work, self.limits, start_timeout, **options) for _ in range(workers))
-        """All of them, running or not."""
+        """All processes, running or not."""
         for process in self.processes:
             self._idle.put(process)
         self._closing = threading.Lock()
         self._warned = False
-        # When nobody holds us any more, and when Python ends; not in a fork, whose copy of us has no processes.
+        # Stop the processes when the pool is collected or Python exits; but not in a fork, which does not own them.
         weakref.finalize(self, _end_own, self.processes, os.getpid())
 
-    def run(self, job: Any, *, timeout: float | None = None) -> Outcome:
-        """One call, in the next process that is free.
+    def run(self, job: Any, *, timeout: float | None = None) -> CallResult:
+        """Make one call, in the next free process.
 
         Args:
             job: Argument of the function; picklable.
-            timeout: Seconds for this call; ``None``: the usual.
+            timeout: Time limit in seconds; ``None``: the pool's.
 
         Raises:
             RuntimeError: If no process can be started.
         """
         return self._session(lambda ask: ask(job, self.timeout if timeout is None else timeout))
 
-    def map(self, jobs: Sequence[Any], *, timeout: float | None = None) -> list[Outcome]:
-        """Calls at the same time, as many as there are workers.
+    def map(self, jobs: Sequence[Any], *, timeout: float | None = None) -> list[CallResult]:
+        """Make several calls, as many concurrently as there are workers.
 
         Args:
-            jobs: Arguments of the function.
-            timeout: Seconds for each call; ``None``: the usual.
+            jobs: Arguments of the function; picklable.
+            timeout: Time limit of each call in seconds; ``None``: the pool's.
 
         Returns:
-            Outcomes in the order of the jobs.
+            Results in the order of the jobs.
 
         Raises:
             RuntimeError: If a process cannot be started.
         """
         limit = self.timeout if timeout is None else timeout
-        return self.sessions([lambda ask, job=job: ask(job, limit) for job in jobs])  # type: ignore[misc]  # a default in a lambda
+        return self.run_sessions([lambda ask, job=job: ask(job, limit) for job in jobs])  # type: ignore[misc]  # a default in a lambda
 
-    def sessions(self, tasks: Sequence[Callable[[Ask], Result]]) -> list[Result]:
-        """Tasks at the same time, each with a process to itself that it may call several times.
+    def run_sessions(self, tasks: Sequence[Callable[[CallWorker], Result]]) -> list[Result]:
+        """Run tasks concurrently, each with a process to itself that it may call several times.
 
         Args:
             tasks: Each gets a function that calls the process with a job and a time limit in seconds. A process that
-                ends is replaced by a new one at the next call.
+                has ended is replaced at the next call.
 
         Returns:
-            What they return, in their order.
+            What the tasks return, in their order.
 
         Raises:
             RuntimeError: If a process cannot be started.
@@ -137,42 +136,44 @@ class Sandbox:
         finally:
             threads.shutdown(cancel_futures=True)  # after an error the rest is not tried
 
-    def _session(self, task: Callable[[Ask], Result]) -> Result:
-        process = self._idle.get()  # each call is bounded, so this is
+    def _session(self, task: Callable[[CallWorker], Result]) -> Result:
+        process = self._idle.get()  # does not block forever, as each call has a time limit
 
-        def ask(job: Any, timeout: float) -> Outcome:
-            outcome = process.ask(job, timeout)
-            self._warn_of_missing_walls(process)
+        def call(job: Any, timeout: float) -> CallResult:
+            outcome = process.call(job, timeout)
+            self._warn_of_missing_layers(process)
             return outcome
 
         try:
-            return task(ask)
+            return task(call)
         finally:
-            if self.fresh:
-                process.end()
+            if self.fresh_process:
+                process.stop()
             self._idle.put(process)
 
     @property
-    def walls(self) -> list[str] | None:
-        """What stands around the processes beside resource limits; ``None`` before the first has started."""
-        return next((process.walls for process in self.processes if process.walls is not None), None)
+    def isolation(self) -> list[str] | None:
+        """Active isolation layers; ``None`` before the first process has started."""
+        return next((process.isolation for process in self.processes if process.isolation is not None), None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Processes stay where they are when it is sent elsewhere."""
-        options = ("workers", "timeout", "limits", "fresh", "backend", "allow_weak")
+        """Pickle without the processes: the copy starts its own."""
+        options = ("workers", "timeout", "limits", "fresh_process", "backend", "allow_partial_isolation")
         given = {name: getattr(self, name) for name in options} | {"start_timeout": self._start_timeout}
-        return partial(Sandbox, self.work, **given), ()
+        return partial(SandboxPool, self.work, **given), ()
 
-    def _warn_of_missing_walls(self, process: SandboxProcess) -> None:
-        """Say once what is missing though it is required, or was asked for."""
+    def _warn_of_missing_layers(self, process: SandboxProcess) -> None:
+        """Warn once if a layer is missing that is required, or the network could not be disabled as asked."""
         network = () if self.limits.network else ("network",)
-        missing = require(self.work.name, dict.fromkeys([*self.work.required, *network]), process.walls or ())
+        missing = missing_isolation(
+            self.work.name, dict.fromkeys([*self.work.required, *network]), process.isolation or ()
+        )
         if missing and not self._warned:
             self._warned = True
             log.warning("%s", missing)
 
     def close(self) -> None:
-        """End the processes when their calls have ended; the next call starts new ones."""
+        """Stop the processes when their calls have returned; the next call starts new ones."""
         with self._closing:
             taken = [self._idle.get() for _ in self.processes]
             _end(taken)
@@ -187,4 +188,4 @@ def _end_own(processes: Sequence[SandboxProcess], owner: int) -> None:
 
 def _end(processes: Sequence[SandboxProcess]) -> None:
     for process in processes:
-        process.end()
+        process.stop()

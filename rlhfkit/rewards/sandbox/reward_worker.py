@@ -1,6 +1,6 @@
-"""What runs inside the processes of :class:`~rlhfkit.rewards.sandbox.reward.SandboxedReward`: a reward of somebody's.
+"""The function that runs in the processes of :class:`~rlhfkit.rewards.sandbox.reward.SandboxedReward`.
 
-Loaded by path; imports the standard library only, and then whatever the reward does.
+Loaded by path; imports the standard library only, and then the reward.
 """
 
 import asyncio
@@ -12,11 +12,7 @@ from typing import Any
 
 
 def scorer(reward: str | Callable[..., Any]) -> Callable[[list[dict[str, Any]]], list[float | None]]:
-    """A function that scores samples with a reward.
-
-    Args:
-        reward: Callable, or its dotted name.
-    """
+    """Return a function that scores samples with a reward, given as callable or as its dotted name."""
     function = pkgutil.resolve_name(reward) if isinstance(reward, str) else reward
 
     def score(rows: list[dict[str, Any]]) -> list[float | None]:

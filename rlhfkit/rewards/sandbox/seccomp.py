@@ -1,6 +1,6 @@
-"""System calls that a sandboxed process does not get, by a filter that needs no privilege (Linux on x86-64 and ARM64).
+"""Filters of system calls (seccomp), which need no privilege (Linux on x86-64 and ARM64).
 
-Imported in the worker as part of a package that brings nothing else; standard library only.
+Loaded in the worker as part of a package without other contents; standard library only.
 """
 
 import ctypes
@@ -11,18 +11,18 @@ import struct
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 _LOAD, _EQUAL, _GREATER_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # places in what a filter sees
-_X32 = 0x40000000  # calls of x86-64's other form
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in the filter's input, struct seccomp_data
+_X32 = 0x40000000  # calls of x86-64's x32 ABI
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _NEW_NAMESPACES = 0x7E020000  # any CLONE_NEW...
 
-MEMORY = {"memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194)}
-"""Memory that belongs to no process, so that no limit of ours counts it. Missing, as in a small kernel."""
+MEMORY_CALLS = {"memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194)}
+"""Calls that allocate memory outside of any process, which no limit counts. They fail as in a kernel without them."""
 
-NETWORK = {"socket": (41, 198)}
-"""Sockets of any kind, but for pairs within a program."""
+NETWORK_CALLS = {"socket": (41, 198)}
+"""Sockets of any kind; pairs within a program still work."""
 
-REACHING_OUT = {
+CROSS_PROCESS_CALLS = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
     "kcmp": (312, 272), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "unshare": (272, 97),
     "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
@@ -31,26 +31,26 @@ REACHING_OUT = {
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "msgget": (68, 186), "semget": (64, 190),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "clone3": (435, 435),
 }  # fmt: skip
-"""Into other processes, namespaces and file systems, and what filters cannot look into (io_uring, clone3)."""
+"""Calls that reach other processes, namespaces and file systems, or that filters cannot inspect (io_uring, clone3)."""
 
 
-def refuse(*groups: dict[str, tuple[int, int]]) -> bool:
-    """Take system calls from this process and all it will start; they fail as ones that do not exist.
+def install_filter(*groups: dict[str, tuple[int, int]]) -> bool:
+    """Block system calls for this process and all it will start; they fail as if they did not exist.
 
     Needs ``PR_SET_NO_NEW_PRIVS``.
 
     Args:
-        groups: Names with numbers on x86-64 and ARM64.
+        groups: Names with their numbers on x86-64 and ARM64.
 
     Returns:
-        Whether the kernel took the filter.
+        Whether the kernel installed the filter.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if architecture is None:
         return False
     number, column = architecture
     refused = sorted({numbers[column] for group in groups for numbers in group.values()})
-    program = b"".join(_filter(number, refused, clone=(56, 220)[column], namespaces=REACHING_OUT not in groups))
+    program = b"".join(_filter(number, refused, clone=(56, 220)[column], namespaces=CROSS_PROCESS_CALLS not in groups))
     code = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
@@ -61,7 +61,7 @@ def refuse(*groups: dict[str, tuple[int, int]]) -> bool:
 
 
 def _filter(architecture: int, refused: list[int], *, clone: int, namespaces: bool) -> list[bytes]:
-    """Instructions of a classic BPF program."""
+    """Return the instructions of a classic BPF program."""
 
     def step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("HBBI", code, yes, no, value)
@@ -71,7 +71,7 @@ def _filter(architecture: int, refused: list[int], *, clone: int, namespaces: bo
     steps += [step(_GREATER_EQUAL, _X32, 0, 1), missing]
     for number in refused:
         steps += [step(_EQUAL, number, 0, 1), missing]
-    if not namespaces:  # a clone may not make any
+    if not namespaces:  # clone must not create any
         steps += [step(_EQUAL, clone, 0, 3), step(_LOAD, _FIRST_ARGUMENT), step(_ANY_BIT, _NEW_NAMESPACES, 0, 1)]
         steps += [step(_RETURN, _ERROR | errno.EPERM)]
     return [*steps, step(_RETURN, _ALLOW)]

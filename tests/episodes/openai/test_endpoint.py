@@ -44,7 +44,7 @@ def two_calls(action: Any) -> list[ToolCall]:
 @pytest.fixture(scope="module")
 def endpoint(engine: Recorded) -> Iterator[OpenAIEndpoint]:
     with OpenAIEndpoint(
-        engine, chat_tokenizer(), most_tokens=128, sampling=SamplingSpec(max_new_tokens=6), parse=two_calls,
+        engine, chat_tokenizer(), max_context_tokens=128, sampling=SamplingSpec(max_new_tokens=6), tool_call_parser=two_calls,
         max_body_bytes=10_000,
     ) as served:  # fmt: skip
         yield served
@@ -53,13 +53,13 @@ def endpoint(engine: Recorded) -> Iterator[OpenAIEndpoint]:
 @pytest.fixture
 def session(endpoint: OpenAIEndpoint, engine: Recorded) -> Iterator[tuple[openai.OpenAI, ChatSession]]:
     """A client in a session of its own."""
-    name, session = endpoint.open(
+    name, session = endpoint.open_session(
         Prompt(7, [5], "1+1="), 2, SamplingSpec(max_new_tokens=6), iteration=3, max_turns=4
     )  # fmt: skip
     engine.seen.clear()
     with openai.OpenAI(base_url=endpoint.base_url(name), api_key=endpoint.api_key, max_retries=0) as client:
         yield client, session
-    endpoint.end(name)
+    endpoint.close_session(name)
 
 
 def ask(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
@@ -123,7 +123,7 @@ def test_retries_branches_and_other_conversations_are_told_apart(
     sample = recorded.sample("stop", None, {})
     assert sample.info["trajectories"] == 3
     assert sample.info["turns"] == 2
-    every = sum(len(turn.trajectory.last.token_ids) for turn in recorded.turns)
+    every = sum(len(turn.trajectory.last_action.token_ids) for turn in recorded.turns)
     assert sample.info["unused_tokens"] == every - sum(sample.action_mask) > 0
     with pytest.raises(openai.BadRequestError, match="the episode has had its 4 turns"):
         ask(client, [USER])
@@ -151,7 +151,7 @@ def test_streams_and_logprobs_say_the_same(session: Any) -> None:
     *said, end = ask(client, [USER], stream=True)
     assert end.choices[0].finish_reason in ("stop", "length")
     text = "".join(chunk.choices[0].delta.content for chunk in said)
-    sampled = recorded.turns[0].trajectory.last
+    sampled = recorded.turns[0].trajectory.last_action
     assert text == tiny_tokenizer().decode(sampled.token_ids, skip_special_tokens=True)
     answer = ask(client, [USER], logprobs=True, max_tokens=3)
     assert [one.logprob for one in answer.choices[0].logprobs.content] == recorded.turns[1].trajectory.logprobs
@@ -213,25 +213,25 @@ def test_nobody_gets_in_without_the_token(endpoint: OpenAIEndpoint) -> None:
 
 def test_other_hosts_need_a_token(engine: Recorded) -> None:
     with pytest.raises(ValueError, match=r"refusing to listen on '0\.0\.0\.0' without a token"):
-        OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, host="0.0.0.0")
+        OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, host="0.0.0.0")
     elsewhere = OpenAIEndpoint(
         engine,
         chat_tokenizer(),
-        most_tokens=128,
+        max_context_tokens=128,
         host="0.0.0.0",
         token=AccessToken("x" * 32),
         public_url="https://a:1/",
     )
     assert elsewhere.base_url() == "https://a:1/v1"
     assert elsewhere.base_url("b") == "https://a:1/sessions/b/v1"
-    here = OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, host="0.0.0.0", token=AccessToken("x" * 32))
+    here = OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, host="0.0.0.0", token=AccessToken("x" * 32))
     assert here.base_url() == "http://127.0.0.1:0/v1"
     with pytest.raises(ValueError, match="request_timeout"):
-        OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, request_timeout=0)
+        OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, request_timeout=0)
 
 
 def test_an_answer_that_takes_too_long_is_an_error(engine: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    with OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128, request_timeout=0.2) as endpoint:
+    with OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, request_timeout=0.2) as endpoint:
 
         async def never(self: Any, request: Any, sampler: Any) -> None:
             await asyncio.sleep(20)
@@ -254,7 +254,7 @@ def test_an_answer_that_takes_too_long_is_an_error(engine: Recorded, monkeypatch
     ],
 )
 def test_bodies_are_counted_before_they_are_parsed(engine: Recorded, body: bytes, status: int, message: str) -> None:
-    with OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=64, max_body_values=1000) as endpoint:
+    with OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=64, max_body_values=1000) as endpoint:
         headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
         answer = httpx.post(f"{endpoint.base_url()}/chat/completions", content=body, headers=headers)
     assert answer.status_code == status
@@ -263,7 +263,7 @@ def test_bodies_are_counted_before_they_are_parsed(engine: Recorded, body: bytes
 
 def test_a_long_conversation_is_encoded_off_the_loop_and_refused_for_its_length(engine: Recorded) -> None:
     """Long texts take the tokenizer seconds, in which others are to be answered."""
-    with OpenAIEndpoint(engine, chat_tokenizer(), most_tokens=128) as endpoint:
+    with OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128) as endpoint:
         client = httpx.Client(headers={"Authorization": f"Bearer {endpoint.api_key}"}, timeout=60)
         body = {"messages": [{"role": "user", "content": "1+" * 200_000}]}
         with ThreadPoolExecutor() as threads:

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.episodes.openai.protocol import ChatError, completion_events, readable, reply_message, same_message
+from rlhfkit.episodes.openai.protocol import (
+    ChatError,
+    assistant_message,
+    normalize_message,
+    same_message,
+    stream_events,
+)
 from rlhfkit.episodes.tools import ToolCall
 
 JSON = st.recursive(
@@ -29,24 +35,24 @@ PARTS = ("role", "content", "tool_calls", "name", "tool_call_id", "function", "a
 )
 def test_any_json_is_read_or_refused(message: dict[str, Any], has_role: bool) -> None:
     try:
-        read = readable(message | ({"role": "user"} if has_role else {}))
+        read = normalize_message(message | ({"role": "user"} if has_role else {}))
     except ChatError:  # and nothing else
         return
     assert isinstance(read["content"], str)
-    assert same_message(read, readable(read))
+    assert same_message(read, normalize_message(read))
 
 
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=20), st.lists(st.builds(ToolCall, st.text(), st.dictionaries(st.text(), JSON)), max_size=2))
 def test_an_answer_is_recognised_when_it_comes_back(text: str, calls: list[ToolCall]) -> None:
-    reply = reply_message(text, calls, "x")
+    reply = assistant_message(text, calls, "x")
     back = json.loads(json.dumps(reply)) | {"refusal": None, "audio": None}
     if back["content"] is not None:
         back["content"] = f"\n {back['content']}\t"
     for call in back.get("tool_calls", ()):
         call["id"] = "renamed"
-    assert same_message(readable(reply), readable(back))
-    assert not same_message(readable(reply), readable(back | {"content": f"{text}!"}))
+    assert same_message(normalize_message(reply), normalize_message(back))
+    assert not same_message(normalize_message(reply), normalize_message(back | {"content": f"{text}!"}))
 
 
 @pytest.mark.parametrize(
@@ -54,17 +60,17 @@ def test_an_answer_is_recognised_when_it_comes_back(text: str, calls: list[ToolC
     [{"role": "user"}, {"content": "other"}, {"tool_calls": []}, {"tool_calls": [{"function": {"name": "g"}}]}],
 )
 def test_other_messages_are_others(change: dict[str, Any]) -> None:
-    reply = reply_message("so <tool_call>", [ToolCall("f", {"a": 1})], "x")
-    assert not same_message(readable(reply), readable(reply | change))
+    reply = assistant_message("so <tool_call>", [ToolCall("f", {"a": 1})], "x")
+    assert not same_message(normalize_message(reply), normalize_message(reply | change))
 
 
 def test_a_stream_says_what_the_answer_says() -> None:
-    message = reply_message("so <tool_call>", [ToolCall("f", {"a": 1})], "x")
+    message = assistant_message("so <tool_call>", [ToolCall("f", {"a": 1})], "x")
     body = {
         "id": "1", "created": 2, "model": "m", "usage": {},
         "choices": [{"message": message, "finish_reason": "tool_calls", "logprobs": None}],
     }  # fmt: skip
-    *chunks, end = completion_events(body)
+    *chunks, end = stream_events(body)
     first, second = (json.loads(chunk.removeprefix("data: ")) for chunk in chunks)
     assert first["choices"][0]["delta"]["tool_calls"] == [{"index": 0, **message["tool_calls"][0]}]
     assert second["choices"][0]["finish_reason"] == "tool_calls"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfkit.rewards.programs.assertions import TestFailed, judged_outside, same
-from rlhfkit.rewards.programs.values import LONGEST_RANGE, Other, dumps, loads
+from rlhfkit.rewards.programs.assertions import TestFailed, equal_values, parse_assertions
+from rlhfkit.rewards.programs.values import MAX_RANGE_LENGTH, OpaqueValue, dumps, loads
 
 Pair = namedtuple("Pair", "a b")
 VALUES = [
@@ -37,7 +37,7 @@ VALUES = [
 
 def outcome(test: str, **functions: Any) -> bool | str:
     """Of a test of functions that are called here; "free" if it is not judged outside."""
-    judged = judged_outside(test)
+    judged = parse_assertions(test)
     if judged is None:
         return "free"
 
@@ -48,7 +48,7 @@ def outcome(test: str, **functions: Any) -> bool | str:
         return loads(dumps(target(*loads(dumps(arguments)), **loads(dumps(keywords)))))
 
     try:
-        return judged.holds(call)
+        return judged.passes(call)
     except TestFailed:
         return False
 
@@ -128,12 +128,12 @@ def test_what_is_more_than_calls_with_plain_values_is_free(test: str) -> None:
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_values_equal_themselves_and_nothing_else(value: object) -> None:
-    assert same(loads(dumps(value)), value)
+    assert equal_values(loads(dumps(value)), value)
     assert type(loads(dumps(value))) is type(value)
     others = [other for other in VALUES if other is not value]
-    assert [other for other in others if same(value, other)] == []
-    assert [other for other in others if same([value], [other])] == []
-    assert [other for other in others if same({"k": value}, {"k": other})] == []
+    assert [other for other in others if equal_values(value, other)] == []
+    assert [other for other in others if equal_values([value], [other])] == []
+    assert [other for other in others if equal_values({"k": value}, {"k": other})] == []
 
 
 def test_what_agrees_is_equal_in_python_and_what_is_equal_agrees_but_for_booleans() -> None:
@@ -151,8 +151,8 @@ def test_what_agrees_is_equal_in_python_and_what_is_equal_agrees_but_for_boolean
     agreeing = 0
     for _ in range(20_000):
         left, right = value(2), value(2)
-        agreeing += same(left, right)
-        if same(left, right):
+        agreeing += equal_values(left, right)
+        if equal_values(left, right):
             assert left == right
         elif left == right:
             assert "True" in f"{left}{right}" or "False" in f"{left}{right}"
@@ -170,8 +170,8 @@ def test_subclasses_become_plain_and_own_equality_counts_for_nothing() -> None:
     assert loads(dumps(given)) == [3, (1, 2), {"a": 1}, 0.5, 7, True]
     assert [type(one) for one in loads(dumps(given))] == [int, tuple, dict, float, int, bool]
     opaque = loads(dumps(object()))
-    assert opaque == Other("object", True) or isinstance(opaque, Other)
-    assert not same(opaque, opaque)
+    assert opaque == OpaqueValue("object", True) or isinstance(opaque, OpaqueValue)
+    assert not equal_values(opaque, opaque)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_subclasses_become_plain_and_own_equality_counts_for_nothing() -> None:
     [
         "", "[", "{}", '{"tuple": 3}', '{"set": [[]]}', '{"dict": [[1]]}', '{"dict": [[[], 1]]}', '{"bytes": "xy"}',
         '{"no": []}', '{"tuple": [], "list": []}', '{"complex": [1]}', '{"other": ["a"]}', '{"complex": ["1", 2.0]}',
-        "[" * 200 + "]" * 200, "[" * 100_000, f'{{"range": [0, {LONGEST_RANGE + 1}, 1]}}', '{"range": [0, 1, 0]}',
+        "[" * 200 + "]" * 200, "[" * 100_000, f'{{"range": [0, {MAX_RANGE_LENGTH + 1}, 1]}}', '{"range": [0, 1, 0]}',
         '{"range": [0.0, 1, 1]}', "1" * 5000, "not json", '{"raised": "ValueError"}',
     ],
 )  # fmt: skip
@@ -214,7 +214,7 @@ def test_texts_at_random_are_values_or_refused() -> None:
             value = loads(text)
         except ValueError:
             continue
-        assert isinstance(value, Other) or json.loads(dumps(value)) == json.loads(dumps(loads(dumps(value))))
+        assert isinstance(value, OpaqueValue) or json.loads(dumps(value)) == json.loads(dumps(loads(dumps(value))))
 
 
 def test_hostile_values_cost_no_more_than_their_text() -> None:

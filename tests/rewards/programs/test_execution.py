@@ -10,10 +10,10 @@ import pytest
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import CodeExecution, score_samples
-from rlhfkit.rewards.failures import RewardFailure
-from rlhfkit.rewards.programs.evaluation import Examination, SandboxFailed
-from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, read_tests, same_output
-from rlhfkit.rewards.sandbox import Outcome
+from rlhfkit.rewards.base import RewardError
+from rlhfkit.rewards.programs.evaluation import ProgramEvaluation, SandboxError
+from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, parse_tests, same_output
+from rlhfkit.rewards.sandbox import CallResult
 
 ADD = "def add(a, b):\n    return a + b\n"
 ADDITIONS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(1, 1) == 3"]
@@ -132,14 +132,14 @@ def test_programs_do_not_see_answers_secrets_or_one_another(
     tests = {"inputs": ["", ""], "outputs": ["False False False", "seven"]}
     assert reward([sample(spy, tests), sample(spy, tests)]) == [0.5, 0.5]
     outside = f"def add(a, b):\n    open({str(tmp_path / 'out')!r}, 'w')\n    return a + b"
-    if {"files", "user"} & set(reward.sandbox.walls or ()):
+    if {"writes", "user"} & set(reward.sandbox.isolation or ()):
         assert reward([sample(outside, ADDITIONS)]) == [0.0]
         assert not (tmp_path / "out").exists()
 
 
 def test_a_program_that_ends_its_sandbox_follows_the_policy(caplog: pytest.LogCaptureFixture) -> None:
     eats = "import os, time\nfor _ in range(4): os.fork()\neaten = b'x' * (100 << 20)\ntime.sleep(9)"
-    with pytest.raises(RewardFailure, match=r"prompt 4, sample 0 could not be run to its end: died: .* GiB of memory"):
+    with pytest.raises(RewardError, match=r"prompt 4, sample 0 could not be run to its end: died: .* GiB of memory"):
         CodeExecution(workers=1, memory_gib=0.5, on_failure="stop")([sample(eats, SUMS)])
     assert CodeExecution(workers=1, memory_gib=0.5)([sample(eats, SUMS)]) == [0.0]
     assert "the program of prompt 4, sample 0 could not be run" in caplog.text
@@ -149,9 +149,11 @@ def test_a_program_that_ends_its_sandbox_follows_the_policy(caplog: pytest.LogCa
     "value", [None, 1, {}, {"text": 1, "timeout": False}, {"text": "a"}, {"text": "", "timeout": 0}]
 )
 def test_what_no_worker_of_ours_answers_is_an_error(value: object) -> None:
-    examination = Examination(lambda job, timeout: Outcome("ok", value), ADD, timeout=1.0, alone=False)
-    with pytest.raises(SandboxFailed, match="its sandbox answered"):
-        examination.passed(ProgramTests(assertions=("assert add(1, 2) == 3",)), same_output)
+    examination = ProgramEvaluation(
+        lambda job, timeout: CallResult("ok", value), ADD, timeout=1.0, own_pid_namespace=False
+    )
+    with pytest.raises(SandboxError, match="its sandbox answered"):
+        examination.count_passed(ProgramTests(assertions=("assert add(1, 2) == 3",)), same_output)
 
 
 def test_rows_without_tests_are_named(reward: CodeExecution) -> None:
@@ -172,7 +174,7 @@ def test_rows_without_tests_are_named(reward: CodeExecution) -> None:
     ],
 )
 def test_tests_are_read_in_the_forms_of_known_data_sets(given: object, expected: ProgramTests) -> None:
-    assert read_tests(given) == expected
+    assert parse_tests(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_tests_are_read_in_the_forms_of_known_data_sets(given: object, expected:
 )
 def test_other_forms_are_refused(given: object) -> None:
     with pytest.raises(ValueError, match="a list of assert statements, or a list of"):
-        read_tests(given)
+        parse_tests(given)
 
 
 def test_the_last_closed_block_of_python_is_the_program() -> None:

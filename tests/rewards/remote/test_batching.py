@@ -67,11 +67,11 @@ def test_what_arrives_during_a_batch_is_the_next_one() -> None:
         later = [batcher.submit(request(number)) for number in (2, 3, 4)]
         given_up = batcher.submit(request(5))
         assert given_up.cancel()
-        assert batcher.scoring_for > 0
+        assert batcher.scoring_seconds > 0
         gate.set()
         wait([first, *later], timeout=5)
     assert batches == [[1], [2, 3, 4]]
-    assert batcher.scoring_for == 0
+    assert batcher.scoring_seconds == 0
 
 
 def test_only_the_request_at_fault_fails() -> None:

@@ -25,13 +25,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import RemoteReward, WeightedSum, score_samples
-from rlhfkit.rewards.failures import OnFailure, RewardFailure
+from rlhfkit.rewards.base import OnFailure, RewardError
 from rlhfkit.rewards.remote.endpoints import (
-    LONGEST_RETRY_AFTER,
+    MAX_RETRY_AFTER,
     Endpoint,
-    Unavailable,
+    ServerUnavailable,
     least_outstanding,
-    retry_after_seconds,
+    parse_retry_after,
 )
 from rlhfkit.rewards.remote.wire import OpenRLHFFormat, SampleFormat
 from rlhfkit.serving.access import AccessToken
@@ -137,7 +137,7 @@ def reward(running: tuple[Misbehaviour, str]) -> Callable[..., RemoteReward]:
     """A reward on some of the application's paths."""
 
     def make(*kinds: str, **arguments: Any) -> RemoteReward:
-        settings = {"token": SECRET, "backoff": 0.01, "timeout": 5.0, "max_answer_bytes": 50_000}
+        settings = {"token": SECRET, "backoff": 0.01, "timeout": 5.0, "max_response_bytes": 50_000}
         return RemoteReward([f"{running[1]}/{kind}" for kind in kinds], **(settings | arguments))
 
     return make
@@ -220,7 +220,7 @@ BROKEN = [
 def test_each_failure_is_tried_again_or_not_and_stops(
     reward: Any, app: Misbehaviour, kind: str, requests: int, message: str
 ) -> None:
-    with pytest.raises(RewardFailure) as caught:
+    with pytest.raises(RewardError) as caught:
         scored(reward(kind, retries=2, timeout=0.2 if requests == 3 else 5.0), samples())
     assert message in str(caught.value)
     assert f"/{kind}/score" in str(caught.value)
@@ -230,15 +230,15 @@ def test_each_failure_is_tried_again_or_not_and_stops(
 
 @pytest.mark.parametrize(("kind", "shown"), [("nan", "nan"), ("infinite", "inf"), ("words", "1"), ("truth", "True")])
 def test_a_wrong_reward_is_the_failure_of_its_sample_only(reward: Any, kind: str, shown: str) -> None:
-    with pytest.raises(RewardFailure, match=rf"/{kind}/score answered with the reward '{shown}'.*sample 1, .*'x1'"):
+    with pytest.raises(RewardError, match=rf"/{kind}/score answered with the reward '{shown}'.*sample 1, .*'x1'"):
         scored(reward(kind), samples())
     assert scored(reward(kind, on_failure="mask"), samples()) == [0.0, None, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert scored(reward("large", on_failure=-1), samples()) == [0.0, -1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 def test_a_deeply_nested_answer_is_wrong_not_a_crash(reward: Any) -> None:
-    with pytest.raises(RewardFailure, match="which is no JSON"):
-        scored(reward("deep", max_answer_bytes=10**6), samples())
+    with pytest.raises(RewardError, match="which is no JSON"):
+        scored(reward("deep", max_response_bytes=10**6), samples())
 
 
 @pytest.mark.parametrize(("policy", "value"), [("mask", None), (-0.5, -0.5), (0, 0.0)])
@@ -294,25 +294,25 @@ def test_waits_are_doubled_each_time_that_all_servers_have_failed(nobody: str, m
 def test_a_server_that_has_failed_a_thousand_times_has_failed_no_worse() -> None:
     dead = Endpoint("http://127.0.0.1:1")
     for _ in range(1100):
-        with pytest.raises(Unavailable), dead.in_use():
-            raise Unavailable("down")
+        with pytest.raises(ServerUnavailable), dead.in_use():
+            raise ServerUnavailable("down")
     assert (dead.outstanding, dead.failures) == (0, 1100)
-    assert 59 < dead.rests_until - time.monotonic() <= 60
+    assert 59 < dead.cooldown_until - time.monotonic() <= 60
 
 
 def test_a_server_that_asked_for_rest_is_not_the_next_to_be_asked() -> None:
     busy, idle = Endpoint("http://127.0.0.1:1"), Endpoint("http://127.0.0.1:2")
-    with pytest.raises(Unavailable), busy.in_use():
-        raise Unavailable("busy", retry_after=30.0)
+    with pytest.raises(ServerUnavailable), busy.in_use():
+        raise ServerUnavailable("busy", retry_after=30.0)
     with idle.in_use(), idle.in_use():
         assert least_outstanding([busy, idle], set()) is idle
-    assert 29 < busy.rests_until - time.monotonic() <= 30
+    assert 29 < busy.cooldown_until - time.monotonic() <= 30
 
 
 def test_all_waiting_ends_at_the_time_limit(nobody: str) -> None:
-    reward = RemoteReward(nobody, retries=100, backoff=10.0, time_limit=0.3)
+    reward = RemoteReward(nobody, retries=100, backoff=10.0, total_timeout=0.3)
     started = time.monotonic()
-    with pytest.raises(RewardFailure, match=r"time_limit of 0.3 s is over; before, .* cannot be reached"):
+    with pytest.raises(RewardError, match=r"total_timeout of 0.3 s is over; before, .* cannot be reached"):
         scored(reward, samples())
     assert time.monotonic() - started < 3
 
@@ -320,7 +320,7 @@ def test_all_waiting_ends_at_the_time_limit(nobody: str) -> None:
 def test_a_token_is_sent_and_its_absence_refused(running: tuple[Misbehaviour, str], app: Misbehaviour) -> None:
     url = f"{running[1]}/right"
     for wrong in (RemoteReward(url), RemoteReward(url, token="another-one")):
-        with pytest.raises(RewardFailure, match=r"status 401: .*a token is needed"):
+        with pytest.raises(RewardError, match=r"status 401: .*a token is needed"):
             scored(wrong, samples())
     assert not app.requests
     assert scored(RemoteReward(url, on_failure="mask"), samples()) == [None] * 7
@@ -334,7 +334,7 @@ def test_the_secret_is_in_no_log_no_error_and_no_representation(
     reward = RemoteReward(f"{running[1]}/400", token_variable="REWARD_TOKEN", on_failure="mask")  # repeats the header
     assert scored(reward, samples()) == [None] * 7
     assert "no: Bearer ***" in caplog.text
-    with pytest.raises(RewardFailure) as caught:
+    with pytest.raises(RewardError) as caught:
         scored(RemoteReward(f"{running[1]}/400", token=SECRET), samples())
     scored(RemoteReward(f"{running[1]}/right", token=SECRET), samples())
     assert SECRET not in caplog.text + str(caught.value) + repr(reward) + str(vars(reward))
@@ -349,11 +349,11 @@ def test_proxies_of_the_environment_get_nothing(reward: Any, nobody: str, monkey
 
 def test_certificates_are_verified(tmp_path: Path) -> None:
     certificate, key = self_signed(tmp_path)
-    with Server(Misbehaviour(), certificate=certificate, key=key) as server:
+    with Server(Misbehaviour(), ssl_certfile=certificate, ssl_keyfile=key) as server:
         assert server.url.startswith("https://127.0.0.1:")
-        with pytest.raises(RewardFailure, match="certificate verify failed"):
+        with pytest.raises(RewardError, match="certificate verify failed"):
             scored(RemoteReward(server.url, retries=0), samples())
-        assert scored(RemoteReward(server.url, retries=0, certificates=str(certificate)), samples()) == EXPECTED
+        assert scored(RemoteReward(server.url, retries=0, ssl_ca_certs=str(certificate)), samples()) == EXPECTED
 
 
 def self_signed(folder: Path) -> tuple[Path, Path]:
@@ -377,7 +377,7 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
 
 
 def test_servers_of_openrlhf_are_understood(reward: Any, app: Misbehaviour) -> None:
-    assert scored(reward("openrlhf", wire=OpenRLHFFormat()), samples(2)) == [5.0, 5.0]
+    assert scored(reward("openrlhf", wire_format=OpenRLHFFormat()), samples(2)) == [5.0, 5.0]
     assert app.bodies == [{"query": ["sayx0", "sayx1"], "prompts": ["say"] * 2, "labels": ["x3"] * 2}]
 
 
@@ -386,7 +386,7 @@ def test_columns_that_json_cannot_hold_are_named_and_can_be_left_out(reward: Any
     given[0].prompt.metadata["when"] = {1, 2}
     with pytest.raises(ValueError, match=r"first is of prompt 5\): Object of type set .*SampleFormat\(columns="):
         scored(reward("right"), given)
-    assert scored(reward("right", wire=SampleFormat(columns=["level"])), given) == EXPECTED
+    assert scored(reward("right", wire_format=SampleFormat(columns=["level"])), given) == EXPECTED
     assert app.bodies[0]["samples"][0]["prompt"]["metadata"] == {"level": 2}
     given[0].prompt.metadata["when"] = math.nan
     with pytest.raises(ValueError, match="Choose the columns"):
@@ -423,13 +423,13 @@ def test_arguments_are_checked(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_retry_after_is_a_number_or_a_date() -> None:
-    assert retry_after_seconds("7") == 7.0
-    assert retry_after_seconds(time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 100))) == (
+    assert parse_retry_after("7") == 7.0
+    assert parse_retry_after(time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 100))) == (
         pytest.approx(100, abs=2)
     )
-    assert retry_after_seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-    assert retry_after_seconds("soon") == 0.0
-    assert retry_after_seconds(None) == 0.0
+    assert parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    assert parse_retry_after("soon") == 0.0
+    assert parse_retry_after(None) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -437,8 +437,8 @@ def test_retry_after_is_a_number_or_a_date() -> None:
     [
         ("Wed, 21 Oct 99999999999999999999 07:28:00 GMT", 0.0),  # OverflowError in datetime
         ("Wed, 21 Oct 2015 07:28:00 +99999999999999999999", 0.0),
-        ("Fri, 31 Dec 9999 23:59:59 GMT", LONGEST_RETRY_AFTER),
-        ("9" * 400, LONGEST_RETRY_AFTER),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", MAX_RETRY_AFTER),
+        ("9" * 400, MAX_RETRY_AFTER),
         ("\u0661\u0662", 12.0),
         ("-5", 0.0),
         ("nan", 0.0),
@@ -446,13 +446,13 @@ def test_retry_after_is_a_number_or_a_date() -> None:
     ],
 )
 def test_a_malformed_retry_after_asks_for_nothing_and_a_huge_one_for_an_hour(header: str, seconds: float) -> None:
-    assert retry_after_seconds(header) == seconds
+    assert parse_retry_after(header) == seconds
 
 
 @given(st.text(max_size=60) | st.from_regex(r"[A-Z][a-z]{2}, \d+ [A-Z][a-z]{2} \d+ \d+:\d+:\d+ ([+-]\d+|GMT)"))
 @settings(max_examples=100, deadline=None)
 def test_no_header_is_an_error(header: str) -> None:
-    assert 0.0 <= retry_after_seconds(header) <= LONGEST_RETRY_AFTER
+    assert 0.0 <= parse_retry_after(header) <= MAX_RETRY_AFTER
 
 
 def test_calls_leave_no_thread_and_no_connection(reward: Any, app: Misbehaviour) -> None:

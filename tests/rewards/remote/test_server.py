@@ -24,7 +24,7 @@ from rlhfkit.cli.serve_reward import load_reward, serve_reward
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_scalar_model
 from rlhfkit.rewards import ExactMatch, ModelReward, ProcessModelReward, RemoteReward, exact_match, score_samples
-from rlhfkit.rewards.failures import RewardFailure
+from rlhfkit.rewards.base import RewardError
 from rlhfkit.rewards.remote.server import reward_app
 from rlhfkit.rewards.remote.wire import OpenRLHFFormat
 from rlhfkit.serving.server import Server
@@ -94,7 +94,7 @@ def test_a_served_model_gives_the_numbers_of_the_same_model_here(folder: Path, s
 
 
 def test_a_served_model_asks_for_its_token(served: str) -> None:
-    with pytest.raises(RewardFailure, match="answered with status 401"):
+    with pytest.raises(RewardError, match="answered with status 401"):
         scored(RemoteReward(served), samples())
     assert httpx.get(f"{served}/health").json() == {"status": "ok"}
     assert httpx.get(f"{served}/docs").status_code == 401
@@ -104,7 +104,7 @@ def test_what_the_model_cannot_read_is_refused_with_the_reason_and_not_tried_aga
     given = samples()
     given[1].text = "eleven"
     reward = RemoteReward(served, token=SECRET, name="judge")
-    with pytest.raises(RewardFailure, match=r"status 422: .*another tokenizer than the policy"):
+    with pytest.raises(RewardError, match=r"status 422: .*another tokenizer than the policy"):
         scored(reward, given)
     assert reward.metrics()["judge/retries"] == 0
 
@@ -187,7 +187,7 @@ def test_a_sample_needs_its_text_only_and_clients_of_openrlhf_are_served(post: A
     assert post("/score", body).json() == {"rewards": [1.0]}
     asked = {"query": ["1+1=two", "other"], "prompts": ["1+1=", "1+1="], "labels": ["2", "2"]}
     assert post("/get_reward", asked).json() == {"rewards": [1.0, 5 / 3]}
-    there = RemoteReward(f"{function}/get_reward", wire=OpenRLHFFormat())
+    there = RemoteReward(f"{function}/get_reward", wire_format=OpenRLHFFormat())
     assert scored(there, samples()) == [1 / 3, 2 / 3, 0.0, 7 / 3]
     assert post("/get_reward", asked | {"labels": ["2"]}).status_code == 422
 
@@ -250,7 +250,7 @@ def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
         with pytest.raises(httpx.TimeoutException):
             asked(0.2)
         deadline = time.monotonic() + 20
-        while server.gate.active > 1 and time.monotonic() < deadline:
+        while server.middleware.active > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         go.set()
         assert [first.result().json(), asked(20).json()] == [{"rewards": [1.0]}] * 2

@@ -144,7 +144,7 @@ def test_bodies_of_all_requests_together_are_bounded() -> None:
         go.set()
         assert first.result().status_code == 200
         assert asked().status_code == 200
-        assert server.gate.total_bytes == 0
+        assert server.middleware.total_bytes == 0
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "600", None])

@@ -157,33 +157,37 @@ def main() -> None:
     for name in ("rlhfkit", "rlhfkit.rewards"):  # as packages without what they import, which takes seconds
         module = sys.modules[name] = types.ModuleType(name)
         module.__path__ = [f"{repository}/{name.replace('.', '/')}"]
-    from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
+    from rlhfkit.rewards.sandbox import ResourceLimits, SandboxPool, WorkerSpec
 
     secret = bytearray(backwards[::-1].encode())
     programs = Path(repository) / "rlhfkit" / "rewards" / "programs"
-    work = Work(
+    work = WorkerSpec(
         name="the test", program=programs / "worker.py", factory="runner", arguments=("", 1 << 20), packages=False,
-        trusted=False, files=(programs / "driver.py", programs / "values.py"), required=("data", "trainer", "network"),
+        trusted=False, files=(programs / "driver.py", programs / "values.py"), required=("reads", "trainer", "network"),
     )  # fmt: skip
-    limits = Limits(memory_gib=0.25, processes=24, file_mib=16)
+    limits = ResourceLimits(memory_gib=0.25, processes=24, file_mib=16)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = id(secret)
         target = {
             "trainer": os.getpid(), "data": f"{folder}/data.jsonl", "port": server.getsockname()[1], "address": address,
             "marker": marker, "secret": backwards,
         }  # fmt: skip
-        job = {"do": "run", "input": json.dumps(target), "seconds": 20.0, "alone": False}
-        options = {"workers": 1, "timeout": 40.0, "limits": limits, "backend": backend, "fresh": True}
-        one = Sandbox(work, allow_weak=True, **options)
+        job = {"do": "run", "input": json.dumps(target), "seconds": 20.0, "own_pid_namespace": False}
+        options = {"workers": 1, "timeout": 40.0, "limits": limits, "backend": backend, "fresh_process": True}
+        one = SandboxPool(work, allow_partial_isolation=True, **options)
         outcome = one.run({**job, "program": ATTACKS})
         one.run({**job, "program": DAEMON})
         one.close()
         try:
-            Sandbox(work, **options).run({**job, "program": "pass"})
+            SandboxPool(work, **options).run({**job, "program": "pass"})
             refused = ""
         except RuntimeError as error:
             refused = str(error)
-        print(json.dumps({"walls": one.walls, "text": outcome.value and outcome.value["text"], "refused": refused}))
+        print(
+            json.dumps(
+                {"isolation": one.isolation, "text": outcome.value and outcome.value["text"], "refused": refused}
+            )
+        )
     print(outcome.message, file=sys.stderr)
 
 

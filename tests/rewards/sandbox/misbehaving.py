@@ -152,7 +152,7 @@ async def reward_later(samples: list[Any]) -> list[Any]:
 
 
 class Look:
-    """What a worker sees and may do; for :class:`Sandbox`."""
+    """What a worker sees and may do; for :class:`SandboxPool`."""
 
     def __init__(self, where: str) -> None:
         self.where = where

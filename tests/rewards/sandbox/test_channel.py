@@ -11,8 +11,8 @@ import pytest
 from rewards.sandbox.hostile_rewards import ACTS
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import SandboxedReward
-from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
-from rlhfkit.rewards.sandbox.channel import Answer, WrongAnswer
+from rlhfkit.rewards.sandbox import ResourceLimits, SandboxPool, WorkerSpec
+from rlhfkit.rewards.sandbox.channel import ProtocolError, Response
 
 CASES = Path(__file__).with_name("misbehaving.py")
 NUMBER = bytes(range(1, 17))
@@ -53,7 +53,7 @@ def test_a_fresh_process_for_each_call_has_nothing_of_the_calls_before() -> None
         "rewards.sandbox.hostile_rewards.reward_that_can_be_taken_over",
         [sample("take over", 0), sample("nothing", 1)],
     )
-    kept, fresh = SandboxedReward(name, workers=1), SandboxedReward(name, workers=1, fresh=True)
+    kept, fresh = SandboxedReward(name, workers=1), SandboxedReward(name, workers=1, fresh_process=True)
     assert kept(batch) == [0.0, 1000.0]  # as docs/security.md says of code that a reward runs in its own interpreter
     assert fresh(batch) == [0.0, 1.0]
     kept.close()
@@ -76,24 +76,24 @@ def test_what_comes_after_each_hostile_call_is_right_or_none(reward: SandboxedRe
     ],
 )
 def test_wrong_numbers_and_surplus_bytes_are_noticed(pieces: list[bytes], message: str) -> None:
-    answer = Answer(NUMBER, 100)
+    answer = Response(NUMBER, 100)
     for piece in pieces[:-1]:
         answer.add(piece)
-    with pytest.raises(WrongAnswer, match=message):
+    with pytest.raises(ProtocolError, match=message):
         answer.add(pieces[-1])
 
 
 def test_answers_arrive_in_pieces_and_are_bounded() -> None:
-    answer = Answer(NUMBER, 100)
+    answer = Response(NUMBER, 100)
     whole = NUMBER + struct.pack(">Q", 2) + b"[]"
     assert [answer.add(whole[i : i + 1]) for i in range(len(whole))] == [None] * (len(whole) - 1) + [b"[]"]
     with pytest.raises(OverflowError, match="answered with more than"):
-        Answer(NUMBER, 100).add(NUMBER + struct.pack(">Q", 101))
+        Response(NUMBER, 100).add(NUMBER + struct.pack(">Q", 101))
 
 
 def test_an_endless_answer_and_an_endless_flood_of_prints_cost_the_trainer_no_memory() -> None:
-    work = Work(name="the test", program=CASES, factory="look", arguments=("/",), packages=False)
-    one = Sandbox(work, workers=1, timeout=3.0, limits=Limits(memory_gib=0.5))
+    work = WorkerSpec(name="the test", program=CASES, factory="look", arguments=("/",), packages=False)
+    one = SandboxPool(work, workers=1, timeout=3.0, limits=ResourceLimits(memory_gib=0.5))
     assert one.run(0).status == "ok"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert one.run("answer for ever").status == "error"

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from rewards.sandbox.attacks import ATTACKS
-from rlhfkit.rewards.sandbox import bubblewrap, seccomp
+from rlhfkit.rewards.sandbox import isolation, seccomp
 
 REPOSITORY = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("attacks.py")
 TABLE = REPOSITORY / "docs" / "security.md"
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the walls are Linux's")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="isolation layers need Linux")
 
 CONTAINED = ["setpriv", "--bounding-set", "-all,+chown,+dac_override,+fowner,+kill,+setgid,+setpcap,+setuid"]
 USER = ["setpriv", "--reuid", "1500", "--regid", "1500", "--clear-groups"]
@@ -30,7 +30,7 @@ sys.path.insert(0, sys.argv[1])
 import seccomp
 ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
 names = {"unshare": (272, 97), "landlock_create_ruleset": (444, 444)}
-assert seccomp.refuse({name: names[name] for name in sys.argv[2].split()})
+assert seccomp.install_filter({name: names[name] for name in sys.argv[2].split()})
 os.execvp(sys.argv[3], sys.argv[3:])
 """
 
@@ -74,7 +74,7 @@ def attacked(situation: str) -> dict[str, object]:
     backend, before = SITUATIONS[situation]
     if os.geteuid() != 0:
         pytest.skip("situations are produced by root")
-    if backend == "bubblewrap" and not bubblewrap.works():
+    if backend == "bubblewrap" and not isolation.bubblewrap_works():
         pytest.skip("bubblewrap is not installed, or not allowed here")
     python = "/usr/bin/python3" if USER[0] in before and USER[1] in before else sys.executable
     probe = [*before, python, "-c", "import sys; assert sys.version_info >= (3, 11)"]
@@ -137,7 +137,7 @@ def test_what_holds_is_what_the_table_says(situation: str) -> None:
 
 @LINUX
 def test_without_a_sandbox_the_attacks_reach_what_they_try_to_reach(tmp_path: Path) -> None:
-    """So what is held elsewhere is held by a wall."""
+    """So what is held elsewhere is held by an isolation layer."""
     secret = secrets.token_hex(8)
     (tmp_path / "data.jsonl").write_text(secret)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -159,10 +159,12 @@ def test_without_a_sandbox_the_attacks_reach_what_they_try_to_reach(tmp_path: Pa
 
 
 @LINUX
-def test_where_walls_are_missing_programs_are_refused_and_the_walls_named() -> None:
+def test_where_layers_are_missing_programs_are_refused_and_the_layers_named() -> None:
     refused = str(attacked("user, neither")["refused"])
-    assert re.search(r"does not let us put up these walls: data \(it reads .*; trainer \(it can neither look", refused)
-    assert "allow_weak=True" in refused
+    assert re.search(
+        r"does not allow these isolation layers: reads \(it reads .*; trainer \(it can neither look", refused
+    )
+    assert "allow_partial_isolation=True" in refused
     assert not attacked("root, namespaces")["refused"]
 
 

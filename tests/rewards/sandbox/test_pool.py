@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from rlhfkit.rewards.sandbox import Limits, Sandbox, Work, bubblewrap
+from rlhfkit.rewards.sandbox import ResourceLimits, SandboxPool, WorkerSpec, isolation
 from rlhfkit.rewards.sandbox.process import SandboxProcess
 
 CASES = Path(__file__).with_name("misbehaving.py")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems have resource limits only")
 
 
-def sandbox(where: str = "/", *, workers: int = 1, timeout: float = 20.0, **options: object) -> Sandbox:
-    limits = options.pop("limits", Limits(memory_gib=0.5, processes=24))
-    work = Work(name="the test", program=CASES, factory="look", arguments=(where,), packages=False)
-    return Sandbox(work, workers=workers, timeout=timeout, limits=limits, **options)
+def sandbox(where: str = "/", *, workers: int = 1, timeout: float = 20.0, **options: object) -> SandboxPool:
+    limits = options.pop("limits", ResourceLimits(memory_gib=0.5, processes=24))
+    work = WorkerSpec(name="the test", program=CASES, factory="look", arguments=(where,), packages=False)
+    return SandboxPool(work, workers=workers, timeout=timeout, limits=limits, **options)
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> Iterator[Sandbox]:
+def one(tmp_path: Path) -> Iterator[SandboxPool]:
     made = sandbox(str(tmp_path))
     yield made
     made.close()
@@ -61,7 +61,7 @@ def wait_until_gone(folder: str, seconds: float = 20.0) -> list[int]:
 
 
 def test_worker_sees_no_secrets_no_input_and_its_own_folder_only(
-    one: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: SandboxPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_TOKEN", "secret")
     (tmp_path / "mine").write_text("mine")
@@ -74,7 +74,7 @@ def test_worker_sees_no_secrets_no_input_and_its_own_folder_only(
     }
     assert seen["input"] == ""
     assert "inside" in seen["written"]
-    if {"files", "user"} & set(one.walls or ()):
+    if {"writes", "user"} & set(one.isolation or ()):
         assert seen["written"] == ["inside"]
         assert not (tmp_path / "outside").exists()
     assert seen["folder"] == seen["environment"]["HOME"] != os.getcwd()
@@ -83,19 +83,19 @@ def test_worker_sees_no_secrets_no_input_and_its_own_folder_only(
     assert not Path(seen["folder"]).exists()
 
 
-def test_network_is_there_if_asked_for(one: Sandbox) -> None:
+def test_network_is_there_if_asked_for(one: SandboxPool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         closed = one.run(port)
-        if "network" in one.walls:
+        if "network" in one.isolation:
             assert not closed.value["connected"]
-        opened = sandbox(limits=Limits(memory_gib=0.5, network=True))
+        opened = sandbox(limits=ResourceLimits(memory_gib=0.5, network=True))
         assert opened.run(port).value["connected"]
         opened.close()
 
 
 @LINUX
-def test_memory_bombs_end_their_own_process_only(one: Sandbox) -> None:
+def test_memory_bombs_end_their_own_process_only(one: SandboxPool) -> None:
     alone = one.run("eat memory")
     assert alone.status in ("error", "died")
     assert "MemoryError" in alone.message or "memory" in alone.message
@@ -106,7 +106,7 @@ def test_memory_bombs_end_their_own_process_only(one: Sandbox) -> None:
 
 
 @LINUX
-def test_fork_bomb_is_bounded_and_all_of_it_is_killed(one: Sandbox) -> None:
+def test_fork_bomb_is_bounded_and_all_of_it_is_killed(one: SandboxPool) -> None:
     folder = one.run(0).value["folder"]
     most, stop = [0], threading.Event()
 
@@ -120,14 +120,14 @@ def test_fork_bomb_is_bounded_and_all_of_it_is_killed(one: Sandbox) -> None:
     stop.set()
     counting.join()
     assert outcome.status == "timeout"
-    if "user" in one.walls or "processes" in one.walls:
+    if "user" in one.isolation or "processes" in one.isolation:
         assert 20 <= most[0] <= 24 + 3  # the guard and the two processes of bubblewrap are not counted
     assert wait_until_gone(folder) == []
     assert one.run(0).status == "ok"
 
 
 @LINUX
-def test_a_process_that_hides_is_killed_too(one: Sandbox) -> None:
+def test_a_process_that_hides_is_killed_too(one: SandboxPool) -> None:
     folder = one.run(0).value["folder"]
     assert one.run("hide", timeout=0.5).status == "timeout"
     assert wait_until_gone(folder) == []
@@ -144,7 +144,7 @@ def test_six_calls_of_which_two_hang_on_two_workers_return_the_four_good_ones() 
     assert time.monotonic() - started < 20
 
 
-def test_death_exit_and_exceptions_of_any_kind_come_back_as_text(one: Sandbox) -> None:
+def test_death_exit_and_exceptions_of_any_kind_come_back_as_text(one: SandboxPool) -> None:
     died = one.run("die")
     assert (died.status, died.message) == ("died", "the process ended with exit code 7")
     left = one.run("leave")
@@ -157,20 +157,20 @@ def test_death_exit_and_exceptions_of_any_kind_come_back_as_text(one: Sandbox) -
 
 
 def test_computing_is_limited_in_each_call() -> None:
-    one = sandbox(limits=Limits(memory_gib=0.5, cpu_seconds=1))
+    one = sandbox(limits=ResourceLimits(memory_gib=0.5, cpu_seconds=1))
     burnt = one.run("burn")
     assert burnt.status == "error"
-    assert "the call has used up its seconds of computing" in burnt.message
+    assert "the call has used up its CPU time" in burnt.message
     assert "in burn" in burnt.message
     assert [one.run(0).status for _ in range(2)] == ["ok"] * 2
     one.close()
 
 
-def test_an_interrupted_call_leaves_no_answer_to_the_next(one: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_no_answer_to_the_next(one: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
     before = one.run(0).value["folder"]
 
     def interrupt(self: SandboxProcess, sending: memoryview) -> memoryview:
-        self._end.send(sending)
+        self._socket.send(sending)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -184,7 +184,7 @@ def test_an_interrupted_call_leaves_no_answer_to_the_next(one: Sandbox, monkeypa
 
 
 def test_an_answer_is_read_before_its_process_is_known_to_have_ended(
-    one: Sandbox, monkeypatch: pytest.MonkeyPatch
+    one: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert one.run(0).status == "ok"
     send = SandboxProcess._send
@@ -200,7 +200,7 @@ def test_an_answer_is_read_before_its_process_is_known_to_have_ended(
     assert one.run(0).status == "ok"
 
 
-def test_what_is_printed_is_bounded_and_its_end_is_kept(one: Sandbox) -> None:
+def test_what_is_printed_is_bounded_and_its_end_is_kept(one: SandboxPool) -> None:
     flooded = one.run("flood")
     assert flooded.status == "error"
     assert "ValueError: enough" in flooded.message
@@ -208,7 +208,7 @@ def test_what_is_printed_is_bounded_and_its_end_is_kept(one: Sandbox) -> None:
     assert len(flooded.message) < 10_000
 
 
-def test_forged_answers_are_not_read_as_anything(one: Sandbox) -> None:
+def test_forged_answers_are_not_read_as_anything(one: SandboxPool) -> None:
     forged = one.run("forge", timeout=10)
     assert forged.status == "error"
     assert "answered a request that was not made, and was killed" in forged.message
@@ -231,7 +231,7 @@ def test_a_thousand_calls_leak_no_process_and_no_descriptor() -> None:
     assert [process for folder in folders for process in processes_of(folder)] == []
 
 
-def test_a_process_that_was_killed_between_calls_is_replaced(one: Sandbox) -> None:
+def test_a_process_that_was_killed_between_calls_is_replaced(one: SandboxPool) -> None:
     assert one.run(0).status == "ok"
     os.kill(one.processes[0].pid, signal.SIGKILL)
     time.sleep(0.1)
@@ -255,14 +255,14 @@ def test_a_fork_of_the_trainer_that_ends_ends_nothing_else() -> None:
 
 
 def test_fresh_processes_share_nothing() -> None:
-    fresh = sandbox(fresh=True)
+    fresh = sandbox(fresh_process=True)
     folders = [outcome.value["folder"] for outcome in fresh.map([0, 0])]
     assert folders[0] != folders[1]
     assert not any(map(os.path.exists, folders))
     assert fresh.processes[0].pid is None
 
 
-def test_copies_start_their_own_processes(one: Sandbox) -> None:
+def test_copies_start_their_own_processes(one: SandboxPool) -> None:
     assert one.run(0).status == "ok"
     copy = pickle.loads(pickle.dumps(one))
     assert copy.limits == one.limits
@@ -270,9 +270,9 @@ def test_copies_start_their_own_processes(one: Sandbox) -> None:
 
 
 def test_what_cannot_start_is_an_error_that_says_why() -> None:
-    work = Work(name="reward 'x'", program=CASES, factory="no_such_factory", packages=False)
+    work = WorkerSpec(name="reward 'x'", program=CASES, factory="no_such_factory", packages=False)
     with pytest.raises(RuntimeError, match=r"(?s)could be started to run reward 'x'.*no attribute 'no_such_factory'"):
-        Sandbox(work, workers=2, timeout=5).map([1, 2, 3])
+        SandboxPool(work, workers=2, timeout=5).map([1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -287,14 +287,14 @@ def test_wrong_numbers_are_named(options: dict[str, float], message: str) -> Non
     with pytest.raises(ValueError, match=message):
         sandbox(**options)
     with pytest.raises(ValueError, match="memory_gib must be a finite number above 0, got 0"):
-        Limits(memory_gib=0)
+        ResourceLimits(memory_gib=0)
 
 
 def test_backends_are_named_and_one_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="backend must be one of auto, bubblewrap, namespaces, got 'docker'"):
         sandbox(backend="docker")
     monkeypatch.setenv("PATH", "/nowhere")
-    bubblewrap.works.cache_clear()
+    isolation.bubblewrap_works.cache_clear()
     try:
         with pytest.raises(RuntimeError, match="there is no bwrap on the PATH"):
             sandbox(backend="bubblewrap")
@@ -302,7 +302,7 @@ def test_backends_are_named_and_one_that_is_missing_is_an_error(monkeypatch: pyt
         assert ours.run(0).status == "ok"
         ours.close()
     finally:
-        bubblewrap.works.cache_clear()
+        isolation.bubblewrap_works.cache_clear()
 
 
 ALONE = """
@@ -311,10 +311,10 @@ for name in ("rlhfkit", "rlhfkit.rewards"):  # as packages without what they imp
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
 from pathlib import Path
-from rlhfkit.rewards.sandbox import Limits, Sandbox, Work
-work = Work(name="t", program=Path(sys.argv[2]), factory="look", arguments=("/",), packages=False)
-one = Sandbox(work, workers=1, timeout=30, limits=Limits(memory_gib=0.5, processes=24))
-print(one.run(0).value["folder"], *one.walls, flush=True)
+from rlhfkit.rewards.sandbox import ResourceLimits, SandboxPool, WorkerSpec
+work = WorkerSpec(name="t", program=Path(sys.argv[2]), factory="look", arguments=("/",), packages=False)
+one = SandboxPool(work, workers=1, timeout=30, limits=ResourceLimits(memory_gib=0.5, processes=24))
+print(one.run(0).value["folder"], *one.isolation, flush=True)
 print(one.run(sys.argv[3], timeout=float(sys.argv[4])).status, flush=True)
 """
 

@@ -14,9 +14,9 @@ from rewards.sandbox import misbehaving
 from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import SandboxedReward, WeightedSum, reward_metrics, score_samples
+from rlhfkit.rewards.base import RewardError
 from rlhfkit.rewards.call_metrics import CallMetrics
-from rlhfkit.rewards.failures import RewardFailure
-from rlhfkit.rewards.sandbox import Outcome
+from rlhfkit.rewards.sandbox import CallResult
 
 NAME = "rewards.sandbox.misbehaving.reward"
 
@@ -75,7 +75,7 @@ def test_a_failure_gets_the_fallback_or_stops_as_told() -> None:
     strict = SandboxedReward("rewards.sandbox.misbehaving:reward_later", workers=1, on_failure="stop", name="judge")
     assert strict(samples("1", "2")) == [1.0, 2.0]
     with pytest.raises(
-        RewardFailure, match=r"(?s)reward 'judge' failed for samples of prompts 11\nprompt 11, sample 0: err"
+        RewardError, match=r"(?s)reward 'judge' failed for samples of prompts 11\nprompt 11, sample 0: err"
     ):
         strict(samples("1", "text"))
     strict.close()
@@ -132,7 +132,7 @@ def test_what_the_running_script_defines_is_refused(monkeypatch: pytest.MonkeyPa
 def test_quantiles_are_those_of_the_calls() -> None:
     metrics = CallMetrics("judge")
     for seconds in range(101):
-        metrics.add(Outcome("ok" if seconds < 100 else "died", seconds=float(seconds)))
+        metrics.add(CallResult("ok" if seconds < 100 else "died", seconds=float(seconds)))
     assert metrics.take() == {
         "judge/timeout_fraction": 0.0,
         "judge/failed_fraction": 1 / 101,
