@@ -40,7 +40,7 @@ FOR_STRATEGIES = {"strategies", "checkpoints", "distributed", "protocols", "vali
 KNOWN_CIRCLES: list[set[str]] = [
     {"modules.supervised.distillation", "modules.supervised.teacher_cache"},
 ]
-NOT_DESCRIBED = {"data", "losses", "models", "rewards.sandbox", "rewards.programs"}
+NOT_DESCRIBED = {"data", "losses", "models"}
 LIGHT = ("distributed", "losses", "data", "rewards", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}
 

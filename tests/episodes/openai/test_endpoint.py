@@ -44,7 +44,8 @@ def two_calls(action: Any) -> list[ToolCall]:
 @pytest.fixture(scope="module")
 def endpoint(engine: Recorded) -> Iterator[OpenAIEndpoint]:
     with OpenAIEndpoint(
-        engine, chat_tokenizer(), max_context_tokens=128, sampling=SamplingSpec(max_new_tokens=6), tool_call_parser=two_calls,
+        engine, chat_tokenizer(), max_context_tokens=128, sampling=SamplingSpec(max_new_tokens=6),
+        tool_call_parser=two_calls,
         max_body_bytes=10_000,
     ) as served:  # fmt: skip
         yield served
