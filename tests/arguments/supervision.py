@@ -11,13 +11,13 @@ import torch
 from rlhfkit import SamplingSpec, VLLMPool
 from rlhfkit.rollout import HealthPolicy
 from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.remote.placement import ActorPlacement
+from rlhfkit.rollout.remote.scheduler import RequestScheduler
 from rlhfkit.rollout.supervision import health_monitor
 from rlhfkit.rollout.supervision.handle import EngineHandle
 from rlhfkit.rollout.supervision.health import Probes, State
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm import pool
-from rlhfkit.rollout.vllm.placement import ActorPlacement
-from rlhfkit.rollout.vllm.scheduler import RequestScheduler
 
 
 class Idle(EngineManager):

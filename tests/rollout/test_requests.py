@@ -23,8 +23,8 @@ from rlhfkit.episodes.sampler import TurnSampler
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.engine import MAX_STOP_TOKEN_IDS
 from rlhfkit.rollout.errors import EngineFailure, RequestError
+from rlhfkit.rollout.remote.scheduler import sample_request
 from rlhfkit.rollout.supervision.handle import fetch
-from rlhfkit.rollout.vllm.scheduler import sample_request
 from rollout.vllm.test_pool import load_trainer_model
 
 VOCABULARY = 128

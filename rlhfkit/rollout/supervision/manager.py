@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure
+from rlhfkit.rollout.remote.placement import ActorPlacement
 from rlhfkit.rollout.supervision.handle import EngineHandle, EngineHandles, RemoteCall, kill_processes
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.health_monitor import watch
 from rlhfkit.rollout.vllm.actor import VLLMActor
-from rlhfkit.rollout.vllm.placement import ActorPlacement
 from rlhfkit.rollout.vllm.ray_session import cluster_address
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rlhfkit.rollout.errors import RefusedRequest
+from rlhfkit.rollout.remote.gpu_holder import assigned_gpus
+from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.vllm.backends import AsyncBackend, Backend, InProcessBackend
-from rlhfkit.rollout.vllm.gpu_holder import assigned_gpus
-from rlhfkit.rollout.vllm.placement import RankLocation
 
 Result = TypeVar("Result")
 Request = tuple[list[int], dict[str, Any]]

@@ -22,14 +22,14 @@ from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import gather_objects, get_rank, run_on_all_ranks
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.remote.gpu_reservation import Reservation
+from rlhfkit.rollout.remote.placement import ActorPlacement, DedicatedPlacement, RankLocation, beside_ranks, my_seat
+from rlhfkit.rollout.remote.stream import PoolStream
 from rlhfkit.rollout.streams import sample_all
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment
-from rlhfkit.rollout.vllm.gpu_reservation import Reservation
-from rlhfkit.rollout.vllm.placement import ActorPlacement, DedicatedPlacement, RankLocation, beside_ranks, my_seat
 from rlhfkit.rollout.vllm.ray_session import join_or_start_ray, require_ray
-from rlhfkit.rollout.vllm.stream import PoolStream
 from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_to_send
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.nccl import NcclSender

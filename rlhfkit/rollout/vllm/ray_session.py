@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlhfkit.rollout.vllm.placement import RankLocation, visible_gpus
+from rlhfkit.rollout.remote.placement import RankLocation, visible_gpus
 
 
 def require_ray() -> Any:

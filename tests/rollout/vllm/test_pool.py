@@ -21,9 +21,9 @@ from rlhfkit.models import LoRA, load_causal_lm
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
 from rlhfkit.rollout.errors import EngineError, RequestError
 from rlhfkit.rollout.local.sampling import truncate
+from rlhfkit.rollout.remote.scheduler import split_into_jobs
 from rlhfkit.rollout.supervision.handle import EngineHandles
 from rlhfkit.rollout.vllm.pool import VLLMPool
-from rlhfkit.rollout.vllm.scheduler import split_into_jobs
 from rlhfkit.rollout.weight_sync.sender import GlooSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rollout.zero3_ranks import run_ranks

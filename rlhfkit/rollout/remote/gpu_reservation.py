@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlhfkit.rollout.vllm import gpu_holder
-from rlhfkit.rollout.vllm.placement import RankLocation
+from rlhfkit.rollout.remote import gpu_holder
+from rlhfkit.rollout.remote.placement import RankLocation
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, check_requests
 from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.remote.scheduler import RequestScheduler, sample_request, split_into_jobs
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm.actor import Completion
-from rlhfkit.rollout.vllm.scheduler import RequestScheduler, sample_request, split_into_jobs
 
 
 class PoolStream:

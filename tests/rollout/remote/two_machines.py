@@ -12,7 +12,7 @@ def main() -> None:
     import ray
 
     from rlhfkit.rollout.errors import EngineError
-    from rlhfkit.rollout.vllm.placement import DedicatedPlacement
+    from rlhfkit.rollout.remote.placement import DedicatedPlacement
     from rlhfkit.rollout.vllm.ray_session import cluster_address, join_or_start_ray
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

@@ -18,7 +18,7 @@ from strategies import ranks
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.vllm.placement import RankLocation, seats_of_engines
+from rlhfkit.rollout.remote.placement import RankLocation, seats_of_engines
 from rlhfkit.rollout.weight_sync.cuda_ipc import chunks
 
 
@@ -159,19 +159,19 @@ class TestEnginesApart:
 
     def test_from_ranks_of_slurm_that_see_their_own_gpu_alone(self, cluster: Cluster, tmp_path: Path) -> None:
         first, second = ranks.run(
-            "rollout.vllm.gpu_ranks:place", 2, tmp_path, address=cluster.address, own_gpu_only=True
+            "rollout.remote.gpu_ranks:place", 2, tmp_path, address=cluster.address, own_gpu_only=True
         )
         assert [first["gpu"], second["gpu"]] == ["0", "1"]
         check_apart(["0", "1"], first)
 
     def test_from_ranks_of_a_script_that_starts_ray_itself(self, tmp_path: Path) -> None:
-        first, _ = ranks.run("rollout.vllm.gpu_ranks:place", 2, tmp_path)
+        first, _ = ranks.run("rollout.remote.gpu_ranks:place", 2, tmp_path)
         check_apart(["0", "1"], first)
         assert set(first["engines"]) <= set("234567")
         assert re.match(rf"RuntimeError: Ray gave this engine GPU {first['engines'][0]} of .*, which", first["refusal"])
 
     def test_ranks_that_see_their_own_gpu_alone_leave_no_gpu_for_a_ray_of_theirs(self, tmp_path: Path) -> None:
-        first, _ = ranks.run("rollout.vllm.gpu_ranks:place", 2, tmp_path, own_gpu_only=True)
+        first, _ = ranks.run("rollout.remote.gpu_ranks:place", 2, tmp_path, own_gpu_only=True)
         assert "engines" not in first
         assert re.search(r"4 engine\(s\) need 4 GPU\(s\), but Ray's cluster has 0: .*train on fewer", first["error"])
 

@@ -1,7 +1,7 @@
 """A fleet of vLLM engines: how fast weights reach it, what it generates, and how soon it recovers; one JSON line.
 
-    python benchmarks/fleet.py                                      # some minutes on two cores
-    python benchmarks/fleet.py --millions 200 --engines 2 --only sync
+    python benchmarks/engines.py                                      # some minutes on two cores
+    python benchmarks/engines.py --millions 200 --engines 2 --only sync
 
 Models are random Llamas of the asked sizes; nothing is downloaded. Run it on a quiet machine.
 

@@ -27,7 +27,7 @@ def place_engines() -> dict[str, Any]:
     """What a pool does before it starts engines: this rank's GPU, and on rank 0 those of the engines."""
     from rlhfkit.distributed import gather_objects, get_rank
     from rlhfkit.rollout.errors import EngineError
-    from rlhfkit.rollout.vllm.placement import my_seat
+    from rlhfkit.rollout.remote.placement import my_seat
     from rlhfkit.rollout.vllm.pool import VLLMPool
 
     seats = gather_objects(my_seat())
