@@ -1,4 +1,8 @@
-"""Pure loss functions on tensors. Importing this package loads torch and nothing else."""
+"""Pure loss functions on tensors; importing this package loads torch and nothing else.
+
+May import: torch. Start at :mod:`rlhfkit.losses.aggregation` (how token losses become one number), then
+``policy/``, ``preference/``, ``supervised.py``.
+"""
 
 from rlhfkit.losses.advantages.gae import (
     discounted_returns,

@@ -1,8 +1,7 @@
-"""Masked reductions: every sum, mean and whitening in this package selects with its mask and never multiplies.
+"""Masked reductions: every sum, mean and whitening of this package selects with its mask and never multiplies by it.
 
-A masked-out position may hold anything, NaN and infinity included: ``nan * 0`` is ``nan``, so multiplying by a mask
-lets it through. :func:`select` replaces such entries before any arithmetic, which keeps them out of the value *and* out
-of the gradient.
+A masked entry may be anything, NaN and infinity included; ``nan * 0`` is ``nan``. :func:`select` replaces such entries
+before any arithmetic, which keeps them out of the value *and* out of the gradient.
 
 Shapes: B sequences, T positions on the next-token axis (``x[:, t]`` belongs to token ``t + 1``).
 """
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"]
-"""How a per-token loss becomes one number; see :func:`aggregate`."""
+"""How token losses become one number; see :func:`aggregate`."""
 
 
 class LossOutput(NamedTuple):
-    """What every loss returns.
+    """The result of every loss.
 
     Attributes:
         loss: Scalar to call ``backward`` on.
@@ -33,7 +32,7 @@ def sum_losses(*outputs: LossOutput) -> LossOutput:
     """Add losses: a policy loss, a KL penalty, an entropy bonus.
 
     Args:
-        *outputs: At least one. Of a metric that two report, the later one stays.
+        *outputs: At least one. Of a metric that two report, the later one is kept.
 
     Raises:
         ValueError: If there is none.
@@ -47,14 +46,7 @@ def sum_losses(*outputs: LossOutput) -> LossOutput:
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
-    """Raise unless all given tensors have one shape; names in the message come from the keywords.
-
-    Args:
-        **tensors: Tensors by argument name; ``None`` entries are skipped.
-
-    Raises:
-        ValueError: If two shapes differ; the message lists all of them.
-    """
+    """Raise ValueError unless all given tensors have one shape; the message names them by their keywords."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -67,7 +59,7 @@ def select(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     Args:
         values: Any shape.
         mask: Same shape (or broadcastable); bool, or numbers of which non-zero means true.
-        fill: What masked-out entries become.
+        fill: Value of masked entries.
 
     Returns:
         Tensor of the shape of ``values``.
@@ -76,58 +68,30 @@ def select(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
 
 
 def full_precision(values: Tensor) -> Tensor:
-    """Values in at least float32: half precision is cast up, float32 and float64 stay as they are.
+    """Cast to at least float32: half precision is cast up, float32 and float64 stay.
 
     A sum over thousands of tokens in bfloat16 keeps 8 bits, so losses reduce in float32 and gradients return in the
     dtype of the input.
-
-    Args:
-        values: Any shape and floating dtype.
-
-    Returns:
-        Tensor of the same shape, float32 or float64.
     """
     return values if values.dtype == torch.float64 else values.float()
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of the selected entries.
-
-    Args:
-        values: Any shape, e.g. (B, T).
-        mask: Same shape.
-        dim: Dimension to reduce; all of them when ``None``.
-
-    Returns:
-        Scalar, or ``values`` without ``dim``.
-    """
+    """Sum of the selected entries, over ``dim`` or over all dimensions."""
     selected = select(values, mask)
     return selected.sum() if dim is None else selected.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the selected entries; 0 where nothing is selected.
-
-    Args:
-        values: Any shape, e.g. (B, T).
-        mask: Same shape.
-        dim: Dimension to reduce; all of them when ``None``.
-
-    Returns:
-        Scalar, or ``values`` without ``dim``.
-    """
+    """Mean of the selected entries, over ``dim`` or over all dimensions; 0 where nothing is selected."""
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
-    """Count, sum and sum of squares of the selected entries: what ranks add up to :func:`whiten` over all of them.
+    """Count, sum and sum of squares of the selected entries, to be summed over ranks for :func:`whiten`.
 
     ``moments = masked_moments(advantages, mask); torch.distributed.all_reduce(moments)``
-
-    Args:
-        values: (B, T) or any other shape.
-        mask: Same shape.
 
     Returns:
         (3,) detached; float64 where the device has it, because a variance from sums of squares cancels digits.
@@ -151,18 +115,17 @@ def whiten(
     eps: float = 1e-8,
     moments: Tensor | tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Whiten the selected entries to mean 0 and standard deviation 1; masked-out entries become 0.
+    """Whiten the selected entries to mean 0 and standard deviation 1; masked entries become 0.
 
     ``(x - mean) / sqrt(max(var, eps))``, plus the mean again unless ``shift_mean``. With the biased variance as
     REINFORCE++ (Hu et al., 2025, arXiv:2501.03262) and OpenRLHF do; TRL and verl take the unbiased one and add ``eps``
-    to it, a difference of 1e-8. Every entry counts the same, so that long sequences weigh more.
-
-    OpenRLHF leaves masked-out entries at ``-mean / std``, here they are 0.
+    to it, a difference of 1e-8. Every entry has the same weight, so long sequences weigh more. OpenRLHF leaves masked
+    entries at ``-mean / std``; here they are 0.
 
     Args:
         values: (B, T) or any other shape.
         mask: Same shape.
-        shift_mean: Move the mean to 0; when false the entries are scaled about their mean, which stays.
+        shift_mean: Move the mean to 0; otherwise entries are scaled about their mean.
         scale_std: Divide by the standard deviation.
         unbiased: Divide the squares by ``count - 1``.
         eps: Floor of the variance (OpenRLHF's default).
@@ -201,7 +164,7 @@ def aggregate(
     *,
     max_length: int | None = None,
 ) -> Tensor:
-    """Reduce a per-token loss to one scalar.
+    """Reduce token losses to one scalar.
 
     With ``l`` the loss, ``m`` the mask and ``D`` the denominator:
 
@@ -215,7 +178,7 @@ def aggregate(
     ``constant-length``           ``sum_it l_it m_it / (D * max_length)``       sequences B               Dr.GRPO
     ============================  ============================================  ========================  =========
 
-    Nothing reduces over ranks or micro-batches in here. To make the gradient of an optimizer step independent of how
+    Nothing is reduced over ranks or micro-batches here. To make the gradient of an optimizer step independent of how
     the step is split, pass the count of the *whole* step, divided by the number of micro-batches (times ranks) whose
     gradients will be averaged.
 
@@ -231,7 +194,7 @@ def aggregate(
 
     Raises:
         ValueError: If the shapes differ, the mode is unknown, ``max_length`` is missing or given where it has no
-            meaning, or a number that divides is not positive.
+            effect, or a number that divides is not positive.
     """
     check_same_shape(token_loss=token_loss, mask=mask)
     if mode not in get_args(Aggregation):

@@ -23,15 +23,17 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
+from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
-"""Names of the divergences of :func:`distillation_loss`."""
+"""Divergences of :func:`distillation_loss`."""
 Remainder = Literal["bucket", "renormalize"]
-"""What becomes of the probability outside the top K."""
+"""How the probability outside the top K is treated."""
 
 _LOG_ZERO = -1e4  # stands for log 0: its exponential is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf is nan
 
 
+@share_arguments(AGGREGATION_ARGUMENTS)
 def distillation_loss(
     student: Tensor,
     teacher: Tensor,
@@ -55,7 +57,7 @@ def distillation_loss(
 
     Forward KL is Hinton et al. (2015, arXiv:1503.02531), reverse KL as in MiniLLM (Gu et al., 2023, arXiv:2306.08543),
     the generalised Jensen–Shannon divergence is GKD's (Agarwal et al., 2023, arXiv:2306.13649). On samples of the
-    student any of them is on-policy distillation in GKD's sense. OpenRLHF's loss is the cross-entropy
+    student each of them is on-policy distillation in GKD's sense. OpenRLHF's loss is the cross-entropy
     ``-Σ_v q log p``: forward KL plus the entropy of the teacher, with the same gradient; and its mask is one position
     off against its cross-entropy, while all masks here are on the next-token axis.
 
@@ -70,12 +72,9 @@ def distillation_loss(
             like reverse KL.
         top_k: Compare only the K likeliest tokens of the teacher; all V when ``None``.
         teacher_ids: (B, T, K) token ids that ``teacher`` is given for, as inference engines return them. Distinct;
-            entries of log-prob ``-inf`` are left out.
+            entries of log-prob ``-inf`` are ignored.
         remainder: With K < V, ``bucket`` makes all other tokens one more category, which keeps the loss a true
             divergence; ``renormalize`` compares the conditional distributions over the K tokens.
-        aggregation: How tokens become one number.
-        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
-        max_length: Tokens; only for ``aggregation="constant-length"``.
         chunk_size: Tokens compared at a time, recomputed in backward: besides the inputs and the student's
             gradient, memory is a few times ``chunk_size * V`` instead of ``B * T * V``. All at once when ``None``.
 
@@ -84,7 +83,7 @@ def distillation_loss(
         count with a log-prob of -1e4.
 
     Raises:
-        ValueError: If shapes do not fit, or a knob is unknown, out of range or in conflict with another.
+        ValueError: If shapes do not fit, or an argument is unknown, out of range or in conflict with another.
     """
     token_loss = token_divergence(
         student,
@@ -115,25 +114,13 @@ def token_divergence(
     remainder: Remainder = "bucket",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The ``ℓ_t`` of :func:`distillation_loss`, token by token, for whoever averages them otherwise.
-
-    Args:
-        student: As there, like all that follows.
-        teacher: (B, T, V) or (B, T, K).
-        mask: (B, T).
-        divergence: Name or function.
-        temperature: τ.
-        teacher_weight: ``w`` of ``jsd``.
-        top_k: K.
-        teacher_ids: (B, T, K).
-        remainder: What becomes of the other tokens.
-        chunk_size: Tokens compared at a time.
+    """Divergence of every token, the ``ℓ_t`` of :func:`distillation_loss`, which documents the arguments.
 
     Returns:
         (B, T) nats, 0 where masked.
 
     Raises:
-        ValueError: As there.
+        ValueError: If shapes do not fit, or an argument is unknown, out of range or in conflict with another.
     """
     _check(student, teacher, mask, divergence, temperature, teacher_weight, top_k, teacher_ids, remainder, chunk_size)
     compare = divergence if callable(divergence) else _DIVERGENCES[divergence](teacher_weight)
@@ -163,7 +150,7 @@ def token_divergence(
 
 
 def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Per-token advantage with which any policy loss becomes on-policy distillation.
+    """Per-token advantage that turns any policy loss into on-policy distillation.
 
     ``A_t = log q(y_t) - log p(y_t)``, detached: minus the one-sample reverse KL of the token.
 
@@ -183,6 +170,7 @@ def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor
     return select(teacher, mask) - select(student, mask)
 
 
+@share_arguments(AGGREGATION_ARGUMENTS)
 def on_policy_distillation_loss(
     logprobs: Tensor,
     teacher_logprobs: Tensor,
@@ -209,11 +197,7 @@ def on_policy_distillation_loss(
         mask: (B, T), true at sampled tokens. Masked entries may hold anything.
         rollout_logprobs: (B, T) under the policy that sampled; ``logprobs`` itself when ``None`` (ρ = 1: the first
             update after sampling).
-        log_ratio_clamp: Limit of the log-ratio in nats, as in :func:`ppo_loss`; the gradient is 0 beyond it. ``None``
-            for none.
-        aggregation: How tokens become one number.
-        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
-        max_length: Tokens; only for ``aggregation="constant-length"``.
+        log_ratio_clamp: Limit of the log-ratio in nats, beyond which the gradient is 0; no limit when ``None``.
 
     Returns:
         The loss with metric ``distillation/reverse_kl``, the mean of ``log p - log q`` (nats per token).
@@ -260,7 +244,7 @@ _DIVERGENCES: Mapping[str, Callable[[float], Callable[[Tensor, Tensor], Tensor]]
 def _on_common_support(
     student: Tensor, teacher: Tensor, ids: Tensor | None, top_k: int | None, remainder: Remainder
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of student and teacher over the same categories: all V, or K and perhaps one for the rest."""
+    """Log-probs of student and teacher over the same categories: all V, or K plus one for the rest with ``bucket``."""
     if ids is None and top_k is None:
         return student.log_softmax(-1), teacher.log_softmax(-1)
     if ids is None:

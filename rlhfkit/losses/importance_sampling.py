@@ -1,9 +1,9 @@
-"""Importance correction for the mismatch between the trainer's policy and the engine's that sampled.
+"""Importance sampling between the trainer's policy and the engine's that sampled.
 
 The same weights give other log-probs in an inference engine than in the trainer (other kernels, other precision), and
-in an asynchronous run the engine's weights are older. :func:`importance_weights` is one function for what is
-published as TIS, IcePop, MIS and others: a *level* at which the ratio is taken times a *mode* of bounding it. Its
-weights go into the ``weights`` of any policy loss; :func:`mismatch_metrics` says whether they are needed.
+in an asynchronous run the engine's weights are older. :func:`importance_weights` covers what is published as TIS,
+IcePop, MIS and others: a *level* at which the ratio is taken and a *mode* of bounding it. Its weights are the
+``weights`` of any policy loss; :func:`mismatch_metrics` says whether they are needed.
 """
 
 import math
@@ -19,11 +19,11 @@ from rlhfkit.losses.metrics import max_metric, mean_metric, min_metric, sums_met
 from rlhfkit.losses.policy.base import per_token
 
 CorrectionLevel = Literal["token", "sequence", "geometric"]
-"""Whose ratio is taken: a token's, a sequence's (the product), or the geometric mean over a sequence."""
+"""Level of the ratio: of a token, of a sequence (the product), or the geometric mean over a sequence."""
 CorrectionMode = Literal["truncate", "mask", "clip", "none"]
-"""What happens to a ratio outside the bounds, see :func:`importance_weights`."""
+"""Treatment of a ratio outside the bounds, see :func:`importance_weights`."""
 RejectionLevel = Literal["token", "sequence-mean", "sequence-sum", "sequence-max"]
-"""Over what :func:`rejection_mask` compares a divergence with its bounds."""
+"""Level at which :func:`rejection_mask` compares a divergence with its bounds."""
 
 CORRECTION_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -56,7 +56,7 @@ CORRECTION_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 class CorrectionOutput(NamedTuple):
-    """What :func:`importance_weights` returns.
+    """The result of :func:`importance_weights`.
 
     Attributes:
         weights: (B, T) detached, for the ``weights`` of a policy loss; 0 where rejected, 1 outside the mask.
@@ -171,13 +171,13 @@ def rejection_mask(
     within bounds.
 
     verl's rollout rejection sampling (``token_k1``, ``seq_mean_k3`` …), except that the bounds of k1 are here those of
-    trainer over engine, as everywhere in this file, and in verl those of engine over trainer: verl's
+    trainer over engine, as in the rest of this file, and in verl those of engine over trainer: verl's
     ``rollout_rs_threshold="0.8_1.5"`` is ``low=1/1.5, high=1/0.8``. Sequence maxima are those of trust region masking
     (Li et al., 2025, arXiv:2512.23075).
 
     Args:
         logprobs: (B, T) the trainer's; detached here.
-        rollout_logprobs: (B, T) the engine's; NaN as in :func:`importance_weights`.
+        rollout_logprobs: (B, T) the engine's; NaN where it gave none, such a token passes.
         mask: (B, T), true where a token counts.
         level: ``token``, ``sequence-mean``, ``sequence-sum`` or ``sequence-max``.
         divergence: ``k1``, ``k2`` or ``k3``.
@@ -188,7 +188,7 @@ def rejection_mask(
         (B, T) bool; true outside the mask.
 
     Raises:
-        ValueError: If shapes differ, a name is unknown or bounds are crossed or without meaning.
+        ValueError: If shapes differ, a name is unknown or bounds are crossed or without effect.
     """
     check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     if level not in get_args(RejectionLevel):
@@ -221,12 +221,13 @@ def rejection_mask(
 def off_policy_sequence_mask(
     advantages: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, threshold: float
 ) -> Tensor:
-    """Sequences to train on: all but those that were bad *and* that the policy has moved away from since.
+    """Sequences to train on: all except those with a negative advantage from which the policy has drifted away.
 
     ``A_i ≥ 0 or mean_t (log μ(y_t) - log π(y_t)) ≤ threshold``
 
-    DeepSeek-V3.2 (2025, arXiv:2512.02556); TRL's ``off_policy_mask_threshold``, slime's OPSM. A negative
-    example from far off-policy teaches nothing about the present policy and may break it.
+    DeepSeek-V3.2 (2025, arXiv:2512.02556); TRL's ``off_policy_mask_threshold``, slime's OPSM: negative examples that
+    are far off-policy destabilise training. As the ``mask`` of a loss the result shrinks the local token count; as
+    ``weights`` (``.float()``) it leaves all counts unchanged, as in TRL.
 
     Args:
         advantages: (B,), (B, 1) or (B, T).
@@ -248,11 +249,11 @@ def off_policy_sequence_mask(
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far apart trainer and engine are on what the engine sampled, under verl's names.
+    """Metrics of the mismatch between trainer and engine on sampled tokens, under verl's names.
 
     Args:
         logprobs: (B, T) the trainer's; detached here.
-        rollout_logprobs: (B, T) the engine's; NaN entries are left out.
+        rollout_logprobs: (B, T) the engine's; NaN entries are ignored.
         mask: (B, T), true where a token counts.
 
     Returns:
@@ -294,7 +295,7 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
 
 
 def _log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) log-ratio, 0 where there is none, and the mask of where there is one."""
+    """(B, T) log-ratio, 0 where unknown, and the mask of where it is known."""
     known = mask & ~rollout_logprobs.isnan()
     return select(full_precision(logprobs.detach()) - full_precision(rollout_logprobs.detach()), known), known
 
@@ -303,13 +304,15 @@ def _deviation(state: Tensor) -> Tensor:
     """Standard deviation from the count, the sum and the sum of squares."""
     count, total, squares = state
     count = count.clamp(min=1)
-    return (squares / count - (total / count).square()).clamp(min=0).sqrt()
+    variance: Tensor = squares / count - (total / count).square()
+    return variance.clamp(min=0).sqrt()
 
 
 def _effective_fraction(state: Tensor) -> Tensor:
     """``(Σw)² / (n Σw²)`` from n, Σw and Σw²."""
     count, total, squares = state
-    return total.square() / (count * squares).clamp(min=torch.finfo(squares.dtype).tiny)
+    fraction: Tensor = total.square() / (count * squares).clamp(min=torch.finfo(squares.dtype).tiny)
+    return fraction
 
 
 def _ratio_at(level: CorrectionLevel, log_ratio: Tensor, known: Tensor, limit: float) -> Tensor:

@@ -1,8 +1,7 @@
 """KL divergence to a reference policy, estimated from the log-probs of sampled tokens.
 
-A sampled token ``y ~ π`` gives unbiased or low-variance estimates of ``KL(π || ref)`` without the other V - 1 tokens of
-the vocabulary (Schulman, "Approximating KL divergence", 2020). Exact divergences over the whole vocabulary are in
-:mod:`rlhfkit.losses.distillation`.
+Sampled tokens ``y ~ π`` suffice for estimates of ``KL(π || ref)`` (Schulman, "Approximating KL divergence", 2020).
+Exact divergences over the whole vocabulary are in :mod:`rlhfkit.losses.distillation`.
 """
 
 from typing import Literal, get_args
@@ -19,9 +18,10 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
+from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 
 KLEstimator = Literal["k1", "k2", "k3"]
-"""Names of the estimators of :func:`kl_estimate`."""
+"""Estimators of :func:`kl_estimate`."""
 
 _LARGEST_DIFFERENCE = 80.0  # e^80 is the last round number that is finite in float32 with room for a product
 
@@ -47,14 +47,14 @@ def kl_estimate(
     ``k3``      ``e^(-d) - 1 + d``       unbiased, ≥0  that of the forward KL ``KL(ref || π)``, on-policy
     ==========  =======================  ============  ==========================================================
 
-    Times the importance weight ``ρ_t`` where one is given. ``k3`` is GRPO's (Shao et al., 2024, arXiv:2402.03300,
+    Multiplied by the importance weight ``ρ_t`` if given. ``k3`` is GRPO's (Shao et al., 2024, arXiv:2402.03300,
     equation 4), and TRL's; OpenRLHF's default is ``k1``, for the penalty in the reward. With ``ρ = π/π_old`` *with* its
     gradient, ``k3`` has the gradient of the true KL and holds off-policy (DeepSeek-V3.2, 2025, arXiv:2512.02556;
     TRL 1.16's default).
 
-    OpenRLHF clamps the estimate to ±10 always; here only when asked. Such a clamp takes the gradient away exactly where
-    the policy has drifted farthest. In ``k3`` alone ``d`` is at least -80 nats, whose exponential is the last that
-    float32 can hold: below that the estimate is constant and has no gradient.
+    OpenRLHF always clamps the estimate to ±10, here it is an option: a clamp removes the gradient where the policy has
+    drifted farthest. In ``k3`` ``d`` is at least -80 nats, the last round number whose exponential float32 can hold;
+    below that the estimate is constant and has no gradient.
 
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
@@ -62,7 +62,7 @@ def kl_estimate(
         estimator: ``k1``, ``k2`` or ``k3``.
         clamp: Limit in nats > 0: the estimate is clamped to ``[-clamp, clamp]`` (before the weight). Off by default;
             10 in OpenRLHF and verl.
-        importance_weight: (B, T) ratio ``π/π_behaviour`` to multiply by, used as given: gradient flows if it has one.
+        importance_weight: (B, T) ratio ``π/π_behaviour`` to multiply by; not detached.
         mask: (B, T); entries outside become 0 in value and gradient and may hold anything. All count when ``None``.
 
     Returns:
@@ -97,6 +97,7 @@ def kl_estimate(
     return estimate
 
 
+@share_arguments(AGGREGATION_ARGUMENTS)
 def kl_loss(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -119,19 +120,16 @@ def kl_loss(
         ref_logprobs: (B, T) under the reference, detached here.
         mask: (B, T), true where a token counts. Masked entries may hold anything.
         coef: ``β`` ≥ 0. With 0 the KL is measured and has no gradient.
-        estimator: ``k1``, ``k2`` or ``k3``. ``k1`` has no gradient to speak of unless weighted, see
+        estimator: ``k1``, ``k2`` or ``k3``. The gradient of ``k1`` has mean 0 unless weighted, see
             :func:`kl_estimate`.
-        clamp: As in :func:`kl_estimate`.
-        importance_weight: As in :func:`kl_estimate`.
-        aggregation: How tokens become one number.
-        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
-        max_length: Tokens; only for ``aggregation="constant-length"``.
+        clamp: Limit of the estimate in nats; off by default.
+        importance_weight: (B, T) ratio ``π/π_behaviour`` to multiply by; not detached.
 
     Returns:
         The loss with metric ``policy/ref_kl``, the mean of ``kl_t`` (nats per token).
 
     Raises:
-        ValueError: If shapes differ or a knob is unknown or out of range.
+        ValueError: If shapes differ or an argument is unknown or out of range.
     """
     if not coef >= 0.0:
         raise ValueError(f"coef must be 0 or more, got {coef}")

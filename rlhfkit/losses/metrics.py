@@ -1,11 +1,8 @@
-"""``Metric``: a number to be logged that says how it reduces over micro-batches, optimizer steps and ranks.
+"""``Metric``: a scalar to be logged that knows how to reduce over micro-batches, optimizer steps and ranks.
 
-A mean over tokens weighs a micro-batch by its tokens, a maximum is a maximum, and a perplexity is the exponential of a
-mean. A plain tensor among ``LossOutput.metrics`` is a mean over what the loss counts (tokens, or pairs); whatever is
-something else is made by a function of this file, and is a scalar tensor all the same (inside ``torch.compile`` a plain
-one, which reduces as a mean).
-
-Shapes: B sequences, T positions, K numbers that a metric is computed from.
+A plain tensor among ``LossOutput.metrics`` is a mean over what the loss counts (tokens or pairs). Anything else (a
+maximum, a perplexity, a sum) is made by a function of this file. Inside ``torch.compile`` these return plain tensors,
+which reduce as means. K are the numbers that a metric is computed from.
 """
 
 import math
@@ -19,18 +16,18 @@ from torch import Tensor
 from rlhfkit.losses.aggregation import full_precision, masked_sum, select
 
 Combination = Literal["sum", "max", "min"]
-"""How the states of two parts of the data become that of both."""
+"""How the states of two parts of the data are combined."""
 
 
 class Metric(Tensor):
-    """A detached scalar that knows what it was computed from, as ``nn.Parameter`` knows that it is one.
+    """A detached scalar that keeps the state it was computed from; a subclass of Tensor like ``nn.Parameter``.
 
-    Arithmetic with it gives plain tensors, which have forgotten how to reduce.
+    Arithmetic with it gives plain tensors.
 
     Args:
         state: (K,) sums, or one extreme value, of this part of the data.
-        finish: Makes the scalar of a state; a function that can be pickled.
-        combine: How states of several parts are put together.
+        finish: Computes the scalar from a state; must be picklable.
+        combine: How states of several parts are combined.
     """
 
     state: Tensor
@@ -49,70 +46,55 @@ class Metric(Tensor):
         return made
 
     def __init__(self, state: Tensor, finish: Callable[[Tensor], Tensor], combine: Combination = "sum") -> None:
-        """Nothing is left to do."""
+        """Do nothing; ``__new__`` has set everything."""
 
     def merge(self, other: "Metric") -> "Metric":
-        """The metric of this part of the data and another.
-
-        Args:
-            other: Of the same kind.
-        """
+        """Combine with the same metric of another part of the data."""
         return Metric(combined(self.state, other.state, self.combine), self.finish, self.combine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Metric":
-        """A copy that reduces alike."""
+        """Copy state and reduction."""
         return Metric(self.state.clone(), self.finish, self.combine)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle what it is made of."""
+        """Pickle state and reduction."""
         return Metric, (self.state, self.finish, self.combine)
 
 
 def combined(first: Tensor, second: Tensor, combine: Combination) -> Tensor:
-    """Put two states together.
-
-    Args:
-        first: (K,).
-        second: (K,).
-        combine: How.
-    """
+    """Combine two (K,) states."""
     if combine == "sum":
         return first + second
     return torch.maximum(first, second) if combine == "max" else torch.minimum(first, second)
 
 
 def _metric(state: Tensor, finish: Callable[[Tensor], Tensor], combine: Combination = "sum") -> Tensor:
-    """A :class:`Metric`, or its value where ``torch.compile`` traces, which knows no tensors of other types."""
+    """A :class:`Metric`, or its value inside ``torch.compile``, which does not trace tensor subclasses."""
     return finish(state) if torch.compiler.is_compiling() else Metric(state, finish, combine)
 
 
 def sums_metric(finish: Callable[[Tensor], Tensor], *sums: Tensor) -> Tensor:
-    """Any function of sums over the data: a variance, a ratio, an effective sample size.
+    """Metric that is a function of sums over the data: a variance, a ratio, an effective sample size.
 
     Args:
-        finish: Makes the scalar of the K sums of all data; a function that can be pickled.
+        finish: Computes the scalar from the K sums of all data; must be picklable.
         *sums: K scalars, of this part of the data.
     """
     return _metric(torch.stack([full_precision(one.detach()) for one in sums]), finish)
 
 
 def mean_metric(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the selected entries: of tokens, sequences, pairs, whatever the mask selects. 0 where it selects nothing.
-
-    Args:
-        values: Any shape, e.g. (B, T).
-        mask: Same shape.
-    """
+    """Mean of the selected entries of ``values``, over all data; 0 where nothing is selected."""
     return sums_metric(_ratio, masked_sum(full_precision(values.detach()), mask), mask.bool().sum())
 
 
 def weighted_metric(value: Tensor | float, weight: Tensor | float) -> Tensor:
-    """A mean that was computed already.
+    """Mean that is already computed for this part of the data.
 
     Args:
         value: Scalar; may be anything where the weight is 0.
-        weight: Scalar, what it is the mean of (tokens, pairs). 1: a share of the loss, as every loss with the
-            ``denominator`` of its optimizer step is: micro-batches count alike.
+        weight: Scalar, number of items that it is the mean of (tokens, pairs). Give 1 for a share of the loss, as every
+            loss with the ``denominator`` of its optimizer step is: then micro-batches have equal weight.
     """
     value, weight = torch.as_tensor(value), torch.as_tensor(weight)
     value = full_precision(value.detach())
@@ -121,46 +103,24 @@ def weighted_metric(value: Tensor | float, weight: Tensor | float) -> Tensor:
 
 
 def exp_mean_metric(values: Tensor, mask: Tensor) -> Tensor:
-    """Exponential of the mean of the selected entries, as a perplexity is. 1 where nothing is selected.
-
-    Args:
-        values: Any shape, e.g. (B, T).
-        mask: Same shape.
-    """
+    """Exponential of the mean of the selected entries over all data (a perplexity); 1 where nothing is selected."""
     return sums_metric(_exp_ratio, masked_sum(full_precision(values.detach()), mask), mask.bool().sum())
 
 
 def sum_metric(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the selected entries.
-
-    Args:
-        values: Any shape, e.g. (B, T).
-        mask: Same shape.
-    """
+    """Sum of the selected entries over all data."""
     return sums_metric(_first, masked_sum(full_precision(values.detach()), mask))
 
 
 def max_metric(values: Tensor, mask: Tensor, *, empty: float = 0.0) -> Tensor:
-    """Largest of the selected entries.
-
-    Args:
-        values: Any shape, e.g. (B, T).
-        mask: Same shape.
-        empty: The value where nothing is selected.
-    """
+    """Largest of the selected entries over all data; ``empty`` where nothing is selected."""
     kept = select(full_precision(values.detach()), mask, -math.inf)
     largest = kept.amax() if kept.numel() else kept.new_tensor(-math.inf)
     return _metric(largest[None], partial(_filled, bound=-math.inf, empty=empty), "max")
 
 
 def min_metric(values: Tensor, mask: Tensor, *, empty: float = 0.0) -> Tensor:
-    """Smallest of the selected entries.
-
-    Args:
-        values: Any shape, e.g. (B, T).
-        mask: Same shape.
-        empty: The value where nothing is selected.
-    """
+    """Smallest of the selected entries over all data; ``empty`` where nothing is selected."""
     kept = select(full_precision(values.detach()), mask, math.inf)
     smallest = kept.amin() if kept.numel() else kept.new_tensor(math.inf)
     return _metric(smallest[None], partial(_filled, bound=math.inf, empty=empty), "min")

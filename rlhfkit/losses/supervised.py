@@ -1,17 +1,27 @@
 """Supervised losses on token log-probs: cross-entropy with label smoothing and z-loss, and dynamic fine-tuning (DFT).
 
-They take the log-prob of the label at every position, shape (B, T) on the next-token axis, which
-:func:`rlhfkit.losses.linear_logprobs` gives without ever holding the (B, T, V) logits. What needs more than the label's
-log-prob (smoothing, z-loss) takes it as one more (B, T) tensor.
+They take the log-prob of the label at every position, (B, T) on the next-token axis, as
+:func:`rlhfkit.losses.linear_logprobs` computes it without the (B, T, V) logits; smoothing and z-loss take one more
+(B, T) tensor each.
 """
 
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.aggregation import Aggregation, LossOutput, aggregate, check_same_shape, masked_mean, select
+from rlhfkit.losses.aggregation import (
+    Aggregation,
+    LossOutput,
+    aggregate,
+    check_same_shape,
+    full_precision,
+    masked_mean,
+    select,
+)
+from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import exp_mean_metric, mean_metric
 
 
+@share_arguments(AGGREGATION_ARGUMENTS)
 def cross_entropy_loss(
     logprobs: Tensor,
     mask: Tensor,
@@ -29,28 +39,25 @@ def cross_entropy_loss(
     ``l_t = -(1 - ε) log p(y_t) - ε mean_v log p(v) + ζ (log Z_t)²``, then :func:`aggregate`.
 
     ``ε`` is the label smoothing of Szegedy et al. (2015, arXiv:1512.00567), with the uniform distribution over all V
-    tokens as :func:`torch.nn.functional.cross_entropy` has it; ``ζ`` weighs the z-loss of PaLM (Chowdhery et al., 2022,
+    tokens as :func:`torch.nn.functional.cross_entropy` has it; ``ζ`` weights PaLM's z-loss (Chowdhery et al., 2022,
     arXiv:2204.02311, section 5), which keeps the log of the softmax normaliser ``log Z = logsumexp(logits)`` near 0.
 
     Args:
         logprobs: (B, T) log-probs of the labels, ``logprobs[:, t]`` belongs to token ``t + 1``. Masked entries may hold
             anything, NaN included.
         mask: (B, T), true where a token is trained.
-        aggregation: How tokens become one number; ``token-mean`` is what TRL, OpenRLHF and transformers do.
-        denominator: Tokens (or sequences) of the whole optimizer step divided by the number of micro-batches averaged;
-            the local count when ``None``. See :func:`aggregate`.
-        max_length: Tokens; only for ``aggregation="constant-length"``.
-        label_smoothing: ε in [0, 1); 0 as everywhere by default. Needs ``mean_logprobs``.
+        aggregation: How the token losses become one number; ``token-mean`` as in TRL, OpenRLHF and Transformers.
+        label_smoothing: ε in [0, 1); 0 in all peers. Needs ``mean_logprobs``.
         mean_logprobs: (B, T) mean over the vocabulary of the log-probs, ``log_softmax(logits).mean(-1)``.
         z_loss_coef: ζ ≥ 0; PaLM uses 1e-4. Needs ``log_normalizer``.
         log_normalizer: (B, T) ``logsumexp(logits, -1)``.
 
     Returns:
-        The loss with metrics ``sft/nll`` (nats per trained token of this micro-batch), ``sft/perplexity`` (its
-        exponential) and, when asked for, ``sft/z_loss`` (before ζ).
+        The loss with metrics ``sft/nll`` (nats per trained token), ``sft/perplexity`` (its exponential) and, when asked
+        for, ``sft/z_loss`` (before ζ).
 
     Raises:
-        ValueError: If shapes differ, a knob is out of range, or a knob and its tensor do not come together.
+        ValueError: If shapes differ, an argument is out of range, or one is given without the tensor it needs.
     """
     check_same_shape(logprobs=logprobs, mask=mask, mean_logprobs=mean_logprobs, log_normalizer=log_normalizer)
     if not 0.0 <= label_smoothing < 1.0:
@@ -61,18 +68,19 @@ def cross_entropy_loss(
         raise ValueError("label_smoothing > 0 and mean_logprobs belong together: give both or neither")
     if (z_loss_coef > 0.0) != (log_normalizer is not None):
         raise ValueError("z_loss_coef > 0 and log_normalizer belong together: give both or neither")
-    negative = -_selected(logprobs, mask)
+    negative = -select(full_precision(logprobs), mask)
     token_loss = negative
     metrics = _metrics(negative, mask)
     if mean_logprobs is not None:
-        token_loss = (1.0 - label_smoothing) * negative - label_smoothing * _selected(mean_logprobs, mask)
+        token_loss = (1.0 - label_smoothing) * negative - label_smoothing * select(full_precision(mean_logprobs), mask)
     if log_normalizer is not None:
-        z_loss = _selected(log_normalizer, mask).square()
+        z_loss = select(full_precision(log_normalizer), mask).square()
         token_loss = token_loss + z_loss_coef * z_loss
         metrics["sft/z_loss"] = masked_mean(z_loss.detach(), mask)
     return LossOutput(aggregate(token_loss, mask, aggregation, denominator, max_length=max_length), metrics)
 
 
+@share_arguments(AGGREGATION_ARGUMENTS)
 def dft_loss(
     logprobs: Tensor,
     mask: Tensor,
@@ -86,15 +94,13 @@ def dft_loss(
     ``l_t = -sg(p(y_t)) log p(y_t)``, then :func:`aggregate`; ``sg`` stops the gradient.
 
     Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification" (2025,
-    arXiv:2508.05629). The weight undoes the ``1 / p`` that hides in the gradient of cross-entropy, so that
-    unlikely labels no longer dominate.
+    arXiv:2508.05629). The weight cancels the ``1 / p`` in the gradient of cross-entropy, so that unlikely labels do not
+    dominate.
 
     Args:
         logprobs: (B, T) log-probs of the labels on the next-token axis. Masked entries may hold anything.
         mask: (B, T), true where a token is trained.
-        aggregation: How tokens become one number; ``token-mean`` as in the paper's code and TRL.
-        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
-        max_length: Tokens; only for ``aggregation="constant-length"``.
+        aggregation: How the token losses become one number; ``token-mean`` as in the paper's code and TRL.
 
     Returns:
         The loss with metrics ``sft/nll`` and ``sft/perplexity`` of the unweighted cross-entropy, comparable with
@@ -104,16 +110,11 @@ def dft_loss(
         ValueError: If the shapes differ.
     """
     check_same_shape(logprobs=logprobs, mask=mask)
-    negative = -_selected(logprobs, mask)
+    negative = -select(full_precision(logprobs), mask)
     probability = torch.exp(-negative.detach())
     token_loss = probability * select(negative, probability > 0)  # p log p → 0 where log p = -inf
     loss = aggregate(token_loss, mask, aggregation, denominator, max_length=max_length)
     return LossOutput(loss, _metrics(negative, mask))
-
-
-def _selected(values: Tensor, mask: Tensor) -> Tensor:
-    """Masked values in at least float32: a sum over thousands of tokens in bfloat16 keeps only 8 bits."""
-    return select(values if values.dtype == torch.float64 else values.float(), mask)
 
 
 def _metrics(negative: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Loss of the critic: regression of values on returns, clipped so that one batch cannot move them far."""
+"""Loss of the critic: clipped regression of values on returns."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from rlhfkit.losses.aggregation import (
     masked_moments,
     select,
 )
+from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import sums_metric
 
 
+@share_arguments(AGGREGATION_ARGUMENTS)
 def value_loss(
     values: Tensor,
     old_values: Tensor | None,
@@ -32,18 +34,15 @@ def value_loss(
     ``ℓ_t = ½ max((V_t - R_t)², (V_old,t + clip(V_t - V_old,t, ±ε) - R_t)²)``, then :func:`aggregate`.
 
     Schulman et al. (2016, arXiv:1506.02438) regress without a clip; the clip is that of the PPO code and InstructGPT.
-    ``ε`` is a length in units of the return: 0.5 in OpenRLHF and verl, 0.2 in TRL.
+    ``ε`` is in units of the return: 0.5 in OpenRLHF and verl, 0.2 in TRL.
 
     Args:
         values: (B, T) the critic's, with gradient. ``values[:, t]`` is the state in which token t+1 is chosen.
         old_values: (B, T) the critic's before the iteration, detached here; ``None`` in its first update, where the
-            clip cannot bind.
+            clip has no effect.
         returns: (B, T) targets, detached here.
         mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
         clip: ``ε`` > 0, or ``None`` for plain regression.
-        aggregation: How tokens become one number.
-        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
-        max_length: Tokens; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with metrics ``value/clip_fraction`` (tokens whose clipped error is the larger), ``value/mean``,
@@ -75,7 +74,7 @@ def value_loss(
 
 
 def _explained_variance(state: Tensor) -> Tensor:
-    """Of the count, and sums and sums of squares of targets and of residuals."""
+    """From the count, and sums and sums of squares of targets and of residuals."""
     count, target, target_squares, residual, residual_squares = state
     count = count.clamp(min=1)
     spread = target_squares / count - (target / count).square()

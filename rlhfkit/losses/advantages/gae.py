@@ -1,9 +1,9 @@
 """Returns and advantages per token, from per-token rewards: GAE with a critic, REINFORCE++ without.
 
 Rewards per token (B, T) come from :mod:`rlhfkit.losses.advantages.rewards`. ``mask`` is true on tokens that the policy
-chose. Between them lie tokens of the environment (tool results, user turns), which are no steps: every recursion here
-steps *over* them, as if the actions stood side by side. OpenRLHF walks through them, which takes the value of a
-tool's output to be 0 and discounts for its length. Rewards outside the mask are ignored.
+chose. Tokens of the environment between them (tool results, user turns) are no steps: every recursion here skips them,
+as if the actions were adjacent. OpenRLHF steps through them, which assumes a value of 0 for tool output and discounts
+by its length. Rewards outside the mask are ignored.
 """
 
 import torch
@@ -28,11 +28,11 @@ def gae(
     ``δ_t = r_t + γ V_{t'} - V_t``, ``A_t = δ_t + γ λ A_{t'}``, ``R_t = A_t + V_t``, with ``t'`` the *next action* of
     the sequence, and ``V_{t'} = 0`` after the last one.
 
-    Schulman et al. (2016, arXiv:1506.02438, equation 16). ``γ = 1`` everywhere; ``λ`` is 0.95 in TRL and in Schulman et
-    al., 1 in OpenRLHF and verl. With ``λ = 1`` the returns do not depend on the values (VAPO uses that for the critic
+    Schulman et al. (2016, arXiv:1506.02438, equation 16). ``γ = 1`` in all peers; ``λ`` is 0.95 in TRL and in the
+    paper, 1 in OpenRLHF and verl. With ``λ = 1`` the returns do not depend on the values (VAPO uses that for the critic
     and :func:`length_adaptive_lambda` for the policy: two calls). Whiten the advantages with :func:`whiten` afterwards.
 
-    Computed by doubling, in ``log2(T)`` vectorised steps, not T.
+    Computed by doubling, in ``log2(T)`` vectorised steps instead of T.
 
     Args:
         rewards: (B, T) per token.
@@ -47,7 +47,7 @@ def gae(
         Advantages and returns, (B, T) detached, in at least float32; 0 outside the mask.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     check_same_shape(rewards=rewards, values=values, mask=mask)
     _check_unit("gamma", gamma)
@@ -75,7 +75,7 @@ def gae(
 
 
 def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
-    """GAE's ``λ`` for answers of very different length: longer ones look further ahead.
+    """GAE's ``λ`` for sequences of very different length: the longer, the closer to 1.
 
     ``λ_i = 1 - 1 / (α l_i)``, at least 0, so that the sum of GAE's weights, ``1 / (1 - λ)``, is ``α l``.
 
@@ -98,7 +98,7 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Sum of the rewards from a token on, discounted per action.
+    """Sum of the rewards from each token on, discounted per action.
 
     ``R_t = r_t + γ R_{t'}`` with ``t'`` the next action.
 
@@ -175,14 +175,15 @@ def reinforce_baseline_advantages(
         mask: (B, T), true where the policy chose the token.
         kl: (B, T) KL estimate to the reference, see :func:`kl_estimate`.
         kl_coef: ``β`` ≥ 0.
-        scale_std: As in :func:`reinforce_advantages`.
-        moments: As in :func:`reinforce_advantages`.
+        scale_std: Divide by the deviation.
+        moments: (3,) sum over ranks of the moments of the returns when the batch is spread over ranks; of this batch
+            when ``None``.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     centred = group_advantages(rewards, group, scale="none")
     per_token = token_rewards(centred, mask, kl=kl, kl_coef=kl_coef)
@@ -195,7 +196,7 @@ def _check_unit(name: str, value: float) -> None:
 
 
 def _actions_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Order that brings the selected tokens of each row to the front, and the mask in that order."""
+    """Order that moves the selected tokens of each row to the front, and the mask in that order."""
     order = (~mask.bool()).to(torch.uint8).argsort(dim=-1, stable=True)
     return order, mask.bool().gather(-1, order)
 
@@ -205,7 +206,7 @@ def _back_in_place(values: Tensor, order: Tensor, mask: Tensor) -> Tensor:
 
 
 def _decayed_sum(values: Tensor, decay: Tensor) -> Tensor:
-    """``S_t = x_t + c S_{t+1}``: each round adds what lies 1, 2, 4, 8 … steps ahead."""
+    """``S_t = x_t + c S_{t+1}``: each round adds what is 1, 2, 4, 8 … steps ahead."""
     steps, reach = values.shape[-1], 1
     while reach < steps:
         ahead = torch.cat([values[:, reach:], torch.zeros_like(values[:, :reach])], -1)

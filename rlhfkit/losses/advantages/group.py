@@ -1,12 +1,12 @@
-"""Advantages of whole sequences, from the rewards of the other samples of the same prompt: no critic.
+"""Advantages of whole sequences from the rewards of the other samples of the same prompt, without a critic.
 
 One reward per sequence (B,) in, one advantage per sequence (B,) out, which all tokens of the sequence share. Rows of a
-group need not be adjacent, and groups may have any size. A reward of NaN is missing: it enters no statistic, and its
-advantage is 0. A group of equal rewards has advantage exactly 0 with every estimator. All are detached. With discount
-or critic, per token, see :mod:`rlhfkit.losses.advantages.gae`.
+group need not be adjacent, and groups may have any size, but every row of a group must be in the batch. A reward of NaN
+is missing: it enters no statistic, and its advantage is 0. A group of equal rewards has advantage exactly 0 with every
+estimator. All results are detached.
 
 No host sync and no dynamic shapes, ``O(B log B)``. Sums run in float64 where the device has it, so that the order of
-rows does not matter. Give the whole batch: every row of a group must be in it.
+rows does not matter.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhfkit.losses.aggregation import check_same_shape
 
 AdvantageScale = Literal["group", "batch", "none"]
-"""What centred rewards are divided by in :func:`group_advantages`."""
+"""Divisor of centred rewards in :func:`group_advantages`."""
 
 
 def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = "group", eps: float = 1e-4) -> Tensor:
@@ -29,8 +29,8 @@ def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = 
 
     Shao et al. (2024, arXiv:2402.03300, section 4.1.2); without the division Dr.GRPO (Liu et al., 2025,
     arXiv:2503.20783); by the batch's deviation Liu et al. ("Tricks or Traps", 2025, arXiv:2508.08221). TRL, verl and
-    OpenRLHF differ in ``ε`` alone: 1e-4, 1e-6 and 1e-9. A group of equal rewards gets exactly 0: elsewhere the rounding
-    of the mean divided by ``ε`` is taken for an advantage (OpenRLHF: -7.45 for eight rewards of 0.1).
+    OpenRLHF differ only in ``ε``: 1e-4, 1e-6 and 1e-9. A group of equal rewards gets exactly 0; elsewhere the rounding
+    error of the mean is divided by ``ε`` (OpenRLHF: -7.45 for eight rewards of 0.1).
 
     Args:
         rewards: (B,), NaN where missing. The whole batch: every row of a group must be in it.
@@ -85,8 +85,8 @@ def gpg_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
     ``A_i = B / (B - M) (r_i - mean(r_group))`` with M of the B samples in groups whose rewards are all equal.
 
-    Chu et al. (GPG, 2025, arXiv:2504.02546): groups in which nothing can be learned count in the mean over the batch,
-    and the factor takes that back. With dynamic sampling, which turns such groups down, it is 1. The paper's batch is
+    Chu et al. (GPG, 2025, arXiv:2504.02546): groups of equal rewards have no gradient but count in the mean over the
+    batch, which the factor corrects. With dynamic sampling, which rejects such groups, it is 1. The paper's batch is
     that of an optimizer step, this one is what is given, an iteration in :class:`rlhfkit.GRPOModule`.
 
     Args:
@@ -134,15 +134,15 @@ def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
 def gdpo_advantages(
     rewards: Tensor, group: Tensor, *, weights: Sequence[float] | Tensor | None = None, eps: float = 1e-4
 ) -> Tensor:
-    """Several rewards, each normalised in its group before they are added, so that none drowns another.
+    """Several rewards, each normalised in its group before they are added.
 
     ``z_ik = (r_ik - mean(r_group,k)) / (std(r_group,k) + ε)``, ``a_i = Σ_k w_k z_ik``,
     ``A_i = (a_i - mean(a)) / (std(a) + ε)`` over the batch.
 
-    GDPO, Liu et al. (2026, arXiv:2601.05242); TRL's ``normalize_then_sum``.
+    GDPO, Liu et al. (2026, arXiv:2601.05242); TRL's ``normalize_then_sum``. No reward dominates by its scale.
 
     Args:
-        rewards: (B, K), NaN where missing; it is left out of the sum.
+        rewards: (B, K), NaN where missing, which is skipped in the sum.
         group: (B,) integer ids, equal for samples of one prompt.
         weights: K numbers; all 1 when ``None``.
         eps: ``ε``; TRL's 1e-4.
@@ -169,7 +169,7 @@ def gdpo_advantages(
 
 
 def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
-    """Only the best sample of a group learns, by how much it beats the second best.
+    """Advantage for the best sample of each group only, by its distance to the second best.
 
     ``A_best = (r_(1) - r_(2)) / (std(r_group) + ε)``, all others 0; all 0 when two share the best reward.
 
@@ -199,13 +199,13 @@ def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool 
 
 
 def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
-    """Advantage when the goal is that at least one of k answers is right, from n ≥ k samples with right or wrong.
+    """Advantage when at least one of k answers has to be right, from n ≥ k samples with right or wrong.
 
     With n samples of which ``w`` wrong, ``F = C(w, k) / C(n, k)`` (all of k fail) and ``σ = sqrt(F (1 - F))``:
     right ``A = F / σ``, wrong ``A = (F - C(w-1, k-1) / C(n-1, k-1)) / σ``.
 
     Pass@k training, Chen et al. (2025, arXiv:2508.10751, the analytical form): the mean advantage of a sample
-    over all groups of k that hold it. With ``k=1`` GRPO's with the biased deviation and ``ε = 0``.
+    over all groups of k that contain it. With ``k=1`` GRPO's with the biased deviation and ``ε = 0``.
 
     Args:
         rewards: (B,), NaN where missing; right is more than 0.
@@ -213,7 +213,7 @@ def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
         k: Answers allowed, at least 1.
 
     Returns:
-        (B,) in at least float32; 0 where every k succeed or fail alike, and for groups of fewer than k.
+        (B,) in at least float32; 0 where all groups of k succeed or all fail, and for groups of fewer than k.
 
     Raises:
         ValueError: If shapes are not (B,) or k is less than 1.
@@ -280,19 +280,19 @@ def _spread(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_choose(total: Tensor, chosen: int) -> Tensor:
-    """Logarithm of the binomial coefficient; -inf where more are chosen than there are."""
+    """Logarithm of the binomial coefficient; -inf where ``chosen`` exceeds ``total``."""
     value = torch.lgamma(total + 1) - torch.lgamma(total - chosen + 1)
     value = value - torch.lgamma(torch.full_like(total, chosen + 1.0))
     return torch.where(total >= chosen, value, torch.full_like(total, -torch.inf))
 
 
 class Groups(NamedTuple):
-    """Rows by group, without dynamic shapes: group sums are scattered into B slots, of which some stay empty.
+    """Rows by group, without dynamic shapes: group sums are scattered into B slots, some of which stay empty.
 
     Attributes:
         slot: (B,) int64, equal within a group.
         present: (B,) bool: the reward is not NaN.
-        rewards: (B,) float64 where the device has it, 0 where missing. In float64 the order of rows does not show.
+        rewards: (B,) float64 where the device has it, 0 where missing. In float64 the order of rows has no effect.
     """
 
     slot: Tensor
@@ -300,28 +300,19 @@ class Groups(NamedTuple):
     rewards: Tensor
 
     def sum(self, values: Tensor) -> Tensor:
-        """(B,) of every row: sum over the present rows of its group.
-
-        Args:
-            values: (B,).
-        """
+        """(B,) for every row, the sum of (B,) ``values`` over the present rows of its group."""
         kept = torch.where(self.present, values, torch.zeros_like(values))
         return torch.zeros_like(kept).scatter_add(0, self.slot, kept)[self.slot]
 
     def extreme(self, values: Tensor, reduce: Literal["amin", "amax"]) -> Tensor:
-        """(B,) of every row: smallest or largest value of its group.
-
-        Args:
-            values: (B,).
-            reduce: ``amin`` or ``amax``.
-        """
+        """(B,) for every row, the smallest or largest of (B,) ``values`` in its group."""
         fill = torch.inf if reduce == "amin" else -torch.inf
         kept = torch.where(self.present, values, torch.full_like(values, fill))
         return torch.full_like(kept, fill).scatter_reduce(0, self.slot, kept, reduce)[self.slot]
 
     @property
     def members(self) -> Tensor:
-        """(B,) of every row: present rows of its group."""
+        """(B,) for every row, the number of present rows of its group."""
         return self.sum(self.present.to(self.rewards.dtype))
 
     @property
@@ -331,21 +322,17 @@ class Groups(NamedTuple):
 
     @property
     def std(self) -> Tensor:
-        """(B,) of every row: unbiased standard deviation of its group, 0 for one member."""
+        """(B,) for every row, the unbiased standard deviation of its group; 0 for one member."""
         return (self.sum(self.centred.square()) / (self.members - 1).clamp(min=1)).sqrt()
 
     @property
     def varied(self) -> Tensor:
-        """(B,) bool of every row: present, and two rewards of its group differ, which a rounded mean cannot tell."""
+        """(B,) bool: the reward is present and two rewards of its group differ, which a rounded mean cannot tell."""
         return self.present & (self.extreme(self.rewards, "amax") > self.extreme(self.rewards, "amin"))
 
 
 def by_group(rewards: Tensor, group: Tensor) -> Groups:
     """Sort rows into groups.
-
-    Args:
-        rewards: (B,), NaN where missing.
-        group: (B,) integer ids in any order.
 
     Raises:
         ValueError: If the shapes are not (B,) or the ids not integers.
@@ -366,21 +353,11 @@ def by_group(rewards: Tensor, group: Tensor) -> Groups:
 
 
 def precise(values: Tensor) -> Tensor:
-    """Values in float64, or in float32 on Apple's devices, which have none.
-
-    Args:
-        values: Any shape.
-    """
+    """Cast to float64, or to float32 on Apple's devices, which have no float64."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
 def as_advantages(values: Tensor, keep: Tensor, rewards: Tensor) -> Tensor:
-    """``values`` where ``keep`` is true and 0 elsewhere, in the dtype of ``rewards`` or float32 if that is narrower.
-
-    Args:
-        values: (B,).
-        keep: (B,) bool.
-        rewards: (B,), for the dtype.
-    """
+    """``values`` where ``keep`` is true and 0 elsewhere, (B,) in the dtype of ``rewards`` but at least float32."""
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     return torch.where(keep, values, torch.zeros_like(values)).to(dtype)

@@ -1,8 +1,8 @@
-"""What happens to a reward before it becomes an advantage: penalties, clipping, normalisation, and its place.
+"""Reward shaping: penalties, clipping, normalisation, and rewards per token.
 
 The usual order, OpenRLHF's: penalties on the raw reward (:func:`overlong_penalty`, then :func:`stop_properly_penalty`
 or :func:`missing_eos_penalty`), baseline (:mod:`rlhfkit.losses.advantages.group`), :func:`clip_rewards`, then
-:func:`token_rewards` puts it on the last action, or where it was earned, and subtracts the KL penalty from each token.
+:func:`token_rewards`, which puts the reward on the last action (or where it was earned) and subtracts the KL penalty.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,7 @@ from rlhfkit.losses.aggregation import check_same_shape, full_precision, select
 
 
 def last_action_mask(mask: Tensor) -> Tensor:
-    """True at the last selected token of each row, false everywhere in a row without any.
-
-    Args:
-        mask: (B, T), true where the policy chose the token.
-
-    Returns:
-        (B, T) bool.
-    """
+    """(B, T) bool, true at the last selected token of each row; false throughout a row without any."""
     chosen = mask.bool()
     after = chosen.flip(-1).cumsum(-1).flip(-1)
     return chosen & (after == 1)
@@ -41,7 +34,7 @@ def token_rewards(
 
     ``r_t = e_t + 1[t is the last action] (r - Σ_s e_s) - β kl_t``
 
-    ``e_t`` is what the action and the environment's tokens behind it earned, 0 without ``earned``; without the penalty
+    ``e_t`` is what the action and the environment's tokens after it earned, 0 without ``earned``; without the penalty
     the rewards of a sequence sum to ``r`` wherever they were earned.
 
     InstructGPT, Ouyang et al. (2022, arXiv:2203.02155, equation 2); the estimator there, and OpenRLHF's default, is k1.
@@ -53,13 +46,13 @@ def token_rewards(
             anything.
         kl_coef: ``β`` ≥ 0; OpenRLHF's is 0.01, TRL's 0.05.
         earned: (B, T), the part of ``rewards`` that each token earned, detached here. What the environment's tokens
-            earned goes to the action before them; in front of the first action it stays with the last.
+            earned goes to the action before them; before the first action it goes to the last.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.
 
     Raises:
-        ValueError: If shapes do not fit, or ``kl`` and ``kl_coef`` do not come together.
+        ValueError: If shapes do not fit, or ``kl_coef`` is given without ``kl``.
     """
     if rewards.shape != mask.shape[:1]:
         raise ValueError(f"rewards must be ({mask.shape[0]},), one per row of the mask, got {tuple(rewards.shape)}")
@@ -79,7 +72,7 @@ def token_rewards(
 
 
 def _by_action(earned: Tensor, mask: Tensor) -> Tensor:
-    """(B, T): at each action the sum over itself and the tokens behind it, up to the next action; 0 elsewhere."""
+    """(B, T): at each action the sum over itself and the tokens up to the next action; 0 elsewhere."""
     number = mask.long().cumsum(-1)  # 0 in front of the first action
     sums = earned.new_zeros(mask.shape[0], mask.shape[1] + 1).scatter_add(-1, number, earned)
     return select(sums.gather(-1, number), mask)
@@ -105,14 +98,14 @@ def clip_rewards(rewards: Tensor, *, low: float = -10.0, high: float = 10.0) -> 
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """DAPO's soft punishment of answers that come close to the length limit, to be added to the reward.
+    """DAPO's soft penalty for answers close to the length limit, to be added to the reward.
 
     ``-factor clip((l - (L_max - L_buffer)) / L_buffer, 0, 1)``
 
     Yu et al. (2025, arXiv:2503.14476, equation 13).
 
     Args:
-        lengths: (B,) tokens, from the first to the last action, what lies between included.
+        lengths: (B,) tokens, from the first to the last action, including those between.
         max_length: ``L_max``, the generation limit in tokens.
         buffer: ``L_buffer``, tokens before the limit in which the penalty grows; 4096 of 20480 in the paper.
         factor: Largest penalty; 1 in DAPO and OpenRLHF.
@@ -185,7 +178,7 @@ def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 
 
 
 class RewardMoments(NamedTuple):
-    """Count, mean and sum of squared deviations of all rewards seen: three scalars that can be saved.
+    """Count, mean and sum of squared deviations of all rewards seen.
 
     Start with ``RewardMoments.zero()``, then ``moments = moments.update(rewards)`` with each batch (the rewards of all
     ranks), then ``normalize_rewards(rewards, moments.mean, moments.std)``.
@@ -197,16 +190,12 @@ class RewardMoments(NamedTuple):
 
     @classmethod
     def zero(cls) -> "RewardMoments":
-        """Of no rewards."""
+        """Moments of no rewards."""
         return cls(*torch.zeros(3, dtype=torch.float64))
 
     @classmethod
     def of(cls, saved: Sequence[float]) -> "RewardMoments":
-        """Inverse of :meth:`plain`.
-
-        Args:
-            saved: Three numbers.
-        """
+        """Inverse of :meth:`plain`, from three numbers."""
         return cls(*torch.tensor(saved, dtype=torch.float64))
 
     def plain(self) -> list[float]:
@@ -214,11 +203,7 @@ class RewardMoments(NamedTuple):
         return [float(moment) for moment in self]
 
     def update(self, rewards: Tensor) -> "RewardMoments":
-        """With more rewards, exactly as if all had come at once (Chan et al., 1979).
-
-        Args:
-            rewards: Any shape; NaN is left out.
-        """
+        """Add rewards of any shape, ignoring NaN, exactly as if all had come at once (Chan et al., 1979)."""
         present = ~rewards.isnan()
         values = precise(torch.where(present, rewards.detach(), torch.zeros_like(rewards)))
         count = present.sum()

@@ -1,10 +1,9 @@
 """Tiles of logits on CUDA: the arithmetic between two matrix products as one compiled kernel.
 
-A GPU is done with the matrix products of a tile so quickly that passes over the tile in memory, harmless on a CPU,
-would cost more than they. Here statistics and gradient are plain functions without side effects, which
-``torch.compile`` turns into kernels (Triton) that read the tile once or twice and write it once, in the dtype of the
-matrix products. Without Triton the in-place functions of :mod:`rlhfkit.losses.fused_head.tiles` do the same work; the
-formulas stand there.
+On a GPU, passes over a tile in memory would take longer than the matrix products. Here statistics and gradient are
+functions without side effects, which ``torch.compile`` turns into Triton kernels that read the tile once or twice and
+write it once. Without Triton the in-place functions of :mod:`rlhfkit.losses.fused_head.tiles`, which has the formulas,
+do the same work.
 """
 
 import functools
@@ -29,7 +28,7 @@ def make_tiles(
     entropy: bool,
     keep_raw: bool = False,
 ) -> Tiles:
-    """:class:`CompiledTiles` where they can run, else :class:`Tiles`; arguments as there."""
+    """Make :class:`CompiledTiles` where they can run, else :class:`Tiles`."""
     kind = CompiledTiles if can_compile(device.type) else Tiles
     return kind(shape, dtype, device, transform, entropy=entropy, keep_raw=keep_raw)
 
@@ -42,13 +41,13 @@ def can_compile(device: str) -> bool:
 
 
 class CompiledTiles(Tiles):
-    """:class:`Tiles` whose arithmetic is compiled and needs no buffers."""
+    """:class:`Tiles` with compiled arithmetic and no buffers."""
 
     def _allocate(self, *, entropy: bool, keep_raw: bool) -> None:
-        """Nothing: intermediate values stay in registers."""
+        """Allocate nothing: intermediate values stay in registers."""
 
     def accumulate(self, state: RunningSoftmax, raw: Tensor, targets: Tensor) -> None:
-        """As :meth:`Tiles.accumulate`."""
+        """Update the running statistics by a tile."""
         knobs = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
         updated = _compiled(tile_statistics, _BACKEND)(
             raw, targets, state.peak, state.total, state.chosen, state.weighted, *knobs
@@ -58,10 +57,11 @@ class CompiledTiles(Tiles):
                 old.copy_(new)
 
     def gradient(self, raw: Tensor, targets: Tensor, outer: OutputGradient) -> Tensor:
-        """As :meth:`Tiles.gradient`."""
+        """Gradient of the loss with respect to the raw logits."""
         knobs = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
         values = (outer.logprobs, outer.entropy, outer.log_normalizer, outer.entropy_value)
-        return _compiled(tile_gradient, _BACKEND)(raw, targets, *values, *knobs)
+        found: Tensor = _compiled(tile_gradient, _BACKEND)(raw, targets, *values, *knobs)
+        return found
 
 
 @functools.cache
@@ -80,16 +80,16 @@ def tile_statistics(
     softcap: float | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The running statistics after a tile: what ``vocabulary_tiles.accumulate`` does, without side effects.
+    """The running statistics after a tile: ``tiles.accumulate`` without side effects.
 
     Args:
         raw: (n, W) raw logits.
         targets: (n,) target minus the tile's first vocabulary entry.
-        peak: (n,) as in ``RunningSoftmax``, like the next three.
-        total: (n,).
-        chosen: (n,).
-        weighted: (n,) or ``None``.
-        logit_scale: See ``LogitTransform``, like the next two.
+        peak: (n,) of ``RunningSoftmax``.
+        total: (n,) of ``RunningSoftmax``.
+        chosen: (n,) of ``RunningSoftmax``.
+        weighted: (n,) of ``RunningSoftmax``, or ``None``.
+        logit_scale: See ``LogitTransform``.
         softcap: Cap or ``None``.
         temperature: Above 0.
 
@@ -123,7 +123,7 @@ def tile_gradient(
     softcap: float | None,
     temperature: float,
 ) -> Tensor:
-    """Gradient with respect to the raw logits: ``vocabulary_tiles.tile_gradient`` without side effects.
+    """Gradient with respect to the raw logits: ``tiles.tile_gradient`` without side effects.
 
     Args:
         raw: (n, W) raw logits.
@@ -132,7 +132,7 @@ def tile_gradient(
         to_entropy: (n,) ``d loss / d entropy`` or ``None``.
         log_normalizer: (n,).
         entropy: (n,), only with ``to_entropy``.
-        logit_scale: See ``LogitTransform``, like the next two.
+        logit_scale: See ``LogitTransform``.
         softcap: Cap or ``None``.
         temperature: Above 0.
 

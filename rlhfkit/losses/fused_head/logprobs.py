@@ -1,22 +1,22 @@
 """Log-probs and entropy of target tokens, from hidden states or from logits, without an (N, V) matrix of their own.
 
-:func:`linear_logprobs` is the language-model head and the log-softmax in one: it walks over the vocabulary in tiles,
-keeps running softmax statistics per token, and recomputes the tiles in backward. Beyond its outputs it holds one tile
+:func:`linear_logprobs` is the language-model head and the log-softmax in one: it goes over the vocabulary in tiles,
+keeps running softmax statistics per token, and recomputes the tiles in backward. Besides its outputs it holds one tile
 (tens of megabytes) instead of several (N, V) matrices, at the price of one more matrix product: 4 instead of 3.
 :func:`logits_logprobs` is the same for logits that exist anyway.
 
 Tiles split the *vocabulary*, not the tokens: each slice of the weight's gradient is then finished in one matrix product
-that sums over all tokens, so no float32 copy of a bfloat16 weight gradient is needed.
-
-N stands for tokens, H for the width of the hidden state, V for the vocabulary.
+over all tokens, so no float32 copy of a bfloat16 weight gradient is needed. N are tokens, H the hidden size, V the
+vocabulary.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhfkit.losses.arguments import HEAD_ARGUMENTS, share_arguments
 from rlhfkit.losses.fused_head.compiled import make_tiles
 from rlhfkit.losses.fused_head.tiles import (
     LogitTransform,
@@ -36,7 +36,7 @@ from rlhfkit.losses.fused_head.tiles import (
 
 
 class LogprobsOutput(NamedTuple):
-    """Log-probs of the targets and, if asked for, the entropy of the distribution they come from.
+    """Log-probs of the targets and, if asked for, the entropy of their distributions.
 
     Attributes:
         logprobs: Shape of ``targets``; nats; float32 (float64 for float64 inputs).
@@ -47,6 +47,7 @@ class LogprobsOutput(NamedTuple):
     entropy: Tensor | None
 
 
+@share_arguments(HEAD_ARGUMENTS)
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -59,37 +60,30 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     chunk: int | None = None,
 ) -> LogprobsOutput:
-    """Log-probs (and entropy) of target tokens from hidden states, without ever holding the (N, V) logits.
+    """Log-probs (and entropy) of target tokens from hidden states, without the (N, V) logits in memory.
 
     ``logits = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, ``logprob = logits[target] - log Z``,
     ``entropy = log Z - sum_v p_v logits_v``. Both have gradients, with respect to hidden, weight and bias.
 
-    Matrix products run in the dtype autocast asks for when autocast is on, as ``torch.nn.functional.linear`` does, so
+    Matrix products run in the dtype of autocast when it is on, as ``torch.nn.functional.linear`` does, so
     that the log-probs match those of an ordinary model forward; otherwise in the wider of the dtypes of ``hidden`` and
     ``weight`` (a float32 head on bfloat16 hidden states is computed in float32). Softmax statistics are at least
     float32.
 
-    The weight itself is saved for backward, no copy or view of it: partitioning engines (DeepSpeed ZeRO-3) may take its
-    data away after forward and bring it back before backward.
+    The weight itself is saved for backward, no copy or view of it: partitioning engines (DeepSpeed ZeRO-3) may release
+    its data after forward and gather it again before backward.
 
     Args:
-        hidden: (..., H) final hidden states; select the tokens you need first, every row costs 2·V·H operations.
-        weight: (V, H) of the head, or of the tied embedding.
-        targets: (...) int64 token ids in [0, V).
-        bias: (V,).
-        temperature: The sampling temperature; 1 by default. Divides the logits (and with them shapes the entropy).
-        entropy: Also compute the entropy.
-        logit_softcap: Cap of Gemma 2's final logits; none by default.
-        logit_scale: Factor on the head's output (Cohere); 1 by default.
-        chunk: Vocabulary entries handled at a time; chosen by the size of a tile when ``None``. Changes memory and
-            speed, not the result.
+        entropy: Also compute the entropy, with gradient.
+        chunk: Vocabulary entries per tile; chosen by the size of a tile when ``None``. Changes memory and speed, not
+            the result.
 
     Returns:
         Log-probs and entropy of the shape of ``targets``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, a knob is not a finite number above 0, or a target is not
-            in [0, V); that is checked on CPU only, elsewhere the host would have to wait and the log-prob is NaN.
+        ValueError: If shapes or dtypes do not fit, an argument is not a finite number above 0, or a target is not in
+            [0, V); that is checked on CPU only, elsewhere it would need a sync and the log-prob is NaN.
     """
     transform = LogitTransform(temperature, logit_scale, logit_softcap)
     check_head_arguments(hidden, weight, targets, bias)
@@ -97,31 +91,31 @@ def linear_logprobs(
         raise ValueError(f"chunk is a number of vocabulary entries, at least 1, got {chunk}")
     dtype = matmul_dtype(hidden, weight)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logprobs, entropies = _LinearLogprobs.apply(
+    logprobs, entropies = cast(Any, _LinearLogprobs).apply(  # torch leaves it without types
         flat, weight, bias, targets.reshape(-1), transform, entropy, chunk, dtype
     )
     return LogprobsOutput(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
 
+@share_arguments(HEAD_ARGUMENTS)
 def logits_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> LogprobsOutput:
     """Log-probs (and entropy) of target tokens from logits that exist anyway.
 
-    ``logprob = (logits / temperature)[target] - log Z``. Beyond the logits and their gradient nothing of shape (..., V)
+    ``logprob = (logits / temperature)[target] - log Z``. Besides the logits and their gradient no (..., V) tensor
     is held (a view that is not contiguous, such as ``logits[:, :-1]``, is copied first).
 
     Args:
         logits: (..., V) before the temperature.
-        targets: (...) int64 token ids in [0, V).
-        temperature: The sampling temperature; 1 by default.
         entropy: Also compute the entropy, with gradient.
 
     Returns:
         Log-probs and entropy of the shape of ``targets``, float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: As :func:`linear_logprobs`.
+        ValueError: If shapes or dtypes do not fit, ``temperature`` is not a finite number above 0, or a target is
+            not in [0, V), which is checked on CPU only.
     """
     transform = LogitTransform(temperature)
     if not logits.is_floating_point():
@@ -133,12 +127,14 @@ def logits_logprobs(
         )
     check_targets(targets, logits.shape[-1])
     flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropies = _LogitsLogprobs.apply(flat, targets.reshape(-1), transform, entropy)
+    logprobs, entropies = cast(Any, _LogitsLogprobs).apply(  # torch leaves it without types
+        flat, targets.reshape(-1), transform, entropy
+    )
     return LogprobsOutput(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """The two passes behind :func:`linear_logprobs`; ``weight`` is saved as it came, see there."""
+    """Forward and backward of :func:`linear_logprobs`."""
 
     @staticmethod
     def forward(
@@ -199,7 +195,7 @@ def _head_gradients(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Recompute every tile of logits and carry its gradient to hidden, weight and bias."""
+    """Recompute every tile of logits and propagate its gradient to hidden, weight and bias."""
     rows, columns = shape
     tiles = make_tiles(shape, dtype, hidden.device, transform, entropy=gradient.entropy is not None)
     source = hidden.to(dtype)
@@ -236,7 +232,7 @@ def _head_gradients(
 
 
 class _LogitsLogprobs(torch.autograd.Function):
-    """The two passes behind :func:`logits_logprobs`: whole rows of the vocabulary, blocks of tokens."""
+    """Forward and backward of :func:`logits_logprobs`, in blocks of tokens over the whole vocabulary."""
 
     @staticmethod
     def forward(

@@ -1,24 +1,23 @@
 """Losses whose gradient with respect to the log-probs is known before the head runs: one pass, 3 matrix products.
 
-:func:`rlhfkit.losses.linear_logprobs` has to recompute the logits in backward (4 matrix products), because what a loss
-does with a log-prob is not known while its logits exist. In two cases it is: supervised fine-tuning, where
+:func:`rlhfkit.losses.linear_logprobs` has to recompute the logits in backward (4 matrix products), because the gradient
+with respect to a log-prob is unknown while its logits exist. It is known in two cases: supervised fine-tuning, where
 ``d loss / d logprob = -1 / tokens``, and the first on-policy update of a policy gradient with token-level aggregation
 and no KL term in the loss, where the importance ratio is 1 and ``d loss / d logprob = -advantage / tokens``. Then the
-gradients of hidden, weight and bias are computed while the logits of a block of tokens are at hand; backward only
-scales them.
-
-The price: the weight gradient exists from forward on, and one block of tokens keeps all its V logits.
-N stands for tokens, H for the width of the hidden state, V for the vocabulary.
+gradients of hidden, weight and bias are computed together with the logits of a block of tokens, and backward only
+scales them. The price: the weight gradient exists from forward on, and one block of tokens keeps all its V logits.
+N are tokens, H the hidden size, V the vocabulary.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhfkit.losses.aggregation import check_same_shape
+from rlhfkit.losses.arguments import HEAD_ARGUMENTS, share_arguments
 from rlhfkit.losses.fused_head.compiled import make_tiles
 from rlhfkit.losses.fused_head.logprobs import linear_logprobs
 from rlhfkit.losses.fused_head.tiles import (
@@ -38,7 +37,7 @@ from rlhfkit.losses.fused_head.tiles import (
 
 
 class SinglePassOutput(NamedTuple):
-    """What the single-pass losses return.
+    """The result of the single-pass losses.
 
     Attributes:
         loss: Scalar to call ``backward`` on, once.
@@ -51,6 +50,7 @@ class SinglePassOutput(NamedTuple):
     entropy: Tensor | None
 
 
+@share_arguments(HEAD_ARGUMENTS)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -68,28 +68,20 @@ def linear_cross_entropy(
     """Token cross-entropy of a language-model head, with all gradients computed in forward.
 
     ``loss = -sum_masked logprob / denominator``; the logits are those of :func:`linear_logprobs`. The same value and
-    gradients as ``cross_entropy_loss(linear_logprobs(...).logprobs, mask)``, a quarter of the matrix products cheaper.
+    gradients as ``cross_entropy_loss(linear_logprobs(...).logprobs, mask)``, with 3 matrix products instead of 4.
 
     Args:
-        hidden: (..., H) final hidden states. Masked rows may hold NaN, but are computed all the same: leave out what
-            you can.
-        weight: (V, H) of the head, or of the tied embedding.
+        hidden: (..., H) final hidden states. Masked rows may hold NaN, but are computed all the same, so select first.
         targets: (...) int64 token ids in [0, V); anything (-100) where masked.
         mask: (...), true where a token is trained.
         denominator: Trained tokens of the whole optimizer step divided by the number of micro-batches averaged; the
             local count when ``None``.
-        bias: (V,).
-        temperature: Divides the logits; 1 by default.
-        entropy: Also return the entropy, detached.
-        logit_softcap: Cap of Gemma 2's final logits; none by default.
-        logit_scale: Factor on the head's output (Cohere); 1 by default.
-        chunk: Tokens whose logits are kept at a time; chosen by their size in bytes when ``None``.
 
     Returns:
-        Loss, detached log-probs and, if asked for, detached entropy; the latter two mean nothing where masked.
+        Loss, detached log-probs and, if asked for, detached entropy; the latter two have no meaning where masked.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or a knob is out of range, see :func:`linear_logprobs`.
+        ValueError: If shapes or dtypes do not fit, or an argument is out of range, see :func:`linear_logprobs`.
         RuntimeError: When ``backward`` runs a second time.
     """
     check_same_shape(targets=targets, mask=mask)
@@ -114,6 +106,7 @@ def linear_cross_entropy(
     )
 
 
+@share_arguments(HEAD_ARGUMENTS)
 def linear_policy_gradient(
     hidden: Tensor,
     weight: Tensor,
@@ -139,22 +132,15 @@ def linear_policy_gradient(
 
     Args:
         hidden: (..., H) final hidden states.
-        weight: (V, H) of the head, or of the tied embedding.
-        targets: (...) int64 token ids in [0, V).
         coefficients: (...) ``d loss / d logprob``, treated as constants. Where they are 0 the token adds exactly 0.
         entropy_coefficients: (...) ``d loss / d entropy``, constants too; no entropy term when ``None``.
-        bias: (V,).
-        temperature: The sampling temperature; 1 by default.
         entropy: Also return the entropy, detached (always returned with ``entropy_coefficients``).
-        logit_softcap: Cap of Gemma 2's final logits; none by default.
-        logit_scale: Factor on the head's output (Cohere); 1 by default.
-        chunk: Tokens whose logits are kept at a time; chosen by their size in bytes when ``None``.
 
     Returns:
         Loss, detached log-probs and, if asked for, detached entropy.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or a knob is out of range, see :func:`linear_logprobs`.
+        ValueError: If shapes or dtypes do not fit, or an argument is out of range, see :func:`linear_logprobs`.
         RuntimeError: When ``backward`` runs a second time.
     """
     transform = LogitTransform(temperature, logit_scale, logit_softcap)
@@ -179,7 +165,7 @@ def linear_policy_gradient(
         return SinglePassOutput(loss, *output)
     dtype = matmul_dtype(hidden, weight)
     reduction = torch.promote_types(dtype, torch.float32)
-    loss, logprobs, entropies = _SinglePass.apply(
+    loss, logprobs, entropies = cast(Any, _SinglePass).apply(  # torch leaves it without types
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
@@ -197,7 +183,7 @@ def linear_policy_gradient(
 def _linear_loss(
     logprobs: Tensor, entropy: Tensor | None, coefficients: Tensor, entropy_coefficients: Tensor | None
 ) -> Tensor:
-    """``sum c logprob + sum e entropy``; a coefficient of 0 selects, so that NaN does not come through it."""
+    """``sum c logprob + sum e entropy``; entries whose coefficient is 0 are masked, NaN included."""
 
     def dot(constants: Tensor, values: Tensor) -> Tensor:
         return torch.where(constants == 0, torch.zeros_like(values), constants * values).sum()
@@ -209,7 +195,7 @@ def _linear_loss(
 
 
 class _GradientSums:
-    """Gradients that grow from block to block, in the reduction dtype when there are several blocks to sum over."""
+    """Gradients summed over blocks, in the reduction dtype when there are several blocks."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Softmax statistics and their gradient over one tile of the logits: N tokens by a slice of the vocabulary.
+"""Softmax statistics and gradients over tiles of the logits: N tokens by a slice of the vocabulary.
 
-:mod:`rlhfkit.losses.fused_head.logprobs` walks over the vocabulary in tiles, so that the (N, V) logits never exist. For
+:mod:`rlhfkit.losses.fused_head.logprobs` goes over the vocabulary in tiles, so that the (N, V) logits never exist. For
 a tile of logits ``z`` the functions here keep a running softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867)::
 
     m' = max(m, max_v z_v),   S' = S exp(m - m') + sum_v exp(z_v - m'),   log Z = m + log S
@@ -10,8 +10,8 @@ and, once ``log Z`` and the entropy ``E`` are known, turn a recomputed tile into
 
     d logprob / d z_v = 1[v = target] - p_v,          d E / d z_v = -p_v (log p_v + E),          p_v = exp(z_v - log Z)
 
-They work in place on buffers of the caller: next to the matrix products, memory traffic is what a CPU spends its time
-on, and fresh memory (page faults) is the dearest of it.
+They work in place on buffers of the caller: besides the matrix products, memory traffic and page faults take most of
+the time on a CPU. N are tokens, H the hidden size, V the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ NEGLIGIBLE = -1e4
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What happens to ``x = hidden @ weight.T + bias`` before the softmax.
+    """The map from ``x = hidden @ weight.T + bias`` to the logits of the softmax.
 
     ``logits = softcap(logit_scale * x) / temperature`` with ``softcap(x) = cap * tanh(x / cap)`` (Gemma 2, 2024,
     arXiv:2408.00118). It is applied as ``logits = factor * inner(x)``, so that the factor costs no pass of its own.
@@ -51,7 +51,7 @@ class LogitTransform:
 
     @property
     def factor(self) -> float:
-        """What ``inner`` is multiplied with to give the logits."""
+        """Factor from ``inner`` to the logits."""
         return (self.logit_scale if self.softcap is None else self.softcap) / self.temperature
 
     def inner(self, raw: Tensor, buffer: Tensor | None) -> Tensor:
@@ -61,7 +61,7 @@ class LogitTransform:
         return torch.mul(raw, self.logit_scale / self.softcap, out=buffer).tanh_()
 
     def inner_gradient(self, gradient: Tensor, inner: Tensor) -> Tensor:
-        """Carry ``d / d inner`` on to ``d / d raw``, in place; ``inner`` is used up."""
+        """Turn ``d / d inner`` into ``d / d raw``, in place; overwrites ``inner``."""
         if self.softcap is None:
             return gradient
         slope = inner.square_().neg_().add_(1.0)
@@ -70,13 +70,13 @@ class LogitTransform:
 
 @dataclass
 class RunningSoftmax:
-    """Statistics of the vocabulary seen so far, each of shape (N,) in the reduction dtype.
+    """Softmax statistics of the vocabulary seen so far, each (N,) in the reduction dtype.
 
     Attributes:
         peak: Largest logit.
         total: ``sum exp(z - peak)``.
-        chosen: Logit of the target; NaN until its tile was seen, so that a target outside the vocabulary cannot pass
-            unnoticed where checking it would make the host wait for the device.
+        chosen: Logit of the target; NaN until its tile was seen, so that a target outside the vocabulary is noticed
+            without a host sync.
         weighted: ``sum exp(z - peak) (z - peak)``; ``None`` when no entropy is wanted.
     """
 
@@ -87,14 +87,14 @@ class RunningSoftmax:
 
     @classmethod
     def empty(cls, tokens: int, dtype: torch.dtype, device: torch.device, *, entropy: bool) -> "RunningSoftmax":
-        """Statistics of no logits at all, for ``tokens`` rows."""
+        """Statistics of no logits for ``tokens`` rows."""
         # The lowest finite number, not -inf: a tile whose logits are all -inf would give -inf - -inf = nan.
         peak = torch.full((tokens,), torch.finfo(dtype).min, dtype=dtype, device=device)
         zeros = torch.zeros_like(peak)
         return cls(peak, zeros, torch.full_like(peak, float("nan")), torch.zeros_like(peak) if entropy else None)
 
     def rows(self, rows: slice) -> "RunningSoftmax":
-        """The same statistics for a slice of the tokens (views)."""
+        """The statistics of a slice of the tokens (views)."""
         weighted = None if self.weighted is None else self.weighted[rows]
         return RunningSoftmax(self.peak[rows], self.total[rows], self.chosen[rows], weighted)
 
@@ -110,7 +110,7 @@ class RunningSoftmax:
 def accumulate(
     state: RunningSoftmax, inner: Tensor, factor: float, targets: Tensor, work: Tensor, spare: Tensor | None
 ) -> None:
-    """Take one tile into the running statistics, in place.
+    """Update the running statistics by one tile, in place.
 
     Args:
         state: Statistics of n tokens.
@@ -118,7 +118,7 @@ def accumulate(
         factor: See :class:`LogitTransform`.
         targets: (n,) target minus the tile's first vocabulary entry; outside [0, W) when the target is in another tile.
         work: (n, W) buffer in the reduction dtype.
-        spare: Another one, only for the entropy.
+        spare: A second buffer, only for the entropy.
     """
     inside, index = _locate(targets, inner.shape[1])
     chosen = inner.gather(1, index).squeeze(1).to(work.dtype) * factor
@@ -139,7 +139,7 @@ def accumulate(
 
 @dataclass
 class OutputGradient:
-    """Gradient that reached the outputs and the saved statistics, each (N,) in the reduction dtype.
+    """Gradient with respect to the outputs, and the saved statistics, each (N,) in the reduction dtype.
 
     Attributes:
         logprobs: ``d loss / d logprob``; ``None`` when no loss used the log-probs.
@@ -168,10 +168,10 @@ def tile_gradient(
     Args:
         inner: (n, W) recomputed tile; the logits are ``factor * inner``. May be ``work`` itself.
         factor: See :class:`LogitTransform`.
-        targets: (n,) as in :func:`accumulate`.
-        gradient: For the same n tokens.
+        targets: (n,) target minus the tile's first vocabulary entry.
+        gradient: Of the same n tokens.
         work: (n, W) buffer in the reduction dtype.
-        spare: Another one, only for the entropy.
+        spare: A second buffer, only for the entropy.
 
     Returns:
         ``work``: (n, W).
@@ -193,14 +193,14 @@ def tile_gradient(
 def exponential_gradient(
     exponential: Tensor, peak: Tensor, factor: float, targets: Tensor, gradient: OutputGradient
 ) -> Tensor:
-    """What :func:`tile_gradient` gives, from the ``exp(z - peak)`` that :func:`accumulate` left in ``work``; in place.
+    """:func:`tile_gradient` from the ``exp(z - peak)`` that :func:`accumulate` left in ``work``, in place.
 
     Args:
         exponential: (n, W) tile.
         peak: (n,) ``RunningSoftmax.peak`` as it was right after that tile.
         factor: See :class:`LogitTransform`.
-        targets: (n,) as in :func:`accumulate`.
-        gradient: For the same n tokens, without a gradient of the entropy.
+        targets: (n,) target minus the tile's first vocabulary entry.
+        gradient: Of the same n tokens, without a gradient of the entropy.
     """
     assert gradient.logprobs is not None
     scale = torch.exp(peak - gradient.log_normalizer).mul_(gradient.logprobs).mul_(-factor)
@@ -222,7 +222,7 @@ def slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Which targets lie in this tile (n,), and a valid column for each of them (n, 1)."""
+    """(n,) whether each target is in this tile, and (n, 1) a valid column for each."""
     return (targets >= 0) & (targets < width), targets.clamp(0, width - 1)[:, None]
 
 
@@ -265,7 +265,7 @@ def check_head_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, bias: 
 
 
 def check_targets(targets: Tensor, vocabulary: int) -> None:
-    """Raise ValueError for targets that are no token ids; their range is checked where that costs no sync (CPU)."""
+    """Raise ValueError for targets that are no token ids; their range is checked on the CPU only, to avoid a sync."""
     if targets.dtype != torch.int64:
         raise ValueError(f"targets must be int64 token ids, got {targets.dtype}")
     if targets.device.type != "cpu" or torch.compiler.is_compiling() or targets.numel() == 0:
@@ -279,27 +279,19 @@ def check_targets(targets: Tensor, vocabulary: int) -> None:
 
 
 def tile_shape(tokens: int, vocabulary: int, chunk: int | None, dtype: torch.dtype, device: str) -> tuple[int, int]:
-    """Rows and columns of a tile: as many tokens as possible, and vocabulary entries by the bytes of the tile.
-
-    Args:
-        tokens: N.
-        vocabulary: V.
-        chunk: Columns the caller asked for, or ``None``.
-        dtype: Of the tile.
-        device: Type of the device.
-    """
+    """Rows and columns of a tile: as many tokens as possible, and columns by ``chunk`` or the bytes of the tile."""
     rows = max(1, min(tokens, _MAX_ROWS))
     return rows, tile_columns(rows, vocabulary, dtype, device) if chunk is None else min(chunk, vocabulary)
 
 
 def tile_columns(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> int:
-    """Vocabulary entries in a tile of ``rows`` tokens: what fits its bytes, but enough for a decent matrix product."""
+    """Columns of a tile of ``rows`` tokens: what fits its bytes, but enough for an efficient matrix product."""
     columns = _TILE_BYTES.get(device, _DEFAULT_TILE_BYTES) // (rows * dtype.itemsize)
     return max(1, min(vocabulary, max(256, columns // 256 * 256)))
 
 
 def retained_rows(tokens: int, vocabulary: int, chunk: int | None, dtype: torch.dtype, device: str) -> int:
-    """Tokens in a block that keeps all its logits: by the bytes of the block, all blocks about equally large."""
+    """Tokens of a block that keeps all its logits: by the bytes of a block, all blocks about equally large."""
     limit = _BLOCK_BYTES.get(device, _DEFAULT_BLOCK_BYTES) // (vocabulary * dtype.itemsize) if chunk is None else chunk
     blocks = max(1, -(-tokens // max(1, limit)))
     return max(1, -(-tokens // blocks))
@@ -308,15 +300,15 @@ def retained_rows(tokens: int, vocabulary: int, chunk: int | None, dtype: torch.
 class Tiles:
     """The work on tiles of logits: matrix product, running statistics, gradient.
 
-    Buffers are allocated once per call and used for every tile; everything happens in place in them.
+    Buffers are allocated once per call and reused for every tile, in place.
 
     Args:
         shape: Largest tile, rows and columns.
         dtype: Of the matrix products.
-        device: Where.
+        device: Of the buffers.
         transform: From raw logits to those of the softmax.
         entropy: Whether the entropy or its gradient is needed.
-        keep_raw: The raw logits live in memory of the caller and are kept, instead of being overwritten at once.
+        keep_raw: The raw logits are in memory of the caller and are kept, instead of being overwritten at once.
     """
 
     def __init__(
@@ -341,13 +333,13 @@ class Tiles:
         return torch.empty(self._size, dtype=dtype, device=self._device)
 
     def _allocate(self, *, entropy: bool, keep_raw: bool) -> None:
-        """Buffers beyond the raw logits."""
+        """Allocate the buffers beyond the raw logits."""
         self._work = self._buffer(self.reduction) if keep_raw or self.dtype != self.reduction else None
         self._spare = self._buffer(self.reduction) if entropy else None
         self._inner = self._buffer(self.reduction) if self.transform.softcap is not None else None
 
     def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Raw logits ``hidden @ weight.T + bias``, shape (n, W), in ``out`` or in the buffer for them."""
+        """Raw logits ``hidden @ weight.T + bias``, (n, W), in ``out`` or in the own buffer."""
         if out is None:
             assert self._raw is not None
             out = _view(self._raw, (hidden.shape[0], weight.shape[0]))
@@ -356,7 +348,7 @@ class Tiles:
         return torch.addmm(bias, hidden, weight.t(), out=out)
 
     def accumulate(self, state: RunningSoftmax, raw: Tensor, targets: Tensor) -> None:
-        """Take a tile into the running statistics of its n tokens; ``targets`` as in :func:`accumulate`."""
+        """Update the running statistics of n tokens by a tile; ``targets`` as in :func:`accumulate`."""
         accumulate(state, self._inner_of(raw), self.transform.factor, targets, *self._buffers(raw))
 
     def gradient(self, raw: Tensor, targets: Tensor, outer: OutputGradient) -> Tensor:

@@ -1,5 +1,5 @@
-"""Policy losses, all with one signature: the clipped ones, those of whole sequences, other trust regions, REINFORCE.
+"""Policy losses, all with one signature: PPO, GRPO and their variants, losses on whole sequences, REINFORCE.
 
-May import: torch and the ground of losses.
-Start at :mod:`rlhfkit.losses.policy.ppo`; what all of them share is in ``base.py``.
+May import: torch and the files of losses above this folder.
+Start at :mod:`rlhfkit.losses.policy.ppo`; ``base.py`` holds what they share and shows how to write one.
 """

@@ -1,10 +1,10 @@
-"""What all policy losses share: log-ratio → surrogate → weights → one number, with the metrics of the way.
+"""The steps that all policy losses share: log-ratio, token losses, weights, aggregation, metrics.
 
-A policy loss of one's own is three calls::
+A policy loss of your own takes three calls::
 
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
     token_loss = -tokens.ratio * tokens.advantages                       # (B, T): the idea
-    return policy_loss_output(token_loss, tokens, aggregation="token-mean", denominator=tokens_of_the_step)
+    return policy_loss_output(token_loss, tokens, aggregation="token-mean", denominator=denominator)
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,15 @@ from rlhfkit.losses.aggregation import (
     masked_sum,
     select,
 )
+from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import max_metric
 
 RatioLevel = Literal["token", "sequence", "sequence-sum"]
-"""Whose probability ratio is taken, see :meth:`PolicyTokens.ratio_of`."""
+"""Level at which the probability ratio is taken, see :meth:`PolicyTokens.ratio_of`."""
 
 
 class PolicyTokens(NamedTuple):
-    """The inputs of a policy loss, checked and cleaned: masked entries hold 0 and cut the gradient.
+    """The checked inputs of a policy loss; masked entries are 0 and have no gradient.
 
     Attributes:
         logprobs: (B, T) under the policy, with gradient.
@@ -50,12 +51,12 @@ class PolicyTokens(NamedTuple):
         return self.log_ratio.exp()
 
     def ratio_of(self, level: RatioLevel, *, limit: float = 20.0) -> Tensor:
-        """(B, T) ratio at a level, the same for all tokens of a sequence unless the level is ``token``.
+        """(B, T) ratio at a level; the same for all tokens of a sequence unless the level is ``token``.
 
         Args:
             level: ``token``: ``ρ_t``; ``sequence``: the geometric mean of ``ρ_t`` over the sequence, as in GSPO;
                 ``sequence-sum``: their product, the ratio of the probabilities of the whole sequence.
-            limit: Nats to which the log-ratio of a whole sequence is clamped.
+            limit: Limit of the log-ratio of a sequence, in nats.
 
         Raises:
             ValueError: If the level is unknown.
@@ -70,15 +71,7 @@ class PolicyTokens(NamedTuple):
 
 
 def per_token(values: Tensor, like: Tensor, name: str) -> Tensor:
-    """Spread one value per sequence over its tokens.
-
-    Args:
-        values: (B,), (B, 1) or (B, T).
-        like: (B, T).
-        name: For the error message.
-
-    Returns:
-        (B, T) view.
+    """Expand (B,), (B, 1) or (B, T) values to a (B, T) view like ``like``; ``name`` is for the error message.
 
     Raises:
         ValueError: If the shape is none of the three.
@@ -92,6 +85,7 @@ def per_token(values: Tensor, like: Tensor, name: str) -> Tensor:
     return (values.unsqueeze(-1) if values.dim() == 1 else values).expand(batch, steps)
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def policy_tokens(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -100,14 +94,7 @@ def policy_tokens(
     *,
     log_ratio_clamp: float | None = 20.0,
 ) -> PolicyTokens:
-    """Check, cast up, mask and detach what every policy loss takes.
-
-    Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
-        old_logprobs: (B, T) under the policy the ratio is taken to; detached here.
-        advantages: (B, T), (B, 1) or (B,); detached here.
-        mask: (B, T), true where a token was chosen by the policy and counts.
-        log_ratio_clamp: Limit in nats; the gradient is 0 beyond it.
+    """Check, cast to float32, mask and detach the inputs of a policy loss.
 
     Raises:
         ValueError: If shapes do not fit or the clamp is not positive.
@@ -127,17 +114,7 @@ def policy_tokens(
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None, delta: float | None = None) -> None:
-    """Raise unless the clipping knobs make sense.
-
-    Args:
-        clip_low: In [0, 1].
-        clip_high: At least 0.
-        dual_clip: More than 1, or ``None``.
-        delta: At least ``1 + clip_high``, or ``None``.
-
-    Raises:
-        ValueError: Otherwise.
-    """
+    """Raise ValueError if an argument of the clip is out of range."""
     if not 0.0 <= clip_low <= 1.0:
         raise ValueError(f"clip_low must lie in [0, 1] (the ratio is clipped at 1 - clip_low), got {clip_low}")
     if not clip_high >= 0.0:
@@ -148,6 +125,7 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None
         raise ValueError(f"delta must be at least 1 + clip_high = {1.0 + clip_high}, or None; got {delta}")
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def clipped_surrogate(
     ratio: Tensor,
     advantages: Tensor,
@@ -157,18 +135,10 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     delta: float | None = None,
 ) -> Tensor:
-    """PPO's pessimistic per-token loss; the formula is that of :func:`rlhfkit.losses.ppo_loss`.
+    """Token losses of PPO, (B, T); the formula is that of :func:`ppo_loss`.
 
     Args:
         ratio: (B, T) with gradient.
-        advantages: (B, T).
-        clip_low: ``ε_low``.
-        clip_high: ``ε_high``.
-        dual_clip: ``c``.
-        delta: ``δ``.
-
-    Returns:
-        (B, T) to be minimised.
     """
     unclipped = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
     surrogate = torch.minimum(unclipped, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
@@ -179,11 +149,11 @@ def clipped_surrogate(
 
 
 def clip_metrics(ratio: Tensor, tokens: PolicyTokens, clip_low: float, clip_high: float) -> dict[str, Tensor]:
-    """Share of tokens whose gradient the clip took away, in all and by side.
+    """Shares of tokens whose gradient is removed by the clip: in total, at the lower and at the upper bound.
 
     Args:
-        ratio: (B, T), the one that was clipped.
-        tokens: The loss's inputs.
+        ratio: (B, T), the ratio that was clipped.
+        tokens: The inputs of the loss.
         clip_low: ``ε_low``.
         clip_high: ``ε_high``.
     """
@@ -197,6 +167,7 @@ def clip_metrics(ratio: Tensor, tokens: PolicyTokens, clip_low: float, clip_high
     }
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def policy_loss_output(
     token_loss: Tensor,
     tokens: PolicyTokens,
@@ -207,20 +178,16 @@ def policy_loss_output(
     max_length: int | None = None,
     metrics: Mapping[str, Tensor] | None = None,
 ) -> LossOutput:
-    """Weigh and aggregate a per-token loss, and say how far the policy has moved.
+    """Weight and aggregate token losses, and measure how far the policy has moved from the old one.
 
     Args:
         token_loss: (B, T).
-        tokens: The loss's inputs.
-        weights: (B, T), (B, 1) or (B,) factors of each token's loss, detached here.
-        aggregation: How tokens become one number, see :func:`rlhfkit.losses.aggregate`.
-        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`rlhfkit.losses.aggregate`.
-        max_length: Only for ``aggregation="constant-length"``.
-        metrics: More metrics to return.
+        tokens: The inputs of the loss.
+        metrics: Further metrics to return.
 
     Returns:
-        The loss with ``policy/approx_kl`` (k3), ``policy/ppo_kl`` (k1), ``policy/ratio_mean``, ``policy/ratio_max`` of
-        the token ratio, and the given ones.
+        The loss with ``policy/approx_kl`` (k3), ``policy/ppo_kl`` (k1, verl's name), ``policy/ratio_mean`` and
+        ``policy/ratio_max`` of the token ratio, and the given metrics.
     """
     if weights is not None:
         spread = per_token(full_precision(weights.detach()), token_loss, "weights")

@@ -1,9 +1,4 @@
-"""Which tokens and sequences a policy loss trains on, and the entropy bonus.
-
-:func:`top_entropy_mask` and :func:`off_policy_sequence_mask` return masks. Given to a loss as its ``mask`` they shrink
-the local token count; given as ``weights`` (``.float()``) they leave all counts alone, as TRL does, and every policy
-loss leaves out the tokens whose weight is 0.
-"""
+"""Entropy of the policy: a bonus in the loss, and training on the tokens of highest entropy only."""
 
 import torch
 from torch import Tensor
@@ -17,23 +12,26 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
+from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 
 
 def top_entropy_mask(
     entropy: Tensor, mask: Tensor, *, fraction: float = 0.2, threshold: Tensor | float | None = None
 ) -> Tensor:
-    """Tokens at which the policy was least sure: the forks of a reasoning, which alone are worth training on.
+    """Select the tokens at which the policy has the highest entropy.
 
     ``m_t and H_t ≥ quantile(H, 1 - fraction)``, which keeps ``⌊fraction (n - 1)⌋ + 1`` of n tokens.
 
-    Wang et al. ("Beyond the 80/20 Rule", 2025, arXiv:2506.01939), whose 20 % is the default.
+    Wang et al. ("Beyond the 80/20 Rule", 2025, arXiv:2506.01939), whose 20 % is the default: these "forking" tokens
+    alone are worth training on. As the ``mask`` of a loss the result shrinks the local token count; as ``weights``
+    (``.float()``) it leaves all counts unchanged, as in TRL.
 
     Args:
         entropy: (B, T) entropy of the next-token distribution, nats; detached here.
         mask: (B, T), true where a token counts. Masked entries may hold anything.
         fraction: Share of the tokens to keep, in (0, 1].
-        threshold: Nats. The quantile over all ranks when the batch is spread over them; that of this batch when
-            ``None``.
+        threshold: Nats. Give the quantile over all ranks when the batch is spread over ranks; the quantile of this
+            batch when ``None``.
 
     Returns:
         (B, T) bool. Ties with the threshold are kept, and so is the token of largest entropy.
@@ -54,6 +52,7 @@ def top_entropy_mask(
     return mask.bool() & (kept >= threshold)
 
 
+@share_arguments(AGGREGATION_ARGUMENTS)
 def entropy_bonus(
     entropy: Tensor,
     mask: Tensor,
@@ -63,20 +62,17 @@ def entropy_bonus(
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
 ) -> LossOutput:
-    """Reward for staying undecided, to be added to a policy loss with :func:`sum_losses`.
+    """Entropy bonus, to be added to a policy loss with :func:`sum_losses`.
 
     ``-c aggregate(H_t)``
 
-    Mnih et al. (2016, arXiv:1602.01783, section 4). Compute the entropy at the temperature that was sampled at, with
+    Mnih et al. (2016, arXiv:1602.01783, section 4). Compute the entropy at the sampling temperature, with
     gradient (``linear_logprobs(..., entropy=True)``).
 
     Args:
         entropy: (B, T) entropy of the next-token distribution, nats, with gradient.
         mask: (B, T), true where a token counts. Masked entries may hold anything.
-        coef: ``c``; positive raises the entropy. 0 is off and costs nothing but the metric.
-        aggregation: How tokens become one number.
-        denominator: Tokens (or sequences) of the whole optimizer step, see :func:`aggregate`.
-        max_length: Tokens; only for ``aggregation="constant-length"``.
+        coef: ``c``; positive raises the entropy. With 0 the entropy is only measured.
 
     Returns:
         The loss with metric ``policy/entropy``, the mean of ``H_t``.

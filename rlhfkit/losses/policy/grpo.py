@@ -1,8 +1,9 @@
-"""GRPO and its variants DAPO, BNPO and Dr.GRPO: PPO's clip, advantages of a group, and a KL penalty in the loss."""
+"""GRPO and its variants DAPO, BNPO and Dr.GRPO: PPO's clip with a KL penalty in the loss."""
 
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, sum_losses
+from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.kl import KLEstimator, kl_loss
 from rlhfkit.losses.policy.base import (
     policy_tokens,
@@ -10,6 +11,7 @@ from rlhfkit.losses.policy.base import (
 from rlhfkit.losses.policy.ppo import ppo_loss
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def grpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -36,33 +38,17 @@ def grpo_loss(
     come from :func:`group_advantages`.
 
     Shao et al. (2024, arXiv:2402.03300, equation 3), whose aggregation is the default; TRL's and verl's is
-    ``token-mean``. ``weights`` multiply the surrogate and leave the KL alone, as in TRL.
+    ``token-mean``. ``weights`` multiply the surrogate and not the KL, as in TRL.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`; (B,) from :func:`group_advantages`.
-        mask: As in :func:`ppo_loss`.
-        clip_low: As in :func:`ppo_loss`.
-        clip_high: As in :func:`ppo_loss`.
-        dual_clip: As in :func:`ppo_loss`.
-        log_ratio_clamp: As in :func:`ppo_loss`.
-        delta: As in :func:`ppo_loss`.
-        weights: As in :func:`ppo_loss`.
-        aggregation: The paper's ``sequence-mean-token-mean``.
-        denominator: As in :func:`ppo_loss`: sequences with this aggregation.
-        max_length: As in :func:`ppo_loss`.
-        ref_logprobs: (B, T) under the reference policy. With ``kl_coef=0`` they are only measured.
-        kl_coef: ``β`` ≥ 0; 0.04 in the paper, 0 in TRL and here.
-        kl_estimator: ``k3`` in the paper.
-        kl_importance_weight: Multiply ``kl_t`` by the ratio ``ρ_t``, through which gradient flows, which makes it hold
-            off-policy (DeepSeek-V3.2, arXiv:2512.02556; TRL's default). The paper has no such factor, nor has this.
+        advantages: (B,) from :func:`group_advantages`, (B, 1) or (B, T); detached here.
+        aggregation: How the token losses become one number; the paper's ``sequence-mean-token-mean``.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss`; with ``ref_logprobs`` also ``policy/ref_kl`` (nats per token).
 
     Raises:
-        ValueError: If shapes do not fit, a knob is out of range, or ``kl_coef`` lacks its ``ref_logprobs``.
+        ValueError: If shapes do not fit, an argument is out of range, or ``kl_coef`` is given without ``ref_logprobs``.
     """
     if not kl_coef >= 0.0:
         raise ValueError(f"kl_coef must be 0 (no penalty) or more, got {kl_coef}")
@@ -104,6 +90,7 @@ def grpo_loss(
     return sum_losses(surrogate, penalty)
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def dapo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -124,36 +111,23 @@ def dapo_loss(
     kl_estimator: KLEstimator = "k3",
     kl_importance_weight: bool = False,
 ) -> LossOutput:
-    """DAPO: :func:`grpo_loss` that clips higher above and gives every token of the step the same weight.
+    """DAPO: :func:`grpo_loss` with a wider upper clip and a mean over all tokens of the step.
 
-    Yu et al. (2025, arXiv:2503.14476, equation 8). Its other parts are the overlong penalty
-    (:func:`overlong_penalty`), dynamic sampling (leaving out groups of equal rewards) and no KL.
+    Yu et al. (2025, arXiv:2503.14476, equation 8). The other parts of DAPO are the overlong penalty
+    (:func:`overlong_penalty`), dynamic sampling (groups of equal rewards are rejected) and no KL penalty.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
-        clip_low: The paper's 0.2.
-        clip_high: The paper's 0.28; 0.2 in TRL.
-        dual_clip: As in :func:`ppo_loss`.
-        log_ratio_clamp: As in :func:`ppo_loss`.
-        delta: As in :func:`ppo_loss`.
-        weights: As in :func:`grpo_loss`.
-        aggregation: The paper's ``token-mean``.
-        denominator: Tokens of the whole optimizer step over the number of micro-batches averaged; without it the tokens
-            of this micro-batch, which is :func:`bnpo_loss`.
-        max_length: As in :func:`ppo_loss`.
-        ref_logprobs: As in :func:`grpo_loss`.
-        kl_coef: As in :func:`grpo_loss`.
-        kl_estimator: As in :func:`grpo_loss`.
-        kl_importance_weight: As in :func:`grpo_loss`.
+        clip_low: ``ε_low``; the paper's 0.2.
+        clip_high: ``ε_high``; the paper's 0.28, 0.2 in TRL.
+        aggregation: How the token losses become one number; the paper's ``token-mean``.
+        denominator: Tokens of the whole optimizer step, divided by the number of micro-batches that are averaged.
+            When ``None``, the tokens of this micro-batch, which makes it :func:`bnpo_loss`.
 
     Returns:
-        As :func:`grpo_loss`.
+        The loss with the metrics of :func:`grpo_loss`.
 
     Raises:
-        ValueError: As :func:`grpo_loss`.
+        ValueError: If shapes do not fit, an argument is out of range, or ``kl_coef`` is given without ``ref_logprobs``.
     """
     return grpo_loss(
         logprobs,
@@ -176,6 +150,7 @@ def dapo_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def bnpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -195,34 +170,16 @@ def bnpo_loss(
     kl_estimator: KLEstimator = "k3",
     kl_importance_weight: bool = False,
 ) -> LossOutput:
-    """Batch-normalised token mean: :func:`grpo_loss` over the tokens of this micro-batch, whatever the step holds.
+    """Batch-normalised token mean: :func:`grpo_loss` averaged over the tokens of this micro-batch alone.
 
-    TRL's ``bnpo``. The only loss here that depends on how a step is split into micro-batches: a token in a short one
-    weighs more. It exists for comparison; :func:`dapo_loss` with a ``denominator`` is the same without that.
-
-    Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
-        clip_low: As in :func:`ppo_loss`.
-        clip_high: As in :func:`ppo_loss`.
-        dual_clip: As in :func:`ppo_loss`.
-        log_ratio_clamp: As in :func:`ppo_loss`.
-        delta: As in :func:`ppo_loss`.
-        weights: As in :func:`grpo_loss`.
-        aggregation: As in :func:`ppo_loss`.
-        max_length: As in :func:`ppo_loss`.
-        ref_logprobs: As in :func:`grpo_loss`.
-        kl_coef: As in :func:`grpo_loss`.
-        kl_estimator: As in :func:`grpo_loss`.
-        kl_importance_weight: As in :func:`grpo_loss`.
+    TRL's ``bnpo``, here for comparison. It depends on how a step is split into micro-batches: a token weighs more in a
+    micro-batch with few tokens. :func:`dapo_loss` with a ``denominator`` does not.
 
     Returns:
-        As :func:`grpo_loss`.
+        The loss with the metrics of :func:`grpo_loss`.
 
     Raises:
-        ValueError: As :func:`grpo_loss`.
+        ValueError: If shapes do not fit, an argument is out of range, or ``kl_coef`` is given without ``ref_logprobs``.
     """
     return dapo_loss(
         logprobs,
@@ -244,6 +201,7 @@ def bnpo_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def dr_grpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -264,35 +222,23 @@ def dr_grpo_loss(
     kl_estimator: KLEstimator = "k3",
     kl_importance_weight: bool = False,
 ) -> LossOutput:
-    """Dr.GRPO: :func:`grpo_loss` in which sequences are summed and divided by a constant, not by their own length.
+    """Dr.GRPO: :func:`grpo_loss` in which token losses are summed and divided by a constant length.
 
     Liu et al. (2025, arXiv:2503.20783, section 3.1), together with ``group_advantages(..., scale="none")``. The length
-    of an answer then changes neither the sign nor the size of its tokens' gradients.
+    of an answer then changes neither the sign nor the size of the gradients of its tokens.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
-        clip_low: As in :func:`ppo_loss`.
-        clip_high: As in :func:`ppo_loss`.
-        dual_clip: As in :func:`ppo_loss`.
-        log_ratio_clamp: As in :func:`ppo_loss`.
-        delta: As in :func:`ppo_loss`.
-        weights: As in :func:`grpo_loss`.
-        aggregation: The paper's ``constant-length``.
-        denominator: Sequences of the whole optimizer step over the number of micro-batches averaged; B when ``None``.
-        max_length: Tokens; the generation limit, in the paper and in TRL. It has to be given.
-        ref_logprobs: As in :func:`grpo_loss`.
-        kl_coef: As in :func:`grpo_loss`.
-        kl_estimator: As in :func:`grpo_loss`.
-        kl_importance_weight: As in :func:`grpo_loss`.
+        aggregation: How the token losses become one number; the paper's ``constant-length``.
+        denominator: Sequences of the whole optimizer step, divided by the number of micro-batches that are averaged;
+            B when ``None``.
+        max_length: Tokens; the generation limit, as in the paper and TRL. Required.
 
     Returns:
-        As :func:`grpo_loss`.
+        The loss with the metrics of :func:`grpo_loss`.
 
     Raises:
-        ValueError: As :func:`grpo_loss`; if ``max_length`` is missing.
+        ValueError: If shapes do not fit, an argument is out of range, ``kl_coef`` is given without ``ref_logprobs``, or
+            ``max_length`` is missing.
     """
     if aggregation == "constant-length" and max_length is None:
         raise ValueError("dr_grpo_loss divides by max_length, the generation limit in tokens: give max_length=...")

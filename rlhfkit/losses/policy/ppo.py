@@ -1,19 +1,15 @@
-"""Policy losses whose ratio is taken token by token: PPO, GRPO and what differs from them by a line.
+"""PPO's clipped surrogate.
 
-All policy losses, here and in the files beside this one, are called in one way, and any of them is the ``policy_loss``
-of a module::
-
-    loss(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)
-
-and take ``rollout_logprobs`` (the engine's) or ``ref_logprobs`` (the reference's) as keywords where they need them.
-Log-probs are on the next-token axis (``logprobs[:, t]`` belongs to token t+1), shapes (B, T) for B sequences and T
-tokens, in any floating dtype; masked entries may hold anything. ``denominator`` makes the gradient of an optimizer step
-independent of how it is split over micro-batches and ranks, see :func:`rlhfkit.losses.aggregate`.
+All policy losses are called as
+``loss(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, with
+``rollout_logprobs`` (of the engine) or ``ref_logprobs`` (of the reference model) as keywords where they need them, so
+each can be the ``policy_loss`` of a module. B are sequences, T tokens on the next-token axis.
 """
 
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput
+from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.policy.base import (
     RatioLevel,
     check_clip,
@@ -24,6 +20,7 @@ from rlhfkit.losses.policy.base import (
 )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def ppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -41,7 +38,7 @@ def ppo_loss(
     max_length: int | None = None,
     ratio_level: RatioLevel = "token",
 ) -> LossOutput:
-    """Clipped surrogate of proximal policy optimisation.
+    """Clipped surrogate of proximal policy optimisation (PPO).
 
     ``ρ_t = exp(clamp(log π(y_t) - log π_old(y_t), ±20))``,
     ``ℓ_t = -min(min(ρ_t, δ) A_t, clip(ρ_t, 1 - ε_low, 1 + ε_high) A_t)``, where ``A_t < 0`` also ``ℓ_t ≤ -c A_t``; then
@@ -52,30 +49,17 @@ def ppo_loss(
     INTELLECT-2 (2025, arXiv:2505.07291). With three policies see :func:`decoupled_ppo_loss`.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
-        old_logprobs: (B, T) under the policy before this iteration (``logprobs.detach()`` in its first update).
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one.
-        mask: (B, T), true where the policy chose the token and it is trained on.
-        clip_low: ``ε_low`` in [0, 1]; 0.2 everywhere.
+        clip_low: ``ε_low`` in [0, 1]; 0.2 in all published variants.
         clip_high: ``ε_high`` ≥ 0; 0.2 in PPO, 0.28 in DAPO.
-        dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
-        log_ratio_clamp: Limit of the log-ratio in nats (OpenRLHF's and verl's 20); ``None`` for none.
-        delta: ``δ`` ≥ 1 + ``ε_high``; off by default, 4 in INTELLECT-2.
-        weights: (B, T), (B, 1) or (B,) factors of the clipped loss, e.g. importance correction; detached here.
-        aggregation: How tokens become one number; ``token-mean`` as OpenRLHF and verl.
-        denominator: Tokens (sequences for the other aggregations) of the whole optimizer step over the number of
-            micro-batches averaged; the local count when ``None``.
-        max_length: Tokens; only for ``aggregation="constant-length"``.
-        ratio_level: Whose ratio is clipped: ``token``; ``sequence`` is :func:`gspo_loss`, ``sequence-sum``
-            :func:`rloo_loss`.
+        aggregation: How the token losses become one number; ``token-mean`` as in OpenRLHF and verl.
 
     Returns:
         The loss with metrics ``policy/clip_fraction`` (and ``_low``, ``_high``: tokens that lost their gradient at
-        either side), ``policy/approx_kl`` (k3 of old to new), ``policy/ppo_kl`` (k1, under verl's name),
+        either bound), ``policy/approx_kl`` (k3 of old to new), ``policy/ppo_kl`` (k1, under verl's name),
         ``policy/ratio_mean``, ``policy/ratio_max``.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is unknown or out of range.
+        ValueError: If shapes do not fit or an argument is unknown or out of range.
     """
     check_clip(clip_low, clip_high, dual_clip, delta)
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)

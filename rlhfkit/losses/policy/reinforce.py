@@ -1,16 +1,17 @@
-"""Policy gradients on ``A log π``: REINFORCE and GPG without a ratio, CISPO with a detached one, SAPO with a soft one.
+"""Policy losses without a hard clip: REINFORCE and GPG (no ratio), CISPO (detached ratio) and SAPO (soft gate).
 
-Where PPO takes the gradient of a clipped token away, these keep one for every token. Shapes and conventions are those
-of :mod:`rlhfkit.losses.policy.ppo`.
+Where PPO removes the gradient of a clipped token, these keep one for every token.
 """
 
 import torch
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, masked_mean
+from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.policy.base import RatioLevel, policy_loss_output, policy_tokens
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def reinforce_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -30,21 +31,13 @@ def reinforce_loss(
     from :func:`importance_weights` make it off-policy.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
-        old_logprobs: (B, T) under the policy before this iteration. No part of the loss: the metrics say how far the
-            policy has moved from it.
-        advantages: (B, T), (B, 1) or (B,); detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on.
-        weights: (B, T), (B, 1) or (B,) factors of the loss; detached here.
-        aggregation: How tokens become one number.
-        denominator: Sequences (tokens for ``token-mean``) of the whole optimizer step, see :func:`aggregate`.
-        max_length: Tokens; only for ``aggregation="constant-length"``.
+        old_logprobs: (B, T) under the policy before this iteration, only for the metrics.
 
     Returns:
-        The loss, whose value means nothing, with the metrics every policy loss has.
+        The loss, whose value has no meaning of its own, with the metrics of :func:`policy_loss_output`.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is unknown.
+        ValueError: If shapes do not fit or an argument is unknown.
     """
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
     return policy_loss_output(
@@ -57,6 +50,7 @@ def reinforce_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def gpg_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -71,21 +65,14 @@ def gpg_loss(
     """Group policy gradient: :func:`reinforce_loss` with the mean over all tokens.
 
     Chu et al. (2025, arXiv:2504.02546), with the advantages of :func:`gpg_advantages`. They contain the paper's factor
-    ``B / (B - M)`` for the M of B samples without a gradient, which are counted over the whole batch and so cannot be
-    known to a loss that sees a part of it.
+    ``B / (B - M)`` for the M of B samples without a gradient: it needs the whole batch, of which a loss sees a part.
 
     Args:
-        logprobs: As in :func:`reinforce_loss`.
-        old_logprobs: As in :func:`reinforce_loss`.
-        advantages: As in :func:`reinforce_loss`.
-        mask: As in :func:`reinforce_loss`.
-        weights: As in :func:`reinforce_loss`.
-        aggregation: The paper's ``token-mean``.
-        denominator: Tokens of the whole optimizer step, see :func:`aggregate`.
-        max_length: As in :func:`reinforce_loss`.
+        old_logprobs: (B, T) under the policy before this iteration, only for the metrics.
+        aggregation: How the token losses become one number; the paper's ``token-mean``.
 
     Returns:
-        As :func:`reinforce_loss`.
+        The loss with the metrics of :func:`policy_loss_output`.
 
     Raises:
         ValueError: If shapes do not fit.
@@ -102,6 +89,7 @@ def gpg_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def cispo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -121,30 +109,21 @@ def cispo_loss(
 
     ``ℓ_t = -sg(clip(ρ_t, ρ_min, ρ_max)) A_t log π(y_t)``, then :func:`aggregate`.
 
-    MiniMax-M1 (2025, arXiv:2506.13585), no lower bound as there; the cap 5 is of ScaleRL (Khatri et al.,
+    MiniMax-M1 (2025, arXiv:2506.13585), without a lower bound as there; the cap 5 is ScaleRL's (Khatri et al.,
     2025, arXiv:2510.13786). The bounds are those of the ratio itself, as in TRL; a peer's ``1 + ε_high`` is
     ``ratio_max=1.28``. TRL's default cap 0.2 is left over from PPO and not meant.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
         ratio_min: ``ρ_min`` ≥ 0.
         ratio_max: ``ρ_max`` > ``ρ_min``.
-        log_ratio_clamp: As in :func:`ppo_loss`.
-        ratio_level: Whose ratio weighs, see :func:`ppo_loss`.
-        weights: As in :func:`ppo_loss`.
-        aggregation: How tokens become one number; the paper's ``token-mean``.
-        denominator: As in :func:`ppo_loss`.
-        max_length: As in :func:`ppo_loss`.
+        aggregation: How the token losses become one number; the paper's ``token-mean``.
 
     Returns:
-        The loss with the metrics every policy loss has; ``policy/clip_fraction`` (and ``_low``, ``_high``) counts
-        tokens whose weight was clipped.
+        The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
+        counts tokens whose weight was clipped.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     if not 0.0 <= ratio_min < ratio_max:
         raise ValueError(f"need 0 <= ratio_min < ratio_max, got ratio_min={ratio_min} and ratio_max={ratio_max}")
@@ -167,6 +146,7 @@ def cispo_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def sapo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -182,7 +162,7 @@ def sapo_loss(
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
 ) -> LossOutput:
-    """SAPO: a smooth gate in place of the clip, which fades the gradient out as the ratio leaves 1.
+    """SAPO: a smooth gate in place of the clip, which reduces the gradient as the ratio leaves 1.
 
     ``ℓ_t = -A_t σ(τ (ρ_t - 1)) 4/τ``, ``τ = τ_pos`` where ``A_t > 0`` and ``τ_neg`` elsewhere; then :func:`aggregate`.
     At ``ρ = 1`` its gradient is that of PPO.
@@ -190,21 +170,11 @@ def sapo_loss(
     Gao et al. (Qwen, 2025, arXiv:2511.20347), whose aggregation and temperatures are the defaults.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
-        temperature_positive: ``τ_pos`` > 0; larger fades faster.
+        temperature_positive: ``τ_pos`` > 0; the larger, the faster the gradient falls off.
         temperature_negative: ``τ_neg`` > 0; a little larger, since negative updates spread over the whole vocabulary.
-        log_ratio_clamp: As in :func:`ppo_loss`.
-        ratio_level: Whose ratio is gated, see :func:`ppo_loss`.
-        weights: As in :func:`ppo_loss`.
-        aggregation: How tokens become one number.
-        denominator: As in :func:`ppo_loss`: sequences with this aggregation.
-        max_length: As in :func:`ppo_loss`.
 
     Returns:
-        The loss with the metrics every policy loss has.
+        The loss with the metrics of :func:`policy_loss_output`.
 
     Raises:
         ValueError: If shapes do not fit or a temperature is not positive.

@@ -1,7 +1,7 @@
 """Policy losses whose ratio belongs to a whole sequence: GSPO, GSPO-token, LUSPO, GMPO, RLOO and VESPO.
 
-Rewards are given to sequences, and a token's own ratio is a noisy sample of one draw; these weigh or clip all tokens of
-a sequence together. Shapes and conventions are those of :mod:`rlhfkit.losses.policy.ppo`.
+Rewards are given to whole sequences, and the ratio of a single token is a noisy estimate from one draw; these losses
+weight or clip all tokens of a sequence together.
 """
 
 import math
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, masked_mean, masked_sum, select
+from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import mean_metric
 from rlhfkit.losses.policy.base import (
     check_clip,
@@ -24,6 +25,7 @@ from rlhfkit.losses.policy.ppo import ppo_loss
 _SMALLEST_LOG_WEIGHT = math.log(1e-8)
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def gspo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -47,23 +49,17 @@ def gspo_loss(
     sequence the mean over its tokens is the paper's one term per sequence.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: (B,) or (B, 1); with (B, T) use :func:`gspo_token_loss`.
-        mask: As in :func:`ppo_loss`.
+        advantages: (B,) or (B, 1), detached here; with (B, T) use :func:`gspo_token_loss`.
         clip_low: ``ε_low``; 3e-4 in section 5.1 of the paper.
-        clip_high: ``ε_high``; 4e-4.
-        log_ratio_clamp: As in :func:`ppo_loss`, of each token before the mean.
-        weights: As in :func:`ppo_loss`.
-        aggregation: How tokens become one number. verl takes this one whatever is asked for; here any can be had.
-        denominator: As in :func:`ppo_loss`: sequences with this aggregation.
-        max_length: As in :func:`ppo_loss`.
+        clip_high: ``ε_high``; 4e-4 there.
+        log_ratio_clamp: Limit of each token's log-ratio in nats, before the mean; no limit when ``None``.
+        aggregation: How the token losses become one number. verl always takes this one.
 
     Returns:
-        As :func:`ppo_loss`; ``policy/clip_fraction`` counts the tokens of clipped sequences.
+        The loss with the metrics of :func:`ppo_loss`; ``policy/clip_fraction`` counts the tokens of clipped sequences.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     return ppo_loss(
         logprobs,
@@ -81,6 +77,7 @@ def gspo_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def luspo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -103,23 +100,16 @@ def luspo_loss(
     makes answers shrink in training.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`gspo_loss`.
-        mask: As in :func:`ppo_loss`.
-        clip_low: As in :func:`gspo_loss`.
-        clip_high: As in :func:`gspo_loss`.
-        log_ratio_clamp: As in :func:`gspo_loss`.
-        weights: As in :func:`ppo_loss`.
-        aggregation: The paper's ``sequence-mean-token-sum``.
-        denominator: Sequences of the whole optimizer step, see :func:`aggregate`.
-        max_length: As in :func:`ppo_loss`.
+        advantages: (B,) or (B, 1), detached here.
+        clip_low: ``ε_low``; GSPO's 3e-4.
+        clip_high: ``ε_high``; GSPO's 4e-4.
+        aggregation: How the token losses become one number; the paper's ``sequence-mean-token-sum``.
 
     Returns:
-        As :func:`gspo_loss`.
+        The loss with the metrics of :func:`gspo_loss`.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     return gspo_loss(
         logprobs,
@@ -136,6 +126,7 @@ def luspo_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def gspo_token_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -150,31 +141,23 @@ def gspo_token_loss(
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
 ) -> LossOutput:
-    """GSPO-token: the ratio of the sequence in value, the gradient of each token alone.
+    """GSPO-token: the value of the sequence ratio with the gradient of each token.
 
     ``s_t = sg(s) π(y_t) / sg(π(y_t))``, ``ℓ_t = -min(s_t A_t, clip(s_t, 1 - ε_low, 1 + ε_high) A_t)``.
 
     Zheng et al. (2025, arXiv:2507.18071, equations 13 and 14). Equal to :func:`gspo_loss` in value and gradient when
-    the tokens of a sequence share one advantage, and right when they do not.
+    the tokens of a sequence share one advantage; also valid when they do not.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
-        clip_low: As in :func:`gspo_loss`.
-        clip_high: As in :func:`gspo_loss`.
-        log_ratio_clamp: As in :func:`gspo_loss`.
-        weights: As in :func:`ppo_loss`.
-        aggregation: As in :func:`gspo_loss`.
-        denominator: As in :func:`gspo_loss`.
-        max_length: As in :func:`ppo_loss`.
+        clip_low: ``ε_low``; 3e-4 in section 5.1 of the paper.
+        clip_high: ``ε_high``; 4e-4 there.
+        log_ratio_clamp: Limit of each token's log-ratio in nats, before the mean; no limit when ``None``.
 
     Returns:
-        As :func:`gspo_loss`.
+        The loss with the metrics of :func:`gspo_loss`.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     check_clip(clip_low, clip_high)
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
@@ -190,6 +173,7 @@ def gspo_token_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def rloo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -209,28 +193,22 @@ def rloo_loss(
     ``s = exp(clamp(Σ_t (log π(y_t) - log π_old(y_t)), ±20))``, ``mean_i -min(s_i A_i, clip(s_i) A_i)``.
 
     Ahmadian et al. (2024, arXiv:2402.14740), who treat the answer as one action, with the clip and the defaults of TRL.
-    The advantages are those of :func:`rloo_advantages`. On-policy its gradient is REINFORCE's. A KL penalty belongs
-    into the reward, before the leave-one-out. Beyond a log-ratio of ±20 nats a sequence has no gradient; the paper and
+    The advantages are those of :func:`rloo_advantages`. On-policy its gradient is REINFORCE's. Put a KL penalty into
+    the reward, before the leave-one-out. Beyond a log-ratio of ±20 nats a sequence has no gradient; the paper and
     TRL have no such clamp and overflow.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: (B,) or (B, 1).
-        mask: As in :func:`ppo_loss`.
-        clip_low: ``ε_low`` in [0, 1].
-        clip_high: ``ε_high`` ≥ 0.
-        log_ratio_clamp: As in :func:`ppo_loss`, of each token before the sum.
-        weights: As in :func:`ppo_loss`; (B,) or (B, 1) is one factor for the term of each sequence.
+        advantages: (B,) or (B, 1), detached here.
+        log_ratio_clamp: Limit of each token's log-ratio in nats, before the sum; no limit when ``None``.
+        weights: Factors; (B,) or (B, 1) is one factor for the term of each sequence. Detached here.
         aggregation: How the term of a sequence, which all its tokens share, is counted; once with the default.
-        denominator: Sequences of the whole optimizer step, see :func:`aggregate`.
-        max_length: As in :func:`ppo_loss`.
 
     Returns:
-        As :func:`ppo_loss`; ``policy/clip_fraction`` counts tokens of clipped sequences, where TRL counts sequences.
+        The loss with the metrics of :func:`ppo_loss`; ``policy/clip_fraction`` counts the tokens of clipped sequences,
+        where TRL counts sequences.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     return ppo_loss(
         logprobs,
@@ -248,6 +226,7 @@ def rloo_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def gmpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -262,7 +241,7 @@ def gmpo_loss(
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
 ) -> LossOutput:
-    """Geometric-mean policy optimisation: the geometric mean of the tokens' clipped ratios.
+    """Geometric-mean policy optimisation: the geometric mean of the clipped ratios of the tokens.
 
     ``c_t = clip(log ρ_t, -ε_low, ε_high)``; ``m_t = min(log ρ_t, c_t)`` where ``A > 0``, ``max`` where ``A < 0``;
     ``mean_i -A_i exp(mean_t m_t)``.
@@ -271,24 +250,18 @@ def gmpo_loss(
     One outlying token moves a geometric mean less than GRPO's arithmetic one.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: (B,) or (B, 1); of (B, T) the mean over the sequence is taken, as in verl.
-        mask: As in :func:`ppo_loss`.
+        advantages: (B,) or (B, 1), detached here; of (B, T) the mean over the sequence is taken, as in verl.
         clip_low: ``ε_low`` ≥ 0, nats.
         clip_high: ``ε_high`` ≥ 0, nats.
-        log_ratio_clamp: As in :func:`gspo_loss`.
-        weights: As in :func:`ppo_loss`.
+        log_ratio_clamp: Limit of each token's log-ratio in nats, before the mean; no limit when ``None``.
         aggregation: How the term of a sequence, which all its tokens share, is counted; once with the default.
-        denominator: Sequences of the whole optimizer step, see :func:`aggregate`.
-        max_length: As in :func:`ppo_loss`.
 
     Returns:
-        The loss with the metrics every policy loss has; ``policy/clip_fraction`` (and ``_low``, ``_high``) counts the
-        tokens whose gradient the clip took away.
+        The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
+        counts the tokens whose gradient the clip removed.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     if not (clip_low >= 0.0 and clip_high >= 0.0):
         raise ValueError(f"clip_low and clip_high are nats and must not be negative, got {clip_low} and {clip_high}")
@@ -317,6 +290,7 @@ def gmpo_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def vespo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -339,29 +313,23 @@ def vespo_loss(
 
     Shen et al. (2026, arXiv:2602.10693). φ is 1 on-policy, rises to ``(k/λ)^k exp(λ - k)`` at ``w = k/λ`` and falls off
     on both sides of that: with the defaults 1.21 at w = 2/3 where ``A ≥ 0``, 1.24 at w = 3/2 where ``A < 0``. Defaults
-    and clamps as in TRL.
+    and clamps are TRL's.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
         k_positive: ``k`` where ``A ≥ 0``.
         lambda_positive: ``λ`` where ``A ≥ 0``.
         k_negative: ``k`` where ``A < 0``.
         lambda_negative: ``λ`` where ``A < 0``.
         weights: (B, T), or one per sequence, (B, 1) or (B,): importance weights that enter ``w`` as factors (their logs
-            are added), instead of multiplying the loss as elsewhere. A weight of 0 takes its tokens out of the loss and
-            leaves ``w`` as it is, so that a mask does here what it does elsewhere.
-        aggregation: How tokens become one number.
-        denominator: As in :func:`ppo_loss`.
-        max_length: As in :func:`ppo_loss`.
+            are added), instead of multiplying the loss as elsewhere. A weight of 0 removes its tokens from the loss and
+            does not change ``w``, so that a mask has its usual effect.
 
     Returns:
-        The loss with the metrics every policy loss has and ``policy/vespo_weight``, the mean of φ over sequences.
+        The loss with the metrics of :func:`policy_loss_output` and ``policy/vespo_weight``, the mean of φ over
+        sequences.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is negative.
+        ValueError: If shapes do not fit or an argument is negative.
     """
     if not all(value >= 0.0 for value in (k_positive, lambda_positive, k_negative, lambda_negative)):
         raise ValueError(

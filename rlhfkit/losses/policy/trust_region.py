@@ -1,7 +1,4 @@
-"""Policy losses with another trust region than the clip around the sampling policy: decoupled PPO, DPPO, the Cov pair.
-
-Shapes and conventions are those of :mod:`rlhfkit.losses.policy.ppo`.
-"""
+"""Policy losses with another trust region than a clip around the old policy: decoupled PPO, DPPO, Clip-Cov, KL-Cov."""
 
 import torch
 from torch import Tensor
@@ -14,6 +11,7 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
+from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.importance_sampling import CorrectionLevel, CorrectionMode, importance_weights
 from rlhfkit.losses.policy.base import (
     PolicyTokens,
@@ -27,6 +25,7 @@ from rlhfkit.losses.policy.base import (
 from rlhfkit.losses.policy.ppo import ppo_loss
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def decoupled_ppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -53,35 +52,24 @@ def decoupled_ppo_loss(
     ``w_t = π_prox(y_t) / μ(y_t)`` bounded by :func:`importance_weights`, detached; ``ℓ_t = w_t ppo_t(π, π_prox)``.
 
     Hilton et al. (2021, arXiv:2110.00641), for asynchronous runs AReaL (Fu et al., 2025, arXiv:2505.24298),
-    which leaves tokens of weight above 5 out, as the default here does. The proximal log-probs are recomputed before
-    the iteration, or guessed with :func:`log_linear_proximal_logprobs`.
+    which drops tokens of weight above 5, as the default here does. The proximal log-probs are recomputed before
+    the iteration, or approximated by :func:`log_linear_proximal_logprobs`.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: (B, T) under the proximal policy: the policy before this iteration.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
-        rollout_logprobs: (B, T) under the policies that sampled, as the engine gave them; NaN as in
-            :func:`importance_weights`.
-        level: As in :func:`importance_weights`.
-        mode: As in :func:`importance_weights`.
-        low: As in :func:`importance_weights`.
-        high: As in :func:`importance_weights`; AReaL's 5.
-        clip_low: As in :func:`ppo_loss`.
-        clip_high: As in :func:`ppo_loss`.
-        dual_clip: As in :func:`ppo_loss`.
-        log_ratio_clamp: As in :func:`ppo_loss`.
-        delta: As in :func:`ppo_loss`.
-        weights: As in :func:`ppo_loss`; they multiply ``w_t``.
-        aggregation: As in :func:`ppo_loss`.
-        denominator: As in :func:`ppo_loss`.
-        max_length: As in :func:`ppo_loss`.
+        old_logprobs: (B, T) under the proximal policy, the policy before this iteration; detached here.
+        rollout_logprobs: (B, T) under the policies that sampled, as the engine gave them. NaN where the engine gave
+            none: such a token has weight 1.
+        level: ``token``, ``sequence`` or ``geometric``, see :func:`importance_weights`.
+        mode: ``truncate``, ``clip``, ``mask`` or ``none``, see :func:`importance_weights`.
+        low: Lower bound of ``w_t``; none when ``None``.
+        high: Upper bound of ``w_t``; AReaL's 5.
+        weights: Further factors, (B, T), (B, 1) or (B,), which multiply ``w_t``; detached here.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss` and of :func:`importance_weights`.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     correction = importance_weights(old_logprobs, rollout_logprobs, mask, level=level, mode=mode, low=low, high=high)
     factors = correction.weights
@@ -105,6 +93,7 @@ def decoupled_ppo_loss(
     return LossOutput(surrogate.loss, {**surrogate.metrics, **correction.metrics})
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def dppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -128,34 +117,26 @@ def dppo_loss(
     ``ℓ_t = -keep_t ρ_t A_t + τ (log ρ_t)²``, ``ρ_t = π(y_t) / μ(y_t)``; then :func:`aggregate`.
 
     Qi et al. ("Rethinking the Trust Region in LLM Reinforcement Learning", 2026, arXiv:2602.04879). A bound on the
-    *difference* of probabilities lets a rare token's ratio move and holds a likely token back, the opposite of PPO's
+    *difference* of probabilities allows large ratios of rare tokens and restricts likely ones, the opposite of PPO's
     clip. ``μ`` is the policy that sampled, so that one bound covers staleness and the mismatch of engine and trainer.
     The squared log-ratio is prime-rl's; the paper has none.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
-        old_logprobs: (B, T) the trainer's under the policy before this iteration. The metrics say how far the policy
-            has moved from it; in the loss it stands in for log-probs that the engine did not give.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
-        rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them. NaN stands for one the engine
-            did not give.
+        old_logprobs: (B, T) under the trainer's policy before this iteration, for the metrics and in place of missing
+            ``rollout_logprobs``; detached here.
+        rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them; NaN where it gave none.
         mask_low: ``D_low`` in [0, 1]; 0.2 in prime-rl.
         mask_high: ``D_high`` in [0, 1]; 0.2 in prime-rl.
         log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl. It pulls dropped tokens back.
-        log_ratio_clamp: As in :func:`ppo_loss`: ``ρ_t`` is at most e^20 = 4.9e8 and ``(log ρ_t)²`` at most 400, and
-            beyond that a token has no gradient. prime-rl has no such bound.
-        weights: As in :func:`ppo_loss`.
-        aggregation: How tokens become one number.
-        denominator: As in :func:`ppo_loss`.
-        max_length: As in :func:`ppo_loss`.
+        log_ratio_clamp: Limit of each token's log-ratio in nats: ``ρ_t`` is at most e^20 = 4.9e8 and ``(log ρ_t)²`` at
+            most 400, and beyond that a token has no gradient. prime-rl has no such bound.
 
     Returns:
-        The loss with the metrics every policy loss has; ``policy/clip_fraction`` (and ``_low``, ``_high``) counts
-        dropped tokens.
+        The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
+        counts dropped tokens.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     if not (0.0 <= mask_low <= 1.0 and 0.0 <= mask_high <= 1.0):
         raise ValueError(f"mask_low and mask_high bound probabilities, in [0, 1], got {mask_low} and {mask_high}")
@@ -188,6 +169,7 @@ def dppo_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def clip_cov_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -205,37 +187,27 @@ def clip_cov_loss(
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
 ) -> LossOutput:
-    """Clip-Cov: :func:`ppo_loss` without the gradient of a few tokens that drive the entropy down most.
+    """Clip-Cov: :func:`ppo_loss` without the gradient of a few tokens that reduce the entropy most.
 
     ``cov_t = (A_t - mean A)(log π(y_t) - mean log π)``. Of the tokens that PPO does not clip and whose ``cov_t`` lies
     between the bounds, ``max(1, ⌊fraction n⌋)`` of all n are drawn at random; their loss is 0 and they still count in
     the mean.
 
-    Cui et al. (2025, arXiv:2505.22617), defaults of verl. Means and counts are those of this call, so this
-    loss, by its definition, depends on how a step is split.
+    Cui et al. (2025, arXiv:2505.22617), defaults of verl. Means and counts are those of this call, so the loss depends
+    on how a step is split.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
         fraction: Share of tokens to take the gradient from, in (0, 1].
-        covariance_low: Candidates lie above it.
-        covariance_high: Candidates lie below it.
-        clip_low: As in :func:`ppo_loss`.
-        clip_high: As in :func:`ppo_loss`.
+        covariance_low: Lower bound of the covariance of candidates.
+        covariance_high: Upper bound.
         priority: (B, T) random numbers; the candidates with the largest are drawn. Fresh ones from torch's generator
-            when ``None``; give your own to repeat a run whatever else draws numbers.
-        weights: As in :func:`ppo_loss`.
-        aggregation: As in :func:`ppo_loss`.
-        denominator: As in :func:`ppo_loss`.
-        max_length: As in :func:`ppo_loss`.
+            when ``None``; give your own to make a run repeatable.
 
     Returns:
-        As :func:`ppo_loss`, and ``policy/covariance_fraction``, the share of tokens drawn.
+        The loss with the metrics of :func:`ppo_loss` and ``policy/covariance_fraction``, the share of tokens drawn.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     check_clip(clip_low, clip_high)
     _check_fraction(fraction)
@@ -263,6 +235,7 @@ def clip_cov_loss(
     )
 
 
+@share_arguments(POLICY_ARGUMENTS)
 def kl_cov_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -276,32 +249,24 @@ def kl_cov_loss(
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
 ) -> LossOutput:
-    """KL-Cov: the unclipped surrogate with a KL penalty on the few tokens that drive the entropy down most.
+    """KL-Cov: the unclipped surrogate with a KL penalty on the few tokens that reduce the entropy most.
 
     ``ℓ_t = -ρ_t A_t``, plus ``β |log π(y_t) - log π_old(y_t)|`` for the ``max(1, ⌊fraction n⌋)`` tokens of largest
     ``cov_t = (A_t - mean A)(log π(y_t) - mean log π)``; then :func:`aggregate`.
 
-    Cui et al. (2025, arXiv:2505.22617), defaults of verl. Means and counts are those of this call, so this
-    loss, by its definition, depends on how a step is split.
+    Cui et al. (2025, arXiv:2505.22617), defaults of verl. Means and counts are those of this call, so the loss depends
+    on how a step is split.
 
     Args:
-        logprobs: As in :func:`ppo_loss`.
-        old_logprobs: As in :func:`ppo_loss`.
-        advantages: As in :func:`ppo_loss`.
-        mask: As in :func:`ppo_loss`.
         fraction: Share of tokens to penalise, in (0, 1].
         kl_coef: ``β`` ≥ 0.
-        weights: As in :func:`ppo_loss`.
-        aggregation: As in :func:`ppo_loss`.
-        denominator: As in :func:`ppo_loss`.
-        max_length: As in :func:`ppo_loss`.
 
     Returns:
-        The loss with the metrics every policy loss has, and ``policy/covariance_fraction``, the share of tokens
+        The loss with the metrics of :func:`policy_loss_output` and ``policy/covariance_fraction``, the share of tokens
         penalised.
 
     Raises:
-        ValueError: If shapes do not fit or a knob is out of range.
+        ValueError: If shapes do not fit or an argument is out of range.
     """
     _check_fraction(fraction)
     if not kl_coef >= 0.0:
@@ -328,25 +293,25 @@ def log_linear_proximal_logprobs(
     version: int,
     proximal_version: int | None = None,
 ) -> Tensor:
-    """Log-probs of the proximal policy of decoupled PPO, guessed from two others instead of a forward pass.
+    """Approximate log-probs of the proximal policy of decoupled PPO, without a forward pass.
 
     ``log π_prox = log μ + α (log π - log μ)``, ``α = (v_prox - v_μ) / (v_π - v_μ)``, in [0, 1].
 
-    AReaL (Fu et al., 2025, arXiv:2505.24298) and its ``loglinear`` approximation: between two versions the log-prob
-    of a token is taken to move in a straight line. Saves one forward pass per iteration.
+    AReaL (Fu et al., 2025, arXiv:2505.24298) and its ``loglinear`` approximation: the log-prob of a token is
+    interpolated linearly between two policy versions. Saves one forward pass per iteration.
 
     Args:
         logprobs: (B, T) under the policy of ``version``; detached here.
         rollout_logprobs: (B, T) under the policies that sampled.
-        versions: (B, T) integers, policy version that sampled each token; anything outside the action mask.
-        version: Version of the policy now.
+        versions: (B, T) integers, policy version that sampled each token; any value outside the action mask.
+        version: Current policy version.
         proximal_version: Version whose log-probs are wanted; ``version - 1`` when ``None``.
 
     Returns:
         (B, T) detached, in at least float32. Tokens that the current version sampled keep ``rollout_logprobs``.
 
     Raises:
-        ValueError: If the shapes differ or ``proximal_version`` lies ahead of ``version``.
+        ValueError: If the shapes differ or ``proximal_version`` is newer than ``version``.
     """
     check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, versions=versions)
     proximal = version - 1 if proximal_version is None else proximal_version
@@ -374,7 +339,7 @@ def _share(mask: Tensor, fraction: float) -> Tensor:
 
 
 def _largest(scores: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-    """Mask of the ``count`` candidates with the largest scores, without waiting for the device to say how many."""
+    """Mask of the ``count`` candidates with the largest scores, without a host sync."""
     ranked = select(scores, candidates, fill=-torch.inf).flatten().argsort(descending=True, stable=True)
     position = torch.zeros_like(ranked).scatter(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
     return (position.view_as(scores) < count) & candidates

@@ -1,8 +1,7 @@
 """Direct preference optimisation: one function for the whole DPO family, on summed log-probs of pairs of answers.
 
-The per-pair formulas stand in ``variants.py``, the f-divergences in ``divergences.py``, the way from
-token to sequence log-probs (length-desensitised too) in ``sequences.py``; losses without a reference model in
-``preference_reference_free.py``.
+The per-pair formulas and the f-divergences are in ``variants.py``, sequence log-probs in ``sequences.py``, losses
+without a reference model in ``reference_free.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import LossOutput, aggregate, check_same_shape, full_precision, masked_mean, select
+from rlhfkit.losses.arguments import PAIR_ARGUMENTS, share_arguments
 from rlhfkit.losses.preference.variants import (
     IGNORES_DIVERGENCE,
     PAIR_LOSSES,
@@ -26,6 +26,7 @@ LossTypes = str | PairLoss | Mapping[str, float] | Mapping[PairLoss, float] | Ma
 """A name from ``PAIR_LOSSES``, a function, or a weighted mixture of both: ``{"sigmoid": 1.0, "sft": 0.5}``."""
 
 
+@share_arguments(PAIR_ARGUMENTS)
 def dpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -52,15 +53,10 @@ def dpo_loss(
     ``L = Σ_i m_i [w_i Σ_k c_k ℓ_k(i) - λ log π(y_c)/n_c] / D``; for ``sigmoid`` ``ℓ = -log σ(β (Δ_c - Δ_r))`` with
     ``Δ = log π(y|x) - log π_ref(y|x)``.
 
-    DPO, Rafailov et al. (2023, arXiv:2305.18290, equation 7). The formula and the paper of every ``loss_type`` stand in
-    ``PAIR_LOSSES``. Label smoothing 0 < ε < 0.5 makes ``sigmoid`` conservative DPO; ``robust`` is its unbiased form.
+    DPO, Rafailov et al. (2023, arXiv:2305.18290, equation 7). :data:`PAIR_LOSSES` has formula and paper of every
+    ``loss_type``. Label smoothing 0 < ε < 0.5 makes ``sigmoid`` conservative DPO; ``robust`` is its unbiased form.
 
     Args:
-        chosen: (B,) summed log-probs of the chosen answers under the policy, see
-            :func:`rlhfkit.losses.sequence_logprobs`.
-        rejected: (B,) the same for the rejected answers.
-        ref_chosen: (B,) under the reference model, without gradient.
-        ref_rejected: (B,) the same for the rejected answers.
         beta: β > 0, strength of the tie to the reference; 0.1 as in the paper, TRL and OpenRLHF. For
             ``sigmoid_norm`` the papers' values are far larger (Tülu 3: 5).
         loss_type: A name from ``PAIR_LOSSES``, a function of :class:`PreferencePairs` returning (B,), or a mapping of
@@ -73,15 +69,13 @@ def dpo_loss(
         chosen_lengths: (B,) completion tokens of the chosen answers; needed by ``ipo``, ``sigmoid_norm``, ``sft`` and
             ``nll_coef``.
         rejected_lengths: (B,) the same for the rejected answers; needed by ``ipo`` and ``sigmoid_norm``.
-        mean_chosen_length: Tokens of a chosen answer on average over the whole optimizer step, which makes ``sft``
-            exact over micro-batches; the mean of ``chosen_lengths`` when ``None``, which is refused beside a
-            ``denominator``.
+        mean_chosen_length: Mean tokens of a chosen answer over the whole optimizer step, which makes ``sft`` exact over
+            micro-batches; the mean of ``chosen_lengths`` when ``None``, which is refused with a ``denominator``.
         weights: (B,) ``w``, detached here; for WPO the product of :func:`rlhfkit.losses.wpo_weights` of both answers.
         nll_coef: λ of the negative log-likelihood per token of each chosen answer, which keeps its probability up
             (iterative RPO, Pang et al., 2024, arXiv:2404.19733; OpenRLHF's ``nll_loss_coef``). The loss type ``sft``
             averages over all tokens of the batch instead.
-        reference_free: Take ``π_ref`` as uniform: no reference log-probs are needed, or allowed.
-        mask: (B,) pairs that count; all of them when ``None``. Others may hold anything.
+        reference_free: Take ``π_ref`` as uniform; reference log-probs are then refused.
         denominator: ``D``: pairs of the whole optimizer step divided by the number of micro-batches averaged; the local
             count when ``None``. ``aot`` sorts within the call, so no denominator makes it independent of the split.
 
@@ -90,7 +84,7 @@ def dpo_loss(
         wrong), ``rewards/margins``, ``logps/chosen``, ``logps/rejected``, and ``nll_loss`` with ``nll_coef``.
 
     Raises:
-        ValueError: If shapes differ, a knob is out of range, unknown or without effect, or something needed is missing.
+        ValueError: If shapes differ, an argument is out of range, unknown or without effect, or something is missing.
     """
     _check_pairs(chosen, rejected, ref_chosen, ref_rejected, chosen_lengths, rejected_lengths, weights, mask)
     _check_reference(ref_chosen, ref_rejected, reference_free)

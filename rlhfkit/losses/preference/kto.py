@@ -1,7 +1,7 @@
 """Kahneman–Tversky optimisation: preference learning from single answers that are labelled desirable or not.
 
-KTO, Ethayarajh et al. (2024, arXiv:2402.01306). The reference point of the loss is an estimate of ``KL(π ‖ π_ref)``
-from answers that do not belong to their prompts; it is made here in two steps with the sum over ranks in between:
+KTO, Ethayarajh et al. (2024, arXiv:2402.01306). The reference point of the loss, an estimate of ``KL(π ‖ π_ref)`` from
+answers to other prompts, takes two steps with a sum over ranks in between::
 
     sums = kto_kl_sums(mismatched, ref_mismatched)      # (2,): total and count, detached
     torch.distributed.all_reduce(sums)                  # where there are several ranks
@@ -22,13 +22,14 @@ from rlhfkit.losses.aggregation import (
     masked_sum,
     select,
 )
+from rlhfkit.losses.arguments import PAIR_ARGUMENTS, share_arguments
 
 KTOLossType = Literal["kto", "apo_zero_unpaired"]
 """Losses of :func:`kto_loss`."""
 
 
 def kto_kl_sums(mismatched: Tensor, ref_mismatched: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Sum and count behind :func:`kto_kl_estimate`, in one tensor that can be summed over ranks.
+    """Sum and count of the log-ratios for :func:`kto_kl_estimate`, to be summed over ranks.
 
     ``[Σ_i (log π(y'_i|x_i) - log π_ref(y'_i|x_i)), number of i]``
 
@@ -97,25 +98,25 @@ def kto_loss(
 
     Args:
         logprobs: (B,) summed log-probs of the answers under the policy.
-        ref_logprobs: (B,) the same under the reference model, without gradient.
+        ref_logprobs: (B,) the same under the reference model; detached here.
         desirable: (B,) bool, true where the answer is wanted.
         kl: Scalar ``z``, detached here; ``None`` for ``apo_zero_unpaired``.
         beta: β > 0; 0.1 as in the paper and TRL (OpenRLHF: 0.01).
         desirable_weight: λ_D. The paper advises ``λ_D n_D / (λ_U n_U)`` in [1, 3/2] for ``n_D`` and ``n_U`` examples.
         undesirable_weight: λ_U.
         loss_type: ``kto`` or ``apo_zero_unpaired``.
-        mask: (B,) answers that count; others may hold anything.
-        denominator: Answers of the whole optimizer step divided by the number of micro-batches averaged; the local
-            count when ``None``.
+        mask: (B,) answers that count, all when ``None``; the others may hold anything.
+        denominator: Answers of the whole optimizer step divided by the number of micro-batches that are averaged. The
+            answers of this call when ``None``.
 
     Returns:
         The loss with metrics ``rewards/chosen`` (``βΔ`` of desirable answers), ``rewards/rejected``,
         ``rewards/margins``, ``logps/chosen``, ``logps/rejected``, ``count/chosen``, ``count/rejected`` and, for
-        ``kto``, ``kl``. A class that is absent from the batch has mean 0 and count 0: weigh with the counts when
+        ``kto``, ``kl``. A class that is absent from the batch has mean 0 and count 0: weight by the counts when
         averaging.
 
     Raises:
-        ValueError: If shapes differ, a knob is out of range, or ``kl`` and ``loss_type`` do not fit.
+        ValueError: If shapes differ, an argument is out of range, or ``kl`` and ``loss_type`` do not fit.
     """
     if loss_type not in get_args(KTOLossType):
         raise ValueError(f"loss_type must be one of {', '.join(get_args(KTOLossType))}, got {loss_type!r}")
@@ -137,6 +138,7 @@ def kto_loss(
     return LossOutput(aggregate(losses, keep, denominator=denominator), metrics)
 
 
+@share_arguments(PAIR_ARGUMENTS)
 def kto_paired_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -161,25 +163,17 @@ def kto_paired_loss(
     through them, so that its gradients differ while the loss is the same.
 
     Args:
-        chosen: (B,) summed log-probs of the chosen answers under the policy.
-        rejected: (B,) the same for the rejected answers.
-        ref_chosen: (B,) under the reference model.
-        ref_rejected: (B,) the same for the rejected answers.
-        beta: β > 0.
         desirable_weight: λ_D.
         undesirable_weight: λ_U.
         chosen_kl: Scalar ``z_c`` over all ranks, from ``kto_kl_estimate(kto_kl_sums(chosen, ref_chosen))`` with a sum
             over ranks in between; of this batch when ``None``.
         rejected_kl: Scalar ``z_r``, likewise.
-        mask: (B,) pairs that count; others may hold anything.
-        denominator: ``D``: pairs of the whole optimizer step divided by the number of micro-batches averaged; the
-            local count when ``None``.
 
     Returns:
         The loss with the metrics of :func:`kto_loss`, ``rewards/accuracies``, ``kl/chosen`` and ``kl/rejected``.
 
     Raises:
-        ValueError: If shapes differ or a knob is out of range.
+        ValueError: If shapes differ or an argument is out of range.
     """
     check_same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, mask=mask)
     _check_knobs(chosen, beta, desirable_weight, undesirable_weight)
@@ -215,7 +209,7 @@ def _check_knobs(logprobs: Tensor, beta: float, desirable_weight: float, undesir
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
-    """A 0-d constant beside ``like``; filled on its device, since copying it there would make the host wait."""
+    """A 0-d constant on the device of ``like``, filled there: a copy would make the host wait."""
     return value.detach().to(like) if isinstance(value, Tensor) else like.new_full((), value)
 
 

@@ -1,7 +1,7 @@
 """Preference losses without a reference model: SimPO, AlphaPO, CPO, ORPO and SLiC.
 
-All take summed log-probs (B,) and completion lengths like :func:`rlhfkit.losses.dpo_loss` and divide inside where the
-paper does, so that switching between them changes no data path.
+All take summed log-probs (B,) and completion lengths, as :func:`rlhfkit.losses.dpo_loss` does, and divide inside where
+the paper does.
 """
 
 from typing import Literal, get_args
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import LossOutput, aggregate, check_same_shape, full_precision, masked_mean, select
+from rlhfkit.losses.arguments import PAIR_ARGUMENTS, share_arguments
 from rlhfkit.losses.preference.dpo import preference_metrics
 from rlhfkit.losses.preference.variants import smoothed_logsigmoid_loss
 
@@ -20,6 +21,7 @@ CPOLossType = Literal["sigmoid", "hinge", "ipo"]
 """Contrastive terms of :func:`cpo_loss`."""
 
 
+@share_arguments(PAIR_ARGUMENTS)
 def simpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -42,24 +44,14 @@ def simpo_loss(
     margin in units of the reward: TRL's ``simpo_gamma``, the authors' ``gamma_beta_ratio`` times ``beta``.
 
     Args:
-        chosen: (B,) summed log-probs of the chosen answers under the policy.
-        rejected: (B,) the same for the rejected answers.
-        chosen_lengths: (B,) completion tokens, at least 1.
-        rejected_lengths: (B,) the same for the rejected answers.
         beta: β > 0; the paper uses 2.0 to 2.5, its authors report up to 10. (TRL's class default 0.1 is DPO's.)
         gamma: γ ≥ 0; the paper's values lie between 0.3 and 1.6.
-        label_smoothing: ε in [0, 0.5).
-        nll_coef: Weight of the token-mean negative log-likelihood of the chosen answers.
-        mean_chosen_length: Tokens of a chosen answer on average over the whole optimizer step; the local mean when
-            ``None``, which is refused beside a ``denominator``. Only the NLL term needs it.
-        mask: (B,) pairs that count; others may hold anything.
-        denominator: Pairs of the whole optimizer step, see :func:`rlhfkit.losses.aggregate`.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π / n``), ``logps/*`` (sums) and ``nll_loss`` with ``nll_coef``.
 
     Raises:
-        ValueError: If shapes differ or a knob is out of range.
+        ValueError: If shapes differ or an argument is out of range.
     """
     return alphapo_loss(
         chosen,
@@ -77,6 +69,7 @@ def simpo_loss(
     )
 
 
+@share_arguments(PAIR_ARGUMENTS)
 def alphapo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -92,34 +85,24 @@ def alphapo_loss(
     mask: Tensor | None = None,
     denominator: Tensor | float | None = None,
 ) -> LossOutput:
-    """AlphaPO: SimPO with a reward that is bent by ``α`` instead of logarithmic.
+    """AlphaPO: SimPO with a reward function whose curvature is set by ``α``.
 
     ``ℓ = -log σ(β (r(p_c) - r(p_r)) - γ)`` with ``r(p) = (1 - p^-α) / α`` and ``p = exp(log π / n)``; ``α → 0`` is
     :func:`simpo_loss`.
 
-    AlphaPO, Gupta et al. (2025, arXiv:2501.03884). Values for other knobs and their sources as in :func:`simpo_loss`.
+    AlphaPO, Gupta et al. (2025, arXiv:2501.03884). :func:`simpo_loss` has the sources of the other arguments.
     ``p^-α`` is at most e^80, which float32 can hold: an answer beyond that, at 320 nats per token with the default α,
     has no gradient.
 
     Args:
-        chosen: (B,) summed log-probs of the chosen answers under the policy.
-        rejected: (B,) the same for the rejected answers.
-        chosen_lengths: (B,) completion tokens, at least 1.
-        rejected_lengths: (B,) the same for the rejected answers.
         alpha: α, any sign; 0 is SimPO. No published default: the paper tunes it per model around 0.
-        beta: β > 0.
         gamma: γ ≥ 0, margin.
-        label_smoothing: ε in [0, 0.5).
-        nll_coef: Weight of the token-mean negative log-likelihood of the chosen answers.
-        mean_chosen_length: As in :func:`simpo_loss`; only for the NLL term.
-        mask: (B,) pairs that count; others may hold anything.
-        denominator: Pairs of the whole optimizer step, see :func:`rlhfkit.losses.aggregate`.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β r``), ``logps/*`` (sums) and ``nll_loss`` with ``nll_coef``.
 
     Raises:
-        ValueError: If shapes differ or a knob is out of range.
+        ValueError: If shapes differ or an argument is out of range.
     """
     if not gamma >= 0.0:
         raise ValueError(f"gamma must not be negative, got {gamma}")
@@ -130,6 +113,7 @@ def alphapo_loss(
     return pairs.output(losses, chosen_reward, rejected_reward, nll_coef, mean_chosen_length, denominator)
 
 
+@share_arguments(PAIR_ARGUMENTS)
 def cpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -153,24 +137,16 @@ def cpo_loss(
     and TRL.
 
     Args:
-        chosen: (B,) summed log-probs of the chosen answers under the policy.
-        rejected: (B,) the same for the rejected answers.
-        chosen_lengths: (B,) completion tokens, at least 1.
-        rejected_lengths: (B,) the same for the rejected answers.
         beta: β > 0; 0.1 as in the paper and TRL.
         loss_type: Contrastive term: ``sigmoid`` (the paper's), ``hinge`` or ``ipo``.
         label_smoothing: ε in [0, 0.5) for ``sigmoid``.
         nll_coef: λ; 1 as in the paper (TRL's ``cpo_alpha``).
-        mean_chosen_length: Tokens of a chosen answer on average over the whole optimizer step; the local mean when
-            ``None``, which is refused beside a ``denominator``.
-        mask: (B,) pairs that count; others may hold anything.
-        denominator: Pairs of the whole optimizer step, see :func:`rlhfkit.losses.aggregate`.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π``), ``logps/*`` and ``nll_loss``.
 
     Raises:
-        ValueError: If shapes differ, ``loss_type`` is unknown or a knob is out of range or without effect.
+        ValueError: If shapes differ, ``loss_type`` is unknown or an argument is out of range or without effect.
     """
     if loss_type not in get_args(CPOLossType):
         raise ValueError(f"loss_type must be one of {', '.join(get_args(CPOLossType))}, got {loss_type!r}")
@@ -186,6 +162,7 @@ def cpo_loss(
     return pairs.output(losses, beta * pairs.chosen, beta * pairs.rejected, nll_coef, mean_chosen_length, denominator)
 
 
+@share_arguments(PAIR_ARGUMENTS)
 def orpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -206,15 +183,7 @@ def orpo_loss(
     float64 input stays float64.
 
     Args:
-        chosen: (B,) summed log-probs of the chosen answers under the policy.
-        rejected: (B,) the same for the rejected answers.
-        chosen_lengths: (B,) completion tokens, at least 1.
-        rejected_lengths: (B,) the same for the rejected answers.
         beta: Weight of the odds-ratio term, the paper's λ; 0.1 as in the paper and TRL.
-        mean_chosen_length: Tokens of a chosen answer on average over the whole optimizer step; the local mean when
-            ``None``, which is refused beside a ``denominator``.
-        mask: (B,) pairs that count; others may hold anything.
-        denominator: Pairs of the whole optimizer step, see :func:`rlhfkit.losses.aggregate`.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π / n``), ``logps/*`` (sums), ``nll_loss`` and ``log_odds_chosen``.
@@ -231,6 +200,7 @@ def orpo_loss(
     return LossOutput(output.loss, {**output.metrics, "log_odds_chosen": masked_mean(log_odds.detach(), pairs.mask)})
 
 
+@share_arguments(PAIR_ARGUMENTS)
 def slic_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -250,18 +220,15 @@ def slic_loss(
 
     Args:
         chosen: (B,) log-probs of the chosen answers under the policy, summed (or averaged over tokens by the caller).
-        rejected: (B,) the same for the rejected answers.
         target: (B,) the same for the targets; needed when ``target_coef > 0``.
         margin: δ > 0, nats; 1 as TRL's hinge losses have it.
         target_coef: λ ≥ 0; off by default, the paper tunes it.
-        mask: (B,) pairs that count; others may hold anything.
-        denominator: Pairs of the whole optimizer step, see :func:`rlhfkit.losses.aggregate`.
 
     Returns:
         The loss with metrics ``rewards/*`` and ``logps/*`` (both the log-probs given) and ``nll_loss`` with a target.
 
     Raises:
-        ValueError: If shapes differ, a knob is out of range, or target and coefficient do not come together.
+        ValueError: If shapes differ, an argument is out of range, or only one of target and coefficient is given.
     """
     if not (margin > 0.0 and target_coef >= 0.0):
         raise ValueError(f"margin must be positive and target_coef not negative, got {margin} and {target_coef}")
@@ -293,7 +260,7 @@ def _log_odds(mean_logprobs: Tensor) -> Tensor:
 
 
 class _Pairs:
-    """Checked, selected and length-averaged inputs, and the common end of the losses above."""
+    """Checked, masked and length-averaged inputs of the losses above."""
 
     def __init__(
         self,
@@ -338,7 +305,7 @@ class _Pairs:
         mean_chosen_length: Tensor | float | None,
         denominator: Tensor | float | None,
     ) -> LossOutput:
-        """Add the likelihood term, average, and name the metrics."""
+        """Add the likelihood term, aggregate, and collect the metrics."""
         metrics = preference_metrics(chosen_reward, rejected_reward, self.chosen, self.rejected, self.mask)
         if nll_coef:
             if mean_chosen_length is None:

@@ -15,6 +15,7 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
+from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import max_metric, min_metric, sum_metric
 from rlhfkit.losses.preference.variants import smoothed_logsigmoid_loss
 
@@ -108,6 +109,7 @@ def pairwise_accuracy(
     return masked_mean(credit, keep)
 
 
+@share_arguments(AGGREGATION_ARGUMENTS)
 def process_reward_loss(
     logits: Tensor,
     labels: Tensor,
@@ -124,8 +126,8 @@ def process_reward_loss(
 
     Let's Verify Step by Step, Lightman et al. (2023, arXiv:2305.20050) with hard labels; soft labels, the estimated
     probability that a step leads to a right answer, as in Math-Shepherd, Wang et al. (2023, arXiv:2312.08935, equation
-    4). Labels are on the axis of the logits: whoever reads the step's verdict at a placeholder token (as OpenRLHF's
-    reward models do) selects that position itself, not the one before it.
+    4). Labels are on the axis of the logits: to read a step at a placeholder token (as OpenRLHF's reward models do),
+    select that position itself, not the one before it.
 
     Args:
         logits: (B, T, K) over K classes, or (B, T) for a head with one output (the logit of a good step). For a
@@ -134,9 +136,9 @@ def process_reward_loss(
         labels: (B, T). Integers: classes in [0, K), or 0 and 1 for (B, T) logits. Floats: the probability of class 0 of
             K = 2, or of a good step for (B, T) logits. Masked entries may hold anything (-100, NaN).
         mask: (B, T), true at positions where a step is judged.
-        aggregation: How steps become one number; the mean over all steps by default, as in OpenRLHF.
-        denominator: Steps (or answers) of the whole optimizer step, see :func:`aggregate`.
-        max_length: Only for ``aggregation="constant-length"``.
+        aggregation: How the steps become one number; the mean over all steps by default, as in OpenRLHF.
+        denominator: Steps (or answers) of the whole optimizer step, divided by the number of micro-batches that are
+            averaged; the steps of this call when ``None``.
 
     Returns:
         The loss with metrics ``prm/accuracy`` (share of steps whose likelier class is the label; soft labels count as

@@ -1,8 +1,4 @@
-"""From token log-probs (B, T) to sequence log-probs (B,): plain, length-desensitised, and the weights of WPO.
-
-The preference losses and KTO take one number per sequence. Which tokens it is made of is decided here, so that it is
-decided once.
-"""
+"""From token log-probs (B, T) to sequence log-probs (B,) for preference losses, and the weights of WPO."""
 
 import torch
 from torch import Tensor
@@ -34,7 +30,7 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mean: bool = False) -> 
 
 
 def length_desensitized_logprobs(logprobs: Tensor, mask: Tensor, public_lengths: Tensor, *, alpha: float) -> Tensor:
-    """Sequence log-prob in which tokens past the length that both answers of a pair share count only ``alpha``.
+    """Sequence log-prob in which tokens beyond the shorter answer's length are weighted by ``alpha``.
 
     ``Σ_{t ≤ p} log π(y_t) + α Σ_{t > p} log π(y_t)`` with the public length ``p = min(n_chosen, n_rejected)``.
 

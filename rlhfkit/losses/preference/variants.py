@@ -1,7 +1,7 @@
-"""Per-pair losses of the DPO family, one short function each, by the names TRL gave them.
+"""Per-pair losses of the DPO family by TRL's names, and f-divergences, the regularisers other than reverse KL.
 
-All take :class:`PreferencePairs` and return one loss per pair, (B,). :func:`rlhfkit.losses.dpo_loss` looks names up in
-:data:`PAIR_LOSSES` and takes any other function of the same shape as well.
+A per-pair loss takes :class:`PreferencePairs` and returns (B,). :func:`rlhfkit.losses.dpo_loss` looks names up in
+:data:`PAIR_LOSSES` and accepts any other function of this signature.
 
 Notation: ``Δ = log π(y|x) - log π_ref(y|x)`` of the chosen (``Δ_c``) and the rejected (``Δ_r``) answer, ``s`` the score
 of the f-divergence (``s(Δ) = Δ`` for reverse KL), ``h = s(Δ_c) - s(Δ_r)``, ``n_c`` and ``n_r`` completion lengths in
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
-"""Names of the f-divergences; see :func:`divergence_score`."""
+"""f-divergences; see :func:`divergence_score`."""
 
 _MAX_EXPONENT = 80.0  # e^80 is 5.5e34: differences of two such scores stay finite in float32
 
@@ -60,7 +60,9 @@ def divergence_score(
     ``alpha``       ``(e^((α-1)Δ) - 1) / (α - 1)``  ``α → 1`` is reverse KL, ``α = 0`` forward KL
     ==============  ==============================  ==========================================
 
-    f-DPO, Wang et al. (2023, arXiv:2309.16240). Its α is ``1 - alpha`` here; this parametrisation is TRL's.
+    f-DPO, Wang et al. (2023, arXiv:2309.16240): with regulariser ``D_f`` the implicit reward is ``β f'(u)`` of the
+    probability ratio ``u = π / π_ref``, up to constants, which cancel in the difference of two answers and are
+    chosen here such that the score of ratio 1 is 0. The paper's α is ``1 - alpha`` here; this parametrisation is TRL's.
     Exponents are clamped at 80, beyond which score and gradient would overflow float32; TRL clamps only ``alpha``,
     which it cannot compute in float64 (1.16.0: KeyError in its table of limits).
 
@@ -83,18 +85,18 @@ def divergence_score(
 
 
 class PreferencePairs(NamedTuple):
-    """What a per-pair loss sees. All tensors are (B,) and at least float32.
+    """The argument of a per-pair loss. All tensors are (B,) and at least float32.
 
     Attributes:
         chosen: Summed log-probs of the chosen answers under the policy.
         rejected: The same for the rejected answers.
-        ref_chosen: Under the reference model; zeros when there is none.
+        ref_chosen: The same for the chosen answers under the reference model; zeros when there is none.
         ref_rejected: The same for the rejected answers.
         chosen_score: ``s(Δ_c)``.
         rejected_score: ``s(Δ_r)``.
         chosen_lengths: Tokens; ``None`` when not given.
         rejected_lengths: Tokens; ``None`` when not given.
-        mean_chosen_length: Scalar, tokens of a chosen answer on average over the optimizer step.
+        mean_chosen_length: Scalar, mean tokens of a chosen answer over the optimizer step.
         beta: β.
         label_smoothing: ε, the probability that a label is wrong.
         discopop_temperature: τ of the DiscoPOP loss.
