@@ -3,9 +3,10 @@
     python benchmarks/trace.py            # print the way of GRPO and DPO
     python benchmarks/trace.py --write    # and write docs/one_iteration.md
 
-Both runs have one process and random tiny models that are made on the spot: GRPO with ``LocalEngine``, one iteration of
-two updates of two micro-batches; DPO with a reference model, one epoch of two updates. What is counted lies between
-``on_train_epoch_start`` and ``on_train_end``, imports excluded: setting up is another story.
+Both runs have one process and random tiny models that are made on the spot: GRPO with ``LocalEngine``, iterations of
+two updates of two micro-batches; DPO with a reference model, epochs of two updates. Two epochs run, and what is counted
+lies between ``on_train_epoch_start`` of the second and ``on_train_end``, imports excluded: the first epoch also starts
+the engine and tries out what the model can do.
 
 ``files`` and ``functions`` are different ones of rlhfkit that were entered, ``changes`` how often the way goes from one
 file to another. A nested function counts as the one it is written in.
@@ -32,7 +33,8 @@ HEAD = """# One iteration, file by file
 
 Written by `python benchmarks/trace.py --write`; do not edit. The files of rlhfkit that one iteration passes between
 `on_train_epoch_start` and the end of training, in the order in which they are entered for the first time, with the
-functions that run in each, in order. One process, tiny models; what happens before (checks, loading the model) is left out.
+functions that run in each, in order. One process, tiny models; what happens only once (checks, loading models, starting
+the engine) is left out.
 """
 
 
@@ -123,7 +125,8 @@ def fit(module: Any, data: Any, folder: Path, callbacks: list[Any], **arguments:
         """First of all callbacks, so that the others' hooks are inside."""
 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            tracer.start()
+            if trainer.current_epoch == 1:
+                tracer.start()
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             tracer.stop()
@@ -131,7 +134,7 @@ def fit(module: Any, data: Any, folder: Path, callbacks: list[Any], **arguments:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=1,
+        max_epochs=2,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -166,9 +169,7 @@ def trace_dpo(folder: Path) -> Way:
     """Eight pairs, two updates of two micro-batches."""
     from rlhfkit import DPOModule, PreferenceDataModule
 
-    pairs = [
-        {"prompt": f"{number}+{number}=", "chosen": str(2 * number), "rejected": "no"} for number in range(8)
-    ]
+    pairs = [{"prompt": f"{number}+{number}=", "chosen": str(2 * number), "rejected": "no"} for number in range(8)]
     data = PreferenceDataModule(pairs, micro_batch_size=2)
     module = DPOModule(make_model(folder / "model"), lr=1e-3)
     return fit(module, data, folder, [], accumulate_grad_batches=2)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import lightning as L
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.profilers import Profiler
     from torch import Tensor, nn
 
     from rlhfkit.data.batch import PaddedBatch, TokenBatch
@@ -245,6 +246,11 @@ class RLHFStrategy(Protocol):
 def callbacks_of(trainer: L.Trainer) -> list[Callback]:
     """The callbacks of a Trainer, in the order in which they are called."""
     return trainer.callbacks  # type: ignore[attr-defined]  # set by a connector of Lightning
+
+
+def profiler_of(trainer: L.Trainer) -> Profiler:
+    """The profiler of a Trainer."""
+    return trainer.profiler  # type: ignore[attr-defined]  # set by Lightning outside its class
 
 
 def datamodule_of(trainer: L.Trainer) -> L.LightningDataModule | None:

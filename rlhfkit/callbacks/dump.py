@@ -39,9 +39,11 @@ class RolloutDump(Callback):
         self.every_n_iterations = every_n_iterations
         self.keep = keep
 
-    def on_train_batch_start(self, trainer: Any, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Write the iteration whose training begins; rank 0 has the samples of all ranks."""
-        rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
+        rollouts = RolloutCallback.of(trainer)
         iteration = rollouts.iteration
         if batch_idx or not trainer.is_global_zero or iteration % self.every_n_iterations:
             return

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.distributed import is_sharded, local_shard
+from rlhfkit.protocols import RLHFStrategy, callbacks_of
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -79,11 +80,11 @@ class EMA(L.Callback):
 
     # ------------------------------------------------------------------ averaging
 
-    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check what can be checked before anything runs."""
         if stage != "fit":
             return
-        if self.validate and any(isinstance(callback, RolloutCallback) for callback in trainer.callbacks):
+        if self.validate and any(isinstance(callback, RolloutCallback) for callback in callbacks_of(trainer)):
             raise ValueError(
                 "EMA(validate=True) and RolloutCallback do not fit: validation would publish the averaged weights, and "
                 "the next iteration sample from them; use EMA(validate=False) and export the average"
@@ -94,7 +95,7 @@ class EMA(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look at how the weights are laid out; take up the average of a checkpoint."""
         # RLHFDeepSpeedStrategy writes the callbacks of each rank, others those of rank 0, which then needs everything.
-        self._per_rank = hasattr(trainer.strategy, "engines")
+        self._per_rank = isinstance(trainer.strategy, RLHFStrategy)
         shares = {name: self._share(parameter) for name, parameter in self._parameters(pl_module).items()}
         self._step = trainer.global_step
         if not self.updates:

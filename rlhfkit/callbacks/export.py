@@ -3,11 +3,11 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from rlhfkit.protocols import SavesPretrained
 from rlhfkit.validation import check_integer
 
 
@@ -47,7 +47,7 @@ class HFExport(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check early that there is something to export."""
-        if stage == "fit" and not callable(getattr(pl_module, "save_pretrained", None)):
+        if stage == "fit" and not isinstance(pl_module, SavesPretrained):
             raise TypeError(
                 f"HFExport calls save_pretrained(folder) of the LightningModule, which {type(pl_module).__name__} does"
                 " not have; rlhfkit's modules do."
@@ -70,7 +70,8 @@ class HFExport(L.Callback):
         """Write the final folder."""
         self._write(trainer, pl_module, self.folder)
 
-    def _write(self, trainer: L.Trainer, module: Any, folder: Path) -> None:
+    def _write(self, trainer: L.Trainer, module: L.LightningModule, folder: Path) -> None:
+        assert isinstance(module, SavesPretrained)  # checked in setup
         temporary = folder.with_name(folder.name + ".tmp")
         if trainer.is_global_zero:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.validation import check_integer
 
 
@@ -171,7 +172,8 @@ def plain(value: Any) -> Any:
 
 def _counted_by_strategy(trainer: L.Trainer) -> int | None:
     """Skipped updates of a strategy that guards itself; None under any other."""
-    return getattr(trainer.strategy, "skipped_updates", None)
+    strategy = trainer.strategy
+    return strategy.skipped_updates if isinstance(strategy, RLHFStrategy) else None
 
 
 def _any_not_finite(optimizer: Optimizer) -> Tensor:

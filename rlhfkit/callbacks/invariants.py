@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.data.types import Experience
+from rlhfkit.protocols import ChecksRows
 
 
 class InvariantError(RuntimeError):
@@ -39,20 +40,20 @@ class Invariants(Callback):
         """Iterations so far."""
         self._versions: list[int] = []  # the policy's at the start of the last iterations
 
-    def on_train_batch_start(self, trainer: Any, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Check the iteration with its first micro-batch, and the rows of a random one, the same on every rank."""
-        rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
-        check = getattr(pl_module, "row_problems", None)  # a user's own module need not be one of ours
+        rollouts = RolloutCallback.of(trainer)
         chosen = random.Random(rollouts.iteration).randrange(int(trainer.num_training_batches))
-        if check is not None and batch_idx == chosen and (problems := check(batch)):
+        if batch_idx == chosen and isinstance(pl_module, ChecksRows) and (problems := pl_module.row_problems(batch)):
             raise InvariantError(f"iteration {rollouts.iteration}: {'; '.join(problems)}")
         if batch_idx:
             return
         experience = rollouts.experience
         if experience is None:  # the rest of an iteration from a checkpoint
             return
-        staleness = 0 if rollouts.ahead is None else rollouts.ahead.max_staleness
-        self._versions = [*self._versions, trainer.global_step][-staleness - 1 :]
+        self._versions = [*self._versions, trainer.global_step][-rollouts.max_staleness - 1 :]
         problems = [*self._of_tokens(experience), *self._of_groups(experience), *self._of_versions(experience)]
         if problems:
             raise InvariantError(f"iteration {rollouts.iteration}: {'; '.join(problems)}")

@@ -35,7 +35,7 @@ class SampleTable(Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the table of the iteration that was just trained on."""
-        rollouts = find_rollouts(trainer)
+        rollouts = RolloutCallback.of(trainer)
         if trainer.is_global_zero and trainer.current_epoch % self.every_n_iterations == 0 and rollouts.samples:
             self._print(rollouts, f"iteration {trainer.current_epoch}")
 
@@ -83,18 +83,3 @@ class SampleTable(Callback):
         if len(text) <= self.max_characters:
             return text
         return "…" + text[-self.max_characters :] if front else text[: self.max_characters] + "…"
-
-
-def find_rollouts(trainer: Any) -> RolloutCallback:
-    """The trainer's RolloutCallback.
-
-    Args:
-        trainer: To be searched.
-
-    Raises:
-        TypeError: If it has none.
-    """
-    for callback in trainer.callbacks:
-        if isinstance(callback, RolloutCallback):
-            return callback
-    raise TypeError("this callback shows what a RolloutCallback generates: add one to Trainer(callbacks=[...])")

@@ -143,7 +143,7 @@ class EpisodeEngineBase(EngineWrapper):
         return not self.engine.recorded
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "EpisodeStream":
-        """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`."""
+        """Groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
         return EpisodeStream(self, sampling, iteration)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
@@ -171,7 +171,7 @@ class EpisodeEngineBase(EngineWrapper):
 
 
 class EpisodeStream:
-    """Groups of episodes as they are finished; a :class:`~rlhfkit.rollout.streams.GroupStream`.
+    """Groups of episodes as they are finished; a :class:`~rlhfkit.rollout.collector.GroupStream`.
 
     Args:
         engine: Whose episodes.
@@ -190,7 +190,7 @@ class EpisodeStream:
         self._first: Sample | None = None  # that failed
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`.
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`.
 
         Raises:
             ValueError: If a prompt leaves no room for an answer.
@@ -199,7 +199,7 @@ class EpisodeStream:
         self._running += [self._engine.loop.submit(self._group(prompt)) for prompt in prompts]
 
     def collect(self, most: int) -> list[list[Sample]]:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`; raises what :meth:`EpisodeEngineBase.generate` does."""
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises what :meth:`EpisodeEngineBase.generate` does."""
         if not self._running:
             return []
         self._engine.loop.wait(self._running, blocked_after=self._engine.blocked_after)
@@ -215,7 +215,7 @@ class EpisodeStream:
         return groups
 
     def close(self) -> None:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
         for future in self._running:
             future.cancel()
         self._running = []

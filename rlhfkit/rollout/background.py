@@ -24,8 +24,8 @@ class BackgroundRollouts(Generic[T]):
         self._done: dict[int, tuple[T | None, BaseException | None]] = {}
         self._running: int | None = None
         self._newest = -1  # that has begun
-        self._holds = 0
-        self._allowed = -1  # jobs up to that number begin although they are held
+        self._pauses = 0
+        self._allowed = -1  # jobs up to that number begin although jobs are paused
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -80,7 +80,7 @@ class BackgroundRollouts(Generic[T]):
         return result  # type: ignore[return-value]  # None is what the job returned, if that is its type
 
     @contextmanager
-    def held(self, timeout: float, *, agree: Callable[[int], int] = int) -> Iterator[None]:
+    def paused(self, timeout: float, *, agree: Callable[[int], int] = int) -> Iterator[None]:
         """Inside, no job runs: the one that is running is waited for, the next one starts afterwards.
 
         Args:
@@ -93,7 +93,7 @@ class BackgroundRollouts(Generic[T]):
         """
         deadline = time.monotonic() + timeout
         with self._changed:
-            self._holds += 1
+            self._pauses += 1
             newest = self._newest
         try:
             last = agree(newest)
@@ -109,13 +109,13 @@ class BackgroundRollouts(Generic[T]):
             yield
         finally:
             with self._changed:
-                self._holds -= 1
+                self._pauses -= 1
                 self._changed.notify_all()
 
     def _next_allowed(self) -> int | None:
         """The next job, if it may begin."""
         number = next(iter(self._waiting), None)
-        return None if number is None or (self._holds and number > self._allowed) else number
+        return None if number is None or (self._pauses and number > self._allowed) else number
 
     @property
     def pending(self) -> list[int]:

@@ -1,34 +1,100 @@
-"""``collect_groups``: groups until an iteration is full: which are asked for, which are kept, which prompts come again.
+"""Collect the groups of one iteration: draw prompts, generate, score, select, until enough groups are accepted.
 
-One loop for every way of sampling. Without selection the prompts of the iteration are asked for and all their groups
-taken. With dynamic sampling a group that is turned down is replaced by that of the next prompt. With oversampling more
-groups are under way than are needed, the first to be complete are taken, and the prompts of the rest are put back.
+:func:`collect_groups` is the one loop for every way of sampling. Without selection it takes the groups of the
+iteration's prompts. With dynamic sampling a rejected group is replaced by that of the next prompt. With oversampling
+more groups are in flight than are needed, the first to finish are taken, and the prompts of the rest are requeued.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.protocols import Draws
-from rlhfkit.rollout.streams import GroupStream
+from rlhfkit.rollout.engine import SamplingSpec
+
+Group = list[Sample]
+"""The samples of one prompt."""
+
+
+class GroupStream(Protocol):
+    """Groups that an engine is generating: submit prompts, collect what is finished, close when there is enough."""
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Start the groups of these prompts; a prompt may be submitted once in the life of a stream."""
+        ...
+
+    def collect(self, most: int) -> list[Group]:
+        """Wait until at least one group is finished.
+
+        Args:
+            most: Groups to return at most; other finished ones are returned by the next call.
+
+        Returns:
+            Finished groups in the order of their prompts; none when no submitted prompt is left.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drop the groups that were not collected; a second call does nothing."""
+        ...
+
+
+class StreamingEngine(Protocol):
+    """A :class:`~rlhfkit.rollout.engine.RolloutEngine` whose ``can_stream`` is true."""
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> GroupStream:
+        """Open a stream; one at a time.
+
+        Args:
+            sampling: How to sample.
+            iteration: Part of each sample's seed.
+
+        Raises:
+            RuntimeError: If no weights were loaded yet, or the engine died.
+        """
+        ...
+
+
+class Ranks(Protocol):
+    """The ranks that collect an iteration together."""
+
+    def share(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts that this rank generates for."""
+        ...
+
+    def gather(self, step: Callable[[], list[Group]]) -> list[Group]:
+        """Run a step on every rank and return the groups of all, in the order of their prompts. A collective."""
+        ...
+
+
+class OneRank:
+    """This process collects alone."""
+
+    def share(self, prompts: list[Prompt]) -> list[Prompt]:
+        """All prompts."""
+        return prompts
+
+    def gather(self, step: Callable[[], list[Group]]) -> list[Group]:
+        """The groups of this process."""
+        return step()
 
 
 @dataclass(frozen=True)
 class CollectedGroups:
-    """What :func:`collect_groups` found."""
+    """What :func:`collect_groups` returns."""
 
-    groups: list[list[Sample]]
-    """As many as were wanted: the accepted ones in the order of their prompts, then what they were filled up with."""
+    groups: list[Group]
+    """As many as were wanted: the accepted ones in the order of their prompts, then rejected ones where some lack."""
     accepted: int
-    """Groups that were accepted; the rest of ``groups`` was not."""
+    """Groups that were accepted."""
     sampled: int
-    """Groups that were sampled to their end and judged."""
-    requeue: int
-    """Prompts whose groups were begun and dropped."""
+    """Groups that were sampled to their end, scored and judged."""
+    requeued: int
+    """Prompts whose groups were started and dropped."""
     reward: float
-    """Mean reward of all groups that were sampled, the rejected ones included; NaN if none has one."""
+    """Mean reward of all groups that were sampled, rejected ones included; NaN if none has one."""
     after: dict[str, Any]
     """Where the next iteration's draws begin."""
 
@@ -36,71 +102,144 @@ class CollectedGroups:
 def collect_groups(
     wanted: int,
     draws: Draws,
-    groups: GroupStream,
+    stream: GroupStream,
     *,
+    score: Callable[[list[Sample]], None] | None = None,
+    score_together: Callable[[list[Sample]], None] | None = None,
     keep: Callable[[Sequence[Sample]], bool] | None = None,
     most: int | None = None,
     spare: int = 0,
+    ranks: Ranks | None = None,
 ) -> CollectedGroups:
-    """Sample until enough groups are accepted, or nothing is left that may be sampled.
+    """Draw, generate, score and select until enough groups are accepted, or nothing is left that may be sampled.
 
     Without ``spare``, which groups are accepted does not depend on which are finished first: the prompts drawn are the
-    shortest beginning of the sequence that has enough groups to keep. No accepted group is left over, ever: a group
-    counts as accepted one by one, and when the last that is needed has come, everything else is put back.
+    shortest prefix of the sequence of prompts that has enough groups to keep. No accepted group is left over: groups
+    are accepted one by one, and after the last one that is needed all other prompts are requeued.
 
     Args:
         wanted: Groups of the iteration.
         draws: Where its prompts come from.
-        groups: What samples and scores them; closed at the end.
-        keep: Whether a group is worth training on; ``None``: every group is.
+        stream: Generates the groups of this rank's share of the prompts; closed at the end.
+        score: Sets texts and rewards of this rank's samples, in place; ``None``: they have them.
+        score_together: Adds to the rewards of all ranks' samples what only all ranks together can compute.
+        keep: Whether to train on a group; ``None``: on every group.
         most: Prompts to sample at most; ``None``: all there are.
-        spare: Groups under way beyond those that are still missing.
+        spare: Groups in flight beyond those that are still missing.
+        ranks: Who generates and scores what; ``None``: this process everything.
 
     Raises:
         ValueError: If there are fewer prompts than wanted groups.
-        RuntimeError: If groups that were asked for never came.
+        RuntimeError: If the stream ends before all groups were returned.
     """
+    ranks = ranks or OneRank()
     drawn: list[Prompt] = []
-    accepted: dict[int, list[Sample]] = {}
-    rejected: dict[int, list[Sample]] = {}
+    accepted: dict[int, Group] = {}
+    rejected: dict[int, Group] = {}
 
     def draw(count: int) -> None:
         count = min(count, draws.left, (draws.left if most is None else most - len(drawn)))
         if count > 0:
             prompts = draws.take(count)
             drawn.extend(prompts)
-            groups.submit(prompts)
+            stream.submit(ranks.share(prompts))
+
+    def generate_and_score() -> list[Group]:
+        groups = stream.collect(wanted - len(accepted))
+        if groups and score is not None:
+            score(flatten(groups))
+        return groups
 
     if draws.left < wanted:
         raise ValueError(f"an iteration of {wanted} groups needs as many different prompts, and there are {draws.left}")
     try:
         draw(wanted + spare)
         while len(accepted) < wanted:
-            finished = groups.collect(wanted - len(accepted))
-            if not finished:
+            groups = ranks.gather(generate_and_score)
+            if not groups:
                 break
-            for group in finished:
-                good = keep is None or keep(group)
-                (accepted if good else rejected)[group[0].prompt.index] = group
+            if score_together is not None:
+                score_together(flatten(groups))
+            for group in groups:
+                selected = keep is None or keep(group)
+                (accepted if selected else rejected)[group[0].prompt.index] = group
             draw(wanted + spare + len(rejected) - len(drawn))
     finally:
-        groups.close()
+        stream.close()
     if len(accepted) + len(rejected) < min(wanted, len(drawn)):
         raise RuntimeError(
             f"{len(drawn)} groups were asked for, and the engine ended with {len(accepted) + len(rejected)} of them"
         )
-    begun = [prompt for prompt in drawn if prompt.index not in accepted and prompt.index not in rejected]
-    draws.requeue(begun)
+    unfinished = [prompt for prompt in drawn if prompt.index not in accepted and prompt.index not in rejected]
+    draws.requeue(unfinished)
     in_order = [prompt.index for prompt in drawn]
     kept = [accepted[index] for index in in_order if index in accepted]
-    turned_down = [rejected[index] for index in in_order if index in rejected]
-    draws.record([*kept, *turned_down])
-    rewards = [s.reward for group in [*kept, *turned_down] for s in group if s.reward is not None]
+    others = [rejected[index] for index in in_order if index in rejected]
+    draws.record([*kept, *others])
+    rewards = [sample.reward for sample in flatten([*kept, *others]) if sample.reward is not None]
     return CollectedGroups(
-        groups=kept + turned_down[: wanted - len(kept)],
+        groups=kept + others[: wanted - len(kept)],
         accepted=len(kept),
-        sampled=len(kept) + len(turned_down),
-        requeue=len(begun),
+        sampled=len(kept) + len(others),
+        requeued=len(unfinished),
         reward=sum(rewards) / len(rewards) if rewards else math.nan,
         after=draws.after,
     )
+
+
+def flatten(groups: Sequence[Group]) -> list[Sample]:
+    """The samples of groups, group by group."""
+    return [sample for group in groups for sample in group]
+
+
+class BatchedGroupStream:
+    """A stream for engines that return all groups at once: what was submitted is generated by the next ``collect``.
+
+    Args:
+        generate: Returns the groups of prompts, in their order.
+    """
+
+    def __init__(self, generate: Callable[[list[Prompt]], list[Group]]) -> None:
+        self._generate = generate
+        self._prompts: list[Prompt] = []
+        self._groups: list[Group] = []
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Remember the prompts."""
+        self._prompts += prompts
+
+    def collect(self, most: int) -> list[Group]:
+        """Generate for all prompts that were submitted, unless finished groups are left."""
+        if not self._groups and self._prompts:
+            prompts, self._prompts = self._prompts, []
+            self._groups = self._generate(prompts)
+        returned, self._groups = self._groups[:most], self._groups[most:]
+        return returned
+
+    def close(self) -> None:
+        """Forget prompts and groups."""
+        self._prompts, self._groups = [], []
+
+
+def sample_all(stream: GroupStream, prompts: Sequence[Prompt]) -> list[Sample]:
+    """Collect all groups of some prompts from a new stream and close it.
+
+    Returns:
+        Samples group by group, in the order of the prompts.
+
+    Raises:
+        RuntimeError: If the stream ends before all groups were returned.
+    """
+    groups: list[Group] = []
+    try:
+        stream.submit(prompts)
+        while len(groups) < len(prompts):
+            finished = stream.collect(len(prompts))
+            if not finished:
+                raise RuntimeError(f"the engine ended with {len(groups)} of {len(prompts)} groups")
+            groups += finished
+    finally:
+        stream.close()
+    order = {id(prompt): place for place, prompt in enumerate(prompts)}
+    groups.sort(key=lambda group: order[id(group[0].prompt)])
+    return flatten(groups)

@@ -220,7 +220,7 @@ class RolloutEngine(Protocol):
     def can_stream(self) -> bool:
         """Whether it gives groups as they end, and can drop the rest.
 
-        If so it has ``stream``: :class:`~rlhfkit.rollout.streams.StreamingEngine`.
+        If so it has ``stream``: :class:`~rlhfkit.rollout.collector.StreamingEngine`.
         """
         return False
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from rlhfkit import DynamicSampling, Prompt, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
-from rlhfkit.callbacks.rollout.generation import Generation
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
@@ -81,22 +80,22 @@ def test_a_run_ahead_is_trained_on_what_a_run_that_takes_turns_is(
             max_epochs=iterations,
             current_epoch=0,
             datamodule=data,
-            lightning_module=SimpleNamespace(tokenizer=tokenizer),
+            lightning_module=SimpleNamespace(tokenizer=tokenizer, scores_samples=False),
         )
-        generation = Generation(engine, reward, Timing())  # type: ignore[arg-type]
-        filler = GroupCollector(generation, DynamicSampling() if select else None, 0.0)
-        ahead = AsyncRollouts(filler, staleness, 30.0, in_flight=in_flight) if staleness else None
+        selection = DynamicSampling() if select else None
+        collector = GroupCollector(engine, reward, Timing(), selection)  # type: ignore[arg-type]
+        ahead = AsyncRollouts(collector, staleness, 30.0, in_flight=in_flight) if staleness else None
         trained: list[list[int]] = []
         for iteration in range(iterations):
             trainer.current_epoch = iteration
             if ahead is None:
                 engine.version = iteration
-                filled = filler.sample(trainer, WANTED, SPEC, iteration)
+                filled = collector.collect(trainer, WANTED, SPEC, iteration)
             else:
-                with ahead.publishing(trainer):
+                with ahead.updating_weights(trainer):
                     assert in_flight or not engine.busy
                     engine.version = iteration
-                filled = ahead.sample(trainer, WANTED, SPEC, iteration)
+                filled = ahead.collect(trainer, WANTED, SPEC, iteration)
                 assert len(ahead._jobs.pending) <= staleness  # what waits, besides what is trained on
             samples = [sample for group in filled.groups for sample in group]
             assert all(iteration - staleness <= each <= iteration for sample in samples for each in sample.versions)

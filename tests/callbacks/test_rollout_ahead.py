@@ -61,7 +61,7 @@ def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_p
     assert all(len(ages) == 1 for ages in ahead.ages)  # an iteration is sampled from one policy
     assert [max(ages) for ages in turns.ages] == [0] * 4
     assert trainer.callback_metrics["rollout/staleness"] == max(ahead.ages[-1])
-    assert rollouts.ahead is not None
+    assert rollouts.async_rollouts is not None
 
 
 def test_no_staleness_is_bitwise_the_run_that_takes_turns(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_generating_overlaps_with_training_and_the_trace_shows_it(tmp_path: Path
     assert [event.iteration for event in rollouts.timing.events if event.name == "generate"] == [0, 1, 2, 3]
     assert float(trainer.callback_metrics["time/generate"]) > 0
     path = rollouts.timing.write_trace(tmp_path / "trace.json")
-    assert {"generate", "score", "wait", "prepare", "publish"} <= {
+    assert {"generate", "score", "wait", "prepare", "weight_sync"} <= {
         event["name"] for event in json.loads(path.read_text())["traceEvents"]
     }
 
@@ -338,7 +338,7 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
 
 
 def test_oversampling_needs_one_place_that_sees_which_group_is_first() -> None:
-    rollouts = RolloutCallback(digits, oversampling=0.5)
+    rollouts, module = RolloutCallback(digits, oversampling=0.5), SimpleNamespace(scores_samples=False)
     with pytest.raises(ValueError, match="an engine in each of 2 ranks"):
-        rollouts.collector.check(SimpleNamespace(world_size=2, lightning_module=None, datamodule=None))
-    rollouts.collector.check(SimpleNamespace(world_size=1, lightning_module=None, datamodule=None))
+        rollouts.collector.check(SimpleNamespace(world_size=2, lightning_module=module, datamodule=None))
+    rollouts.collector.check(SimpleNamespace(world_size=1, lightning_module=module, datamodule=None))

@@ -31,7 +31,7 @@ def test_every_job_runs_once_and_in_order_whatever_happens_around_it(actions: li
             assert jobs.result(collected, timeout=10) == 10 * collected
             collected += 1
         elif action == "hold":
-            with jobs.held(timeout=10):
+            with jobs.paused(timeout=10):
                 before = len(ran)
                 time.sleep(0.001)
                 assert len(ran) == before
@@ -64,7 +64,7 @@ def test_who_holds_may_have_jobs_run_first() -> None:
         release.set()
         return 5
 
-    with jobs.held(timeout=10, agree=others_are_at_5):
+    with jobs.paused(timeout=10, agree=others_are_at_5):
         assert ran == list(range(6))
         time.sleep(0.005)
         assert ran == list(range(6))
@@ -95,7 +95,7 @@ def test_every_wait_has_a_limit_and_says_what_it_waited_for() -> None:
         jobs.result(3, timeout=0.05)
     with pytest.raises(TimeoutError, match=r"iteration 4 .* waiting behind job 3"):
         jobs.result(4, timeout=0.05)
-    with pytest.raises(TimeoutError, match="iteration 3 did not end"), jobs.held(timeout=0.05):
+    with pytest.raises(TimeoutError, match="iteration 3 did not end"), jobs.paused(timeout=0.05):
         pass
     with pytest.raises(KeyError, match="never submitted"):
         jobs.result(9, timeout=0.05)

@@ -64,7 +64,7 @@ def fill(after: dict, seed: int, wanted: int, spare: int, teaches: set[int], mos
         assert len(stream.submitted) == min(TOTAL, most or TOTAL)
         assert not stream.open
     begun = [index for index in stream.submitted if index not in stream.given]
-    assert (filled.sampled, filled.requeue) == (len(stream.given), len(begun))
+    assert (filled.sampled, filled.requeued) == (len(stream.given), len(begun))
     again = PromptDraws(order, prompt, PromptCursor.from_state_dict(filled.after))
     if begun:
         assert [each.index for each in again.take(len(begun))] == begun  # in order, first of all

@@ -1,8 +1,8 @@
-"""``RolloutCallback``: generate, score, prepare, and publish the policy's weights to the engine after each iteration.
+"""``RolloutCallback``: the loop of reinforcement learning, as hooks of Lightning's loop.
 
-One iteration is one Lightning epoch. The loader of the DataModule asks :meth:`RolloutCallback.collect` for the
-iteration's micro-batches when the first is pulled, so Lightning's own loop does everything else: windows, clipping,
-progress, logging, checkpoints.
+One iteration is one Lightning epoch, and reads from top to bottom of this file: :meth:`RolloutCallback.collect` syncs
+weights, collects groups (draw, generate, score, select), lets the module prepare them, and splits them into
+micro-batches; Lightning's own loop learns from these; at the end of the epoch the new weights are synced.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
-from rlhfkit.callbacks.rollout.generation import Generation
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.metrics import iteration_metrics, staleness_metrics, validation_metrics
-from rlhfkit.callbacks.rollout.micro_batching import deal, micro_batch, shape_of
-from rlhfkit.callbacks.rollout.model_scores import add_model_scores, scores_samples
+from rlhfkit.callbacks.rollout.micro_batching import micro_batch, plan_iteration, shape_of
 from rlhfkit.callbacks.rollout.prompt_check import check_prompts
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
 from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
-from rlhfkit.data.types import Experience, Prompt, Sample
+from rlhfkit.data.types import Experience, Sample
 from rlhfkit.distributed import gather_objects, run_on_all_ranks, true_on_all_ranks
+from rlhfkit.protocols import ExperienceLearner, callbacks_of, learner_of, policy_of, profiler_of, prompts_of
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
+from rlhfkit.rollout.collector import CollectedGroups, flatten
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, arrange_logprobs
 from rlhfkit.rollout.errors import WeightsNeededError
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 class RolloutCallback(Callback):
     """Rollouts for modules that learn from their own samples.
 
-    Put it first among the callbacks: what comes after it in ``on_train_batch_end`` and saves a checkpoint (as
-    ``ModelCheckpoint`` does, which Lightning moves to the end) saves the prompts as used.
+    Put it first among the callbacks: a callback that saves checkpoints in ``on_train_batch_end`` has to come after it,
+    so that the saved prompt cursor is behind the iteration (Lightning moves ``ModelCheckpoint`` to the end itself).
 
     Example::
 
@@ -50,29 +50,29 @@ class RolloutCallback(Callback):
 
     Args:
         reward: Any callable that takes samples and returns one number (or ``None``: could not be scored) for each,
-            sync or async; see :mod:`rlhfkit.rewards`. ``None``: nothing is scored, for modules that need no reward, as
-            distillation does.
+            sync or async; see :mod:`rlhfkit.rewards`. ``None``: nothing is scored, for modules that need no reward
+            (distillation).
         engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.engine.LocalEngine` in this process.
         sampling: How to sample in training.
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
             Several ways by name: the metrics of each are ``val/<name>/reward`` and so on.
-        success_threshold: A validation sample with at least this reward is right; what ``val/pass@k`` counts where
-            ``validation_sampling`` takes several samples per prompt.
-        dynamic_sampling: Sample further prompts in place of those whose groups teach nothing (DAPO); ``None``: train on
-            every group.
-        oversampling: Share of further groups that are under way: 0.25 begins 10 groups for an iteration of 8, trains on
-            the 8 that are finished first, and drops the rest, whose prompts come first in the next iteration. Saves the
+        success_threshold: A validation sample with at least this reward counts as correct in ``val/pass@k``, which is
+            logged where ``validation_sampling`` takes several samples per prompt.
+        dynamic_sampling: Replace groups without a learning signal by those of further prompts (DAPO); ``None``: train
+            on every group.
+        oversampling: Share of further groups in flight: with 0.25 and an iteration of 8 groups, 10 are started, the 8
+            that finish first are trained on, and the prompts of the others come first in the next iteration. Saves the
             wait for the longest answers, and prefers short ones.
-        max_staleness: Iterations that sampling may be ahead of learning. 0: they take turns. 1 or more: they overlap,
-            in a thread, and samples may be that many iterations old when they are trained on; give the module a
-            ``correction`` for it.
-        in_flight: With ``max_staleness``: new weights do not wait for what is being sampled. It goes on with them from
-            the next token on, and each token knows its version.
-        rollout_timeout: Seconds that the samples of one iteration may take when they are made ahead.
-        alarms: Bounds on metrics, each with what to do; a warning when a run first crosses one. ``None``:
+        max_staleness: Iterations by which sampling may be ahead of learning. 0: they take turns. 1 or more: they
+            overlap, in a thread, and samples may be that many iterations old when they are trained on; give the module
+            a ``correction`` for it.
+        in_flight: With ``max_staleness``: sync weights while the engine generates. It continues with the new ones from
+            the next token on; each token knows its version.
+        rollout_timeout: Seconds that one iteration's samples may take with ``max_staleness``.
+        alarms: Bounds on metrics, each with advice that is logged when a run first crosses it. ``None``:
             ``ROLLOUT_ALARMS``; an empty list: none.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
-            weights were published; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
+            weights were synced; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
 
     Raises:
         TypeError: If ``reward`` cannot be called or ``engine`` is no engine.
@@ -117,179 +117,243 @@ class RolloutCallback(Callback):
         check_number("rollout_timeout", rollout_timeout, above=0, why="it is in seconds")
         check_number("probe_tolerance", probe_tolerance, above=0, optional=True, infinite=True, why="inf is no probe")
         if in_flight and not max_staleness:
-            raise ValueError("in_flight=True publishes while sampling ahead: give max_staleness=1 or more")
+            raise ValueError("in_flight=True syncs weights while the engine generates: give max_staleness=1 or more")
         self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)
         self.timing = Timing()
-        """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` draws it."""
-        self.generation = Generation(engine, reward, self.timing)
-        self.collector = GroupCollector(self.generation, dynamic_sampling, oversampling)
-        self.ahead: AsyncRollouts | None = None
-        """What samples in a thread; ``None``: sampling and learning take turns."""
+        """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` writes a trace of it."""
+        self.max_staleness = max_staleness
+        self.collector = GroupCollector(engine, reward, self.timing, dynamic_sampling, oversampling)
+        self.async_rollouts: AsyncRollouts | None = None
+        """Collects groups in a thread; ``None``: sampling and learning take turns."""
         if max_staleness:
-            self.ahead = AsyncRollouts(self.collector, max_staleness, rollout_timeout, in_flight=in_flight)
+            self.async_rollouts = AsyncRollouts(self.collector, max_staleness, rollout_timeout, in_flight=in_flight)
         self.weight_synchronizer = WeightSynchronizer(engine, probe_tolerance)
         self.iteration = 0
         self.samples: list[Sample] = []
-        """The samples of the current iteration, rewards and all, the same on every rank."""
+        """The samples of the current iteration with their rewards, the same on every rank."""
         self.experience: Experience | None = None
         """The current iteration as prepared by the module, the same on every rank."""
         self.validation_samples: list[Sample] = []
         """The samples of the last validation."""
-        self._trainer: Any | None = None
-        self._inside = False  # an iteration was collected, and not all of it was trained on
+        self._trainer: L.Trainer | None = None
+        self._inside_iteration = False  # an iteration was collected and training on it is not finished
         self._after: dict[str, Any] | None = None  # where the prompts of the next iteration begin
         self._metrics: dict[str, float] = {}
 
-    # ------------------------------------------------------------------ what the loader asks
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> "RolloutCallback":
+        """Find the callback of a Trainer.
+
+        Raises:
+            TypeError: If it has none.
+        """
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, cls):
+                return callback
+        raise TypeError("this callback reads the samples of a RolloutCallback: add one to Trainer(callbacks=[...])")
+
+    # ------------------------------------------------------------------ one iteration, from top to bottom
+
+    def collect(self) -> list[Experience]:
+        """Make the experience of one iteration. A collective, which the loader calls for the first micro-batch.
+
+        Returns:
+            This rank's micro-batches, in order.
+        """
+        trainer = self._attached()
+        self.sync_weights()
+        policy_version = trainer.global_step
+        collected = self.collect_groups()
+        experience = Experience.from_samples(self.samples, temperature=self._training_sampling().temperature or 1.0)
+        plan = plan_iteration(experience, shape_of(trainer, self.group_size), trainer.world_size)
+        with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
+            self.experience = learner_of(trainer).prepare(experience)
+        self._metrics = self._iteration_metrics(collected, policy_version)
+        self._after = collected.after
+        self._inside_iteration = True
+        averaged = trainer.accumulate_grad_batches * trainer.world_size
+        return [micro_batch(self.experience, planned, averaged) for planned in plan[trainer.global_rank]]
+
+    def sync_weights(self) -> None:
+        """Give the engine the current weights, if it has others, and probe that they arrived. A collective."""
+        trainer, rollouts = self._attached(), self.async_rollouts
+        allowed = nullcontext() if rollouts is None else rollouts.updating_weights(trainer)
+        with allowed, self.timing.record("weight_sync", self.iteration):
+            self.weight_synchronizer.sync(trainer)
+
+    def collect_groups(self) -> CollectedGroups:
+        """Draw prompts, generate, score and select; sets :attr:`samples`. A collective.
+
+        :func:`~rlhfkit.rollout.collector.collect_groups` has the order of these steps.
+        """
+        trainer, sampling = self._attached(), self._training_sampling()
+        wanted = shape_of(trainer, self.group_size).sequences // sampling.group_size
+        source = self.collector if self.async_rollouts is None else self.async_rollouts
+        with profiler_of(trainer).profile("rollout.collect_groups"):
+            collected = self._with_weights(lambda: source.collect(trainer, wanted, sampling, self.iteration))
+        if self.async_rollouts is None:
+            self.engine.sleep()  # until the next sync: engines on the ranks' GPUs make room for training
+        self.samples = flatten(collected.groups)
+        if policy_of(trainer).scores_samples and not self.collector.scores_early(trainer):
+            self.collector.add_model_scores(trainer, self.samples, self.iteration)
+        return collected
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move the prompt cursor after the iteration's last micro-batch.
+
+        Not in ``on_train_epoch_end``: a checkpoint saved between the two resumes behind that hook.
+        """
+        if trainer.is_last_batch:
+            assert self._after is not None
+            prompts_of(trainer).set_cursor(self._after)
+            self.iteration += 1
+            self._inside_iteration = False
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the iteration and sync the new weights."""
+        finished = self.iteration - 1
+        # The numbers are the same on every rank; sync_dist only tells Lightning so.
+        pl_module.log_dict(self._metrics, sync_dist=True)
+        pl_module.log_dict(slowest(run_on_all_ranks(lambda: self.timing.metrics(finished))), sync_dist=True)
+        metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
+        if trainer.is_global_zero:
+            self.alarms.check(metrics, finished)
+        if "rollout/reward" in self._metrics:
+            pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
+        self.sync_weights()
+
+    # ------------------------------------------------------------------ parts of an iteration
 
     @property
     def group_size(self) -> int:
         """Samples per prompt in training."""
         return self._training_sampling().group_size
 
+    def batches_per_iteration(self) -> int:
+        """Micro-batches that :meth:`collect` will give this rank."""
+        return shape_of(self._attached(), self.group_size).micro_batches_per_rank
+
     def _training_sampling(self) -> SamplingSpec:
-        """The sampling in force: a few tokens under ``fast_dev_run``."""
-        if self._trainer is not None and self._trainer.fast_dev_run:
+        """The sampling of training; at most 8 tokens under ``fast_dev_run``."""
+        trainer = self._trainer
+        if trainer is not None and trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside its class
             return dataclasses.replace(
                 self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, 8), min_new_tokens=0
             )
         return self.sampling
 
-    def batches_per_iteration(self) -> int:
-        """Micro-batches that :meth:`collect` will give this rank."""
-        return shape_of(self._attached(), self.group_size).micro_batches_per_rank
+    def _with_weights(self, generate: Callable[[], T]) -> T:
+        """Generate; if engines lose their weights meanwhile, sync them and generate again. A collective.
 
-    def collect(self) -> list[Experience]:
-        """Publish if the engine is behind, generate, score, prepare, and split. A collective: all ranks call it alike.
-
-        Returns:
-            This rank's micro-batches of the iteration, in order.
-        """
-        trainer = self._attached()
-        module = trainer.lightning_module
-        shape, sampling = shape_of(trainer, self.group_size), self._training_sampling()
-        self.publish()
-        started = trainer.global_step
-        source = self.collector if self.ahead is None else self.ahead
-        with trainer.profiler.profile("rollout.generate_and_score"):
-            wanted = shape.sequences // sampling.group_size
-            filled = self._with_weights(lambda: source.sample(trainer, wanted, sampling, self.iteration))
-        if self.ahead is None:
-            self.engine.sleep()  # until the next publish: engines on the ranks' GPUs make room for training
-        self.samples = [sample for group in filled.groups for sample in group]
-        if scores_samples(trainer) and not self.collector.scores_early(trainer):
-            with self.timing.record("score", self.iteration):
-                add_model_scores(trainer, self.samples)
-        experience = Experience.from_samples(self.samples, temperature=sampling.temperature or 1.0)
-        plan = deal(experience, shape, trainer.world_size)
-        with trainer.profiler.profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
-            self.experience = module.prepare(experience)
-        probe = {"rollout/probe_difference": self.weight_synchronizer.difference}
-        reward = self.reward
-        of_reward = {} if reward is None else mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
-        shown = iteration_metrics(
-            self.samples, self.experience, rewarded=reward is not None or bool(self.experience.reward_parts)
-        )
-        self._metrics = shown | probe | of_reward | self.collector.metrics(filled)
-        if self.ahead is not None:
-            self._metrics |= staleness_metrics(self.samples, started)
-        self._after = filled.after
-        self._inside = True
-        averaged = trainer.accumulate_grad_batches * trainer.world_size
-        return [micro_batch(self.experience, one, averaged) for one in plan[trainer.global_rank]]
-
-    # ------------------------------------------------------------------ generate and score
-
-    def sample(self, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int) -> list[Sample]:
-        """Scored samples of the prompts, the same list on every rank. A collective.
-
-        Args:
-            prompts: The same on every rank.
-            sampling: How to sample.
-            iteration: Goes into each sample's seed.
-
-        Returns:
-            ``len(prompts) * group_size`` samples, group by group.
-        """
-        return self.generation.sample(self._attached(), prompts, sampling, iteration)
-
-    # ------------------------------------------------------------------ publish
-
-    def publish(self) -> None:
-        """Give the engine the current weights, if it has others, and check that they arrived. A collective."""
-        trainer = self._attached()
-        allowed = nullcontext() if self.ahead is None else self.ahead.publishing(trainer)
-        with allowed, self.timing.record("publish", self.iteration):
-            self.weight_synchronizer.publish(trainer)
-
-    def _with_weights(self, sample: Callable[[], T]) -> T:
-        """Sample; engines that have lost their weights over it get them again, and it begins anew. A collective.
-
-        Samples come out the same, as each has its own seed. There is an end: engines are started again so often and no
-        more, and an error without hope is another one.
+        Samples come out the same, as each has its own seed. It ends, because engines are restarted a limited number of
+        times, after which another error is raised.
         """
         while True:
             try:
-                return sample()
+                return generate()
             except WeightsNeededError as error:
-                log.warning("the engines get the current weights again, and sampling begins anew: %s", error)
+                log.warning(
+                    "weights are synced and sampling starts again, because engines lost their weights: %s", error
+                )
             self.engine.version = None
-            self.publish()
+            self.sync_weights()
 
-    # ------------------------------------------------------------------ hooks
+    def _iteration_metrics(self, collected: CollectedGroups, policy_version: int) -> dict[str, float]:
+        """What is logged of an iteration that was just prepared. A collective."""
+        assert self.experience is not None
+        reward = self.reward
+        metrics = iteration_metrics(
+            self.samples, self.experience, rewarded=reward is not None or bool(self.experience.reward_parts)
+        )
+        metrics["rollout/probe_difference"] = self.weight_synchronizer.difference
+        if reward is not None:
+            metrics |= mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
+        metrics |= self.collector.metrics(collected)
+        if self.async_rollouts is not None:
+            metrics |= staleness_metrics(self.samples, policy_version)
+        return metrics
 
-    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
-        """Check, before anything is loaded, that module, data and sampling fit together."""
+    # ------------------------------------------------------------------ validation
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Generate and score the prompts of a validation batch with the current policy."""
+        if batch_idx == 0 and dataloader_idx == 0:
+            self.validation_samples = []
+        self.sync_weights()
+        prompts = [prompt for share in gather_objects(list(batch)) for prompt in share]
+        with nullcontext() if self.async_rollouts is None else self.async_rollouts.paused(trainer):
+            sampled = self._with_weights(
+                lambda: {
+                    name: self.collector.sample(trainer, prompts, sampling, iteration=-1)
+                    for name, sampling in self._validations.items()
+                }
+            )
+        scores_samples = policy_of(trainer).scores_samples
+        for way, samples in sampled.items():
+            if scores_samples:
+                self.collector.add_model_scores(trainer, samples, iteration=-1)
+            self.validation_samples += samples
+            prefix = f"val/{way}/" if way else "val/"
+            metrics = validation_metrics(
+                samples, success_threshold=self.success_threshold, rewarded=scores_samples or self.reward is not None
+            )
+            for name, (mean, count) in metrics.items():
+                pl_module.log(prefix + name, mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let engines on the ranks' GPUs make room for training."""
+        if self.async_rollouts is None:
+            self.engine.sleep()
+
+    # ------------------------------------------------------------------ start and end
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check that module, data and sampling fit together, before anything is loaded."""
         self._trainer = trainer
         if stage not in ("fit", "validate"):
             return
-        self._inside = False
+        self._inside_iteration = False
         self.engine.version = None  # equal steps of two runs, or of two checkpoints, are not equal weights
-        if not hasattr(trainer.datamodule, "draws"):
-            raise TypeError(
-                "RolloutCallback takes its prompts from a DataModule with draws(): call "
-                "trainer.fit(module, datamodule=PromptDataModule(...))"
-            )
+        prompts_of(trainer)
         for sampling in self._validations.values():
-            check_prompts(trainer, pl_module, self.engine, sampling, validation=True)
+            check_prompts(trainer, policy_of(trainer), self.engine, sampling, validation=True)
         if stage == "fit":
-            check_prompts(trainer, pl_module, self.engine, self._training_sampling())
-            if not callable(getattr(pl_module, "prepare", None)):
-                raise TypeError(
-                    "RolloutCallback trains modules that prepare experience (GRPOModule ...), but "
-                    f"{type(pl_module).__name__} has no prepare(); an SFTModule needs no RolloutCallback"
-                )
-            if self.reward is None and getattr(pl_module, "needs_reward", True):
-                raise ValueError(
-                    f"{type(pl_module).__name__} learns from rewards: give RolloutCallback(reward=...) any function of "
-                    "samples"
-                )
-            check = getattr(pl_module, "check_group_size", None)
-            if check is not None:
-                check(self.sampling.group_size)
-            if self.ahead is not None and self.engine.colocate:
-                raise ValueError(
-                    "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
-                    "max_staleness it would sample in that time: use one"
-                )
-            self._check_logprobs(pl_module)
-            shape_of(trainer, self.group_size)
-            self.collector.check(trainer, ahead=self.ahead is not None)
-            if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
-                raise ValueError(
-                    f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
-                    "PromptDataModule(rollout_batch_size=...) instead"
-                )
+            self._check_fit(trainer)
 
-    def _check_logprobs(self, module: L.LightningModule) -> None:
+    def _check_fit(self, trainer: L.Trainer) -> None:
+        check_prompts(trainer, policy_of(trainer), self.engine, self._training_sampling())
+        module = learner_of(trainer)
+        if self.reward is None and module.needs_reward:
+            raise ValueError(
+                f"{type(module).__name__} learns from rewards: give RolloutCallback(reward=...) any function of samples"
+            )
+        module.check_group_size(self.sampling.group_size)
+        if self.async_rollouts is not None and self.engine.colocate:
+            raise ValueError(
+                "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
+                "max_staleness it would sample in that time: use one"
+            )
+        self._check_logprobs(module)
+        shape_of(trainer, self.group_size)
+        self.collector.check(trainer, in_thread=self.async_rollouts is not None)
+        if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # as above
+            raise ValueError(
+                f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
+                "PromptDataModule(rollout_batch_size=...) instead"
+            )
+
+    def _check_logprobs(self, module: ExperienceLearner) -> None:
         """Refuse to compare log-probs of a truncated distribution with the trainer's, which are of the whole one."""
         comparable = arrange_logprobs(self.engine, self.sampling)
-        if comparable or not getattr(module, "uses_rollout_logprobs", False):
+        if comparable or not module.uses_rollout_logprobs:
             return
-        default = SamplingSpec()
+        default, sampling = dataclasses.asdict(SamplingSpec()), dataclasses.asdict(self.sampling)
         fields = ("temperature", "top_p", "top_k", "min_p", "min_new_tokens")
-        values = {name: getattr(self.sampling, name) for name in fields}
-        changed = [f"{name}={value}" for name, value in values.items() if value != getattr(default, name)]
+        changed = [f"{name}={sampling[name]}" for name in fields if sampling[name] != default[name]]
         raise ValueError(
             f"{type(module).__name__} compares the engine's log-probs with its own (a correction, or a policy loss "
             f"that asks for them), and with SamplingSpec({', '.join(changed)}) {type(self.engine).__name__} does not "
@@ -298,79 +362,25 @@ class RolloutCallback(Callback):
             "LocalEngine"
         )
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Move on to the next prompts with the iteration's last batch.
-
-        Not in ``on_train_epoch_end``: a checkpoint saved between the two resumes behind that hook.
-        """
-        if trainer.is_last_batch:
-            trainer.datamodule.set_cursor(self._after)
-            self.iteration += 1
-            self._inside = False
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        """Log the iteration and publish the new policy."""
-        # The numbers are the same on every rank; sync_dist only tells Lightning so.
-        pl_module.log_dict(self._metrics, sync_dist=True)
-        pl_module.log_dict(slowest(run_on_all_ranks(lambda: self.timing.metrics(self.iteration - 1))), sync_dist=True)
-        metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
-        if trainer.is_global_zero:
-            self.alarms.check(metrics, self.iteration - 1)
-        if "rollout/reward" in self._metrics:
-            pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
-        self.publish()
-
-    def on_validation_batch_start(
-        self, trainer: Any, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Generate and score the prompts of a validation batch with the current policy."""
-        if batch_idx == 0 and dataloader_idx == 0:
-            self.validation_samples = []
-        self.publish()
-        prompts = [prompt for share in gather_objects(list(batch)) for prompt in share]
-        engine_to_itself = nullcontext() if self.ahead is None else self.ahead.held(trainer)
-        with engine_to_itself:
-            sampled = self._with_weights(
-                lambda: {name: self.sample(prompts, way, iteration=-1) for name, way in self._validations.items()}
-            )
-        scored = scores_samples(trainer)
-        for way, samples in sampled.items():
-            if scored:
-                add_model_scores(trainer, samples)
-            self.validation_samples += samples
-            prefix = f"val/{way}/" if way else "val/"
-            metrics = validation_metrics(
-                samples, success_threshold=self.success_threshold, rewarded=scored or self.reward is not None
-            )
-            for name, (mean, count) in metrics.items():
-                pl_module.log(prefix + name, mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
-
-    def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        """Engines on the ranks' GPUs make room for training."""
-        if self.ahead is None:
-            self.engine.sleep()
-
-    def teardown(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
-        """Free the engine when training ends. After ``trainer.validate`` it stays, for whatever comes next."""
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Free the engine when training ends; ``trainer.validate`` leaves it running."""
         if stage == "fit":
             self._close()
 
-    def on_exception(self, trainer: Any, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Free the engine after an error or an interrupt; Lightning calls no ``teardown`` then."""
         self._close()
 
     def _close(self) -> None:
         self.engine.close()
-        if self.ahead is not None:
-            self.ahead.close()
-            self.ahead = self.ahead.fresh()
+        if self.async_rollouts is not None:
+            self.async_rollouts.close()
+            self.async_rollouts = self.async_rollouts.fresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration and its metrics; prompts are the DataModule's to remember, weights the module's."""
+        """The iteration and its metrics; the DataModule saves the prompt cursor, the module the weights."""
         state = {"iteration": self.iteration, "metrics": self._metrics, "after": self._after}
-        if self._inside and self._trainer is not None:
+        if self._inside_iteration and self._trainer is not None:
             state["inside"] = [self._trainer.global_rank, self._trainer.world_size]
         return state
 
@@ -385,7 +395,7 @@ class RolloutCallback(Callback):
         self.samples, self.experience = [], None  # those of an earlier fit are not this iteration's
         self._after = state_dict["after"]
         trainer, inside = self._trainer, state_dict.get("inside")
-        self._inside = inside is not None
+        self._inside_iteration = inside is not None
         if trainer is None or inside is None or trainer.state.fn != TrainerFn.FITTING:
             return
         if not true_on_all_ranks(list(inside) == [trainer.global_rank, trainer.world_size]):
@@ -396,9 +406,7 @@ class RolloutCallback(Callback):
                 "checkpoint of the end of an iteration (ModelCheckpoint(every_n_epochs=...))"
             )
 
-    # ------------------------------------------------------------------ inside
-
-    def _attached(self) -> Any:
+    def _attached(self) -> L.Trainer:
         if self._trainer is None:
             raise RuntimeError("RolloutCallback works inside a Trainer: pass it to Trainer(callbacks=[...])")
         return self._trainer

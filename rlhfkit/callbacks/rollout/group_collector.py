@@ -1,62 +1,256 @@
-"""``GroupCollector``: the groups of an iteration, by whichever ranks have an engine, the same on every rank."""
+"""``GroupCollector``: scored groups for training and validation, the same on every rank.
+
+The order of drawing, generating, scoring and selecting is :func:`~rlhfkit.rollout.collector.collect_groups`; here is
+what each step does with this engine and reward, and which rank does what.
+"""
 
 import logging
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, cast
 
-from rlhfkit.callbacks.rollout.generation import Generation, ScoredStream, grouped
-from rlhfkit.callbacks.rollout.model_scores import add_model_scores, scores_samples
-from rlhfkit.data.types import Prompt, Sample
+import lightning as L
+
+from rlhfkit.callbacks.rollout.timing import Timing
+from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.distributed import run_on_all_ranks
-from rlhfkit.rewards.base import part_names
-from rlhfkit.rollout.collector import CollectedGroups, collect_groups
+from rlhfkit.protocols import policy_of, prompts_of
+from rlhfkit.rewards.base import Reward, part_names, score_samples
+from rlhfkit.rollout.collector import (
+    BatchedGroupStream,
+    CollectedGroups,
+    Group,
+    GroupStream,
+    OneRank,
+    StreamingEngine,
+    collect_groups,
+    flatten,
+)
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
-from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.streams import BatchedGroupStream, GroupStream, StreamingEngine
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
 
 
 class GroupCollector:
-    """Draws prompts, samples, scores and selects.
+    """Generates with one engine, scores, and selects.
 
     Args:
-        generation: Samples and scores.
-        dynamic_sampling: Which groups are worth training on; ``None``: all.
-        oversampling: Further groups that are under way, as a share of those of the iteration.
+        engine: What generates.
+        reward: Scores samples; ``None``: every sample gets 0, for modules that need no reward.
+        timing: Records how long generating and scoring take.
+        dynamic_sampling: Which groups to train on; ``None``: all.
+        oversampling: Further groups in flight, as a share of those of the iteration.
 
     Raises:
-        ValueError: If ``oversampling`` is negative, or the engine cannot drop what is not needed.
+        ValueError: If ``oversampling`` is negative, or the engine cannot drop unfinished groups.
     """
 
-    def __init__(self, generation: Generation, dynamic_sampling: DynamicSampling | None, oversampling: float) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        reward: Reward | None,
+        timing: Timing,
+        dynamic_sampling: DynamicSampling | None = None,
+        oversampling: float = 0.0,
+    ) -> None:
         check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
-        if oversampling and not generation.engine.can_stream:
+        if oversampling and not engine.can_stream:
             raise ValueError(
                 f"oversampling={oversampling:g} drops what is not finished first, and "
-                f"{type(generation.engine).__name__} cannot (can_stream is false): use LocalEngine or VLLMPool, or "
+                f"{type(engine).__name__} cannot (can_stream is false): use LocalEngine or VLLMPool, or "
                 "oversampling=0"
             )
-        self.generation = generation
+        self.engine = engine
+        self.reward = reward
+        self.timing = timing
         self.dynamic_sampling = dynamic_sampling
         self.oversampling = oversampling
 
-    def check(self, trainer: Any, *, ahead: bool = False) -> None:
-        """Raise if this is not possible with this reward, or with so many ranks.
+    # ------------------------------------------------------------------ groups of an iteration, samples of validation
+
+    def collect(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
+        """Collect an iteration's groups from the DataModule's cursor on. A collective.
+
+        Args:
+            trainer: With a DataModule of prompts.
+            wanted: Groups.
+            sampling: How to sample.
+            iteration: Part of each sample's seed.
+        """
+        if self.needs_all_ranks(trainer):
+            return self.collect_here(trainer, wanted, sampling, iteration)
+        parts = run_on_all_ranks(
+            lambda: self.collect_here(trainer, wanted, sampling, iteration) if self.takes_part(trainer) else None,
+        )
+        collected = parts[0]
+        assert collected is not None  # rank 0 takes part
+        return collected
+
+    def collect_here(
+        self,
+        trainer: L.Trainer,
+        wanted: int,
+        sampling: SamplingSpec,
+        iteration: int,
+        *,
+        after: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> CollectedGroups:
+        """Collect an iteration's groups on this rank alone, or together with all ranks (:meth:`needs_all_ranks`).
+
+        Args:
+            trainer: With a DataModule of prompts.
+            wanted: Groups.
+            sampling: How to sample.
+            iteration: Part of each sample's seed.
+            after: Where the draws begin; ``None``: at the DataModule's cursor.
+            group: The ranks' process group; ``None``: the default one.
+        """
+        together, selection = self.needs_all_ranks(trainer), self.dynamic_sampling
+        early, spare = self.scores_early(trainer), math.ceil(self.oversampling * wanted)
+        collected = collect_groups(
+            wanted,
+            prompts_of(trainer).draws(after),
+            self._stream(sampling, iteration, in_batches=together),
+            score=lambda samples: self._score(trainer, samples, iteration),
+            score_together=(lambda samples: self.add_model_scores(trainer, samples, iteration)) if early else None,
+            keep=None if selection is None else selection.accepts,
+            most=None if selection is None else selection.max_rounds * wanted + spare,
+            spare=spare,
+            ranks=RankShares(trainer, shared=self.engine.shared, group=group) if together else OneRank(),
+        )
+        if collected.accepted < wanted:
+            log.warning(
+                "iteration %d: dynamic_sampling accepted only %d of the %d groups that are needed, of %d that were "
+                "sampled; the rest is filled with rejected groups",
+                *(iteration, collected.accepted, wanted, collected.sampled),
+            )
+        return collected
+
+    def sample(
+        self, trainer: L.Trainer, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int
+    ) -> list[Sample]:
+        """Generate and score samples of given prompts. A collective.
+
+        Args:
+            trainer: With the module, whose tokenizer decodes.
+            prompts: The same on every rank.
+            sampling: How to sample.
+            iteration: Part of each sample's seed.
+
+        Returns:
+            ``len(prompts) * group_size`` samples, group by group, the same on every rank.
+        """
+        ranks = RankShares(trainer, shared=self.engine.shared)
+        share = ranks.share(list(prompts))
+
+        def generate_and_score() -> list[Group]:
+            if not share:
+                return []
+            with self.timing.record("generate", iteration):
+                groups = self._generate(share, sampling, iteration)
+            self._score(trainer, flatten(groups), iteration)
+            return groups
+
+        return flatten(ranks.gather(generate_and_score))
+
+    # ------------------------------------------------------------------ generate
+
+    def _stream(self, sampling: SamplingSpec, iteration: int, *, in_batches: bool) -> GroupStream:
+        """Groups as they finish where that helps to select; else all at once, as rewards are faster in batches."""
+        selects = self.dynamic_sampling is not None or self.oversampling
+        stream: GroupStream
+        if self.engine.can_stream and selects and not in_batches:
+            stream = cast(StreamingEngine, self.engine).stream(sampling, iteration=iteration)
+        else:
+            stream = BatchedGroupStream(lambda prompts: self._generate(prompts, sampling, iteration))
+        return TimedStream(stream, self.timing, iteration)
+
+    def _generate(self, prompts: list[Prompt], sampling: SamplingSpec, iteration: int) -> list[Group]:
+        samples = self.engine.generate(prompts, sampling, iteration=iteration)
+        size = sampling.group_size
+        if len(samples) != len(prompts) * size:
+            raise RuntimeError(f"the engine was asked for {len(prompts)} x {size} samples and returned {len(samples)}")
+        return [samples[first : first + size] for first in range(0, len(samples), size)]
+
+    # ------------------------------------------------------------------ score
+
+    def _score(self, trainer: L.Trainer, samples: list[Sample], iteration: int) -> None:
+        """Set texts and rewards of this rank's samples."""
+        token_ids = [sample.token_ids for sample in samples]
+        texts = policy_of(trainer).tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        for sample, text in zip(samples, texts, strict=True):
+            sample.text = text
+        if self.reward is None:
+            for sample in samples:
+                sample.reward = 0.0
+            return
+        with self.timing.record("score", iteration):
+            score_samples(self.reward, samples)
+
+    def add_model_scores(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
+        """Add the scores of a reward model that is a child of the module to the rewards, and as ``model`` to the parts.
+
+        A collective, for the main thread. A sample that the callback's reward could not score keeps no reward.
+
+        Args:
+            trainer: With the module.
+            samples: The same on every rank; changed in place.
+            iteration: That they are a part of.
+
+        Raises:
+            ValueError: If a part of the callback's reward is called ``model`` too.
+        """
+        if not samples:
+            return
+        if any("model" in sample.reward_parts for sample in samples):
+            raise ValueError(
+                "a part of RolloutCallback(reward=...) is called 'model', as the score of the module's reward_model "
+                "is: give it another name"
+            )
+        with self.timing.record("score", iteration):
+            scores = policy_of(trainer).reward_model_scores(Experience.from_samples(samples)).tolist()
+        for sample, score in zip(samples, scores, strict=True):
+            sample.reward_parts["model"] = score
+            if sample.reward is not None:
+                sample.reward += score
+
+    def scores_early(self, trainer: L.Trainer) -> bool:
+        """Whether the module's scores are needed while groups are collected: to select them, or for the curriculum."""
+        if not policy_of(trainer).scores_samples:
+            return False
+        return self.dynamic_sampling is not None or prompts_of(trainer).order_uses_rewards
+
+    # ------------------------------------------------------------------ which ranks
+
+    def needs_all_ranks(self, trainer: L.Trainer) -> bool:
+        """Whether several ranks generate or score together, so that :meth:`collect_here` is a collective."""
+        return trainer.world_size > 1 and (not self.engine.shared or self.scores_early(trainer))
+
+    def takes_part(self, trainer: L.Trainer) -> bool:
+        """Whether this rank calls :meth:`collect_here`."""
+        return trainer.global_rank == 0 or self.needs_all_ranks(trainer)
+
+    # ------------------------------------------------------------------ checks and metrics
+
+    def check(self, trainer: L.Trainer, *, in_thread: bool = False) -> None:
+        """Raise if this cannot work with this reward, module or number of ranks.
 
         Args:
             trainer: With the module and the DataModule.
-            ahead: Whether it happens in a thread beside training.
+            in_thread: Whether groups are collected in a thread beside training.
 
         Raises:
-            ValueError: If dynamic sampling goes by a part that the reward does not have; if the module would have to
-                score in a thread; with oversampling, if every rank has an engine of its own.
+            ValueError: If dynamic sampling goes by a reward part that does not exist; if the module would have to score
+                in a thread; with oversampling, if every rank has an engine of its own.
         """
-        parts = part_names(self.generation.reward)
+        parts = part_names(self.reward)
         if self.dynamic_sampling is not None and parts is not None:
-            self.dynamic_sampling.check_parts([*parts, *(["model"] if scores_samples(trainer) else [])])
-        if ahead and self.scores_early(trainer):
+            self.dynamic_sampling.check_parts([*parts, *(["model"] if policy_of(trainer).scores_samples else [])])
+        if in_thread and self.scores_early(trainer):
             raise ValueError(
                 "dynamic_sampling, and an order of prompts that goes by rewards, need the scores of the module's "
                 "reward_model while samples are made. With max_staleness that is in a thread beside training, which "
@@ -68,114 +262,55 @@ class GroupCollector:
                 f"{trainer.world_size} ranks together score them with the module's reward_model: give the callback a "
                 "ModelReward in place of reward_model, or oversampling=0"
             )
-        if self.oversampling and self.per_rank(trainer):
+        if self.oversampling and self.needs_all_ranks(trainer):
             raise ValueError(
                 f"oversampling={self.oversampling:g} takes the groups that are finished first, and with an engine in "
                 f"each of {trainer.world_size} ranks nobody sees which those are: use a VLLMPool, which all ranks "
                 "share, or oversampling=0"
             )
 
-    def scores_early(self, trainer: Any) -> bool:
-        """Whether the module's scores are needed to choose groups, or for what the DataModule remembers of prompts."""
-        order = getattr(trainer.datamodule, "order", None)
-        remembers = order is not None and getattr(order, "uses_rewards", True)
-        return (remembers or self.dynamic_sampling is not None) and scores_samples(trainer)
-
-    def per_rank(self, trainer: Any) -> bool:
-        """Whether several ranks generate or score together, so that :meth:`fill` is a collective."""
-        return trainer.world_size > 1 and (not self.generation.engine.shared or self.scores_early(trainer))
-
-    def takes_part(self, trainer: Any) -> bool:
-        """Whether this rank calls :meth:`fill`."""
-        return trainer.global_rank == 0 or self.per_rank(trainer)
-
-    def sample(self, trainer: Any, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
-        """Fill an iteration from the DataModule's cursor on. A collective.
-
-        Args:
-            trainer: With a DataModule that has ``draws()``.
-            wanted: Groups.
-            sampling: How to sample.
-            iteration: Goes into each sample's seed.
-        """
-        if self.per_rank(trainer):
-            return self.fill(trainer, wanted, sampling, iteration)
-        parts = run_on_all_ranks(
-            lambda: self.fill(trainer, wanted, sampling, iteration) if self.takes_part(trainer) else None,
-        )
-        filled = parts[0]
-        assert filled is not None  # rank 0 takes part
-        return filled
-
-    def fill(
-        self,
-        trainer: Any,
-        wanted: int,
-        sampling: SamplingSpec,
-        iteration: int,
-        *,
-        after: dict[str, Any] | None = None,
-        group: Any = None,
-    ) -> CollectedGroups:
-        """Fill an iteration on this rank, or, where each has an engine, on all ranks together.
-
-        Args:
-            trainer: With a DataModule that has ``draws()``.
-            wanted: Groups.
-            sampling: How to sample.
-            iteration: Goes into each sample's seed.
-            after: Where the draws begin; ``None``: at the DataModule's cursor.
-            group: The ranks' process group; ``None``: the default one.
-        """
-        selection, spare = self.dynamic_sampling, math.ceil(self.oversampling * wanted)
-        filled = collect_groups(
-            wanted,
-            trainer.datamodule.draws(after),
-            self._stream(trainer, sampling, iteration, group),
-            keep=None if selection is None else selection.accepts,
-            most=None if selection is None else selection.max_rounds * wanted + spare,
-            spare=spare,
-        )
-        if filled.accepted < wanted:
-            log.warning(
-                "iteration %d: only %d of %d groups are worth training on, of %d that were sampled; the rest is filled "
-                "with groups that dynamic_sampling turned down",
-                *(iteration, filled.accepted, wanted, filled.sampled),
-            )
-        return filled
-
-    def _stream(self, trainer: Any, sampling: SamplingSpec, iteration: int, group: Any) -> GroupStream:
-        generation, size = self.generation, sampling.group_size
-        engine: Any = generation.engine
-        early = self.scores_early(trainer)
-
-        def score(samples: list[Sample]) -> None:
-            if early:
-                with generation.timing.record("score", iteration):
-                    add_model_scores(trainer, samples)
-
-        def sample(prompts: list[Prompt]) -> list[list[Sample]]:
-            if self.per_rank(trainer):
-                samples = generation.sample(trainer, prompts, sampling, iteration, group=group)
-            else:
-                samples = generation.sample_here(trainer, prompts, sampling, iteration)
-            score(samples)
-            return grouped(samples, size)
-
-        selects = self.dynamic_sampling is not None or self.oversampling
-        if engine.can_stream and selects and not self.per_rank(trainer):
-            streaming: StreamingEngine = engine
-            stream = streaming.stream(sampling, iteration=iteration)
-            return ScoredStream(stream, generation, trainer, iteration, score)
-        # All at once, and scored all at once: rewards that work in batches are faster so.
-        return BatchedGroupStream(sample)
-
-    def metrics(self, filled: CollectedGroups) -> dict[str, float]:
-        """What selecting has done, as far as there was any."""
+    def metrics(self, collected: CollectedGroups) -> dict[str, float]:
+        """Fractions of groups that were accepted and dropped, where groups are selected."""
         metrics = {}
         if self.dynamic_sampling is not None:
-            metrics["rollout/accepted_fraction"] = filled.accepted / max(filled.sampled, 1)
-            metrics["rollout/reward_before_selection"] = filled.reward
+            metrics["rollout/accepted_fraction"] = collected.accepted / max(collected.sampled, 1)
+            metrics["rollout/reward_before_selection"] = collected.reward
         if self.oversampling:
-            metrics["rollout/dropped_fraction"] = filled.requeue / (filled.requeue + filled.sampled)
+            metrics["rollout/dropped_fraction"] = collected.requeued / (collected.requeued + collected.sampled)
         return metrics
+
+
+class RankShares:
+    """Ranks with an engine each generate for every n-th prompt; where one engine is shared, rank 0 does it for all."""
+
+    def __init__(self, trainer: L.Trainer, *, shared: bool, group: Any = None) -> None:
+        self._trainer = trainer
+        self._shared = shared
+        self._group = group
+
+    def share(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts that this rank generates for."""
+        if self._shared:
+            return prompts if self._trainer.global_rank == 0 else []
+        return prompts[self._trainer.global_rank :: self._trainer.world_size]
+
+    def gather(self, step: Callable[[], list[Group]]) -> list[Group]:
+        """Run a step on every rank; the groups of all ranks in the order of their prompts. A collective."""
+        parts = run_on_all_ranks(step, group=self._group)
+        return [group for turn in zip_longest(*parts) for group in turn if group is not None]
+
+
+class TimedStream:
+    """A stream that records how long it is waited for."""
+
+    def __init__(self, stream: GroupStream, timing: Timing, iteration: int) -> None:
+        self._timing = timing
+        self._iteration = iteration
+        self._stream = stream
+        self.submit = stream.submit
+        self.close = stream.close
+
+    def collect(self, most: int) -> list[Group]:
+        """Wait until a group is finished."""
+        with self._timing.record("generate", self._iteration):
+            return self._stream.collect(most)

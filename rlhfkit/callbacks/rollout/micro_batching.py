@@ -1,27 +1,29 @@
-"""An iteration's experience as micro-batches: which update trains on which row, and which rank computes it."""
+"""Divide an iteration's experience into micro-batches: which update trains on which row, on which rank."""
 
 import dataclasses
 from functools import partial
-from typing import Any
+
+import lightning as L
 
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_micro_batches, split_groups_by_tokens
 from rlhfkit.data.types import Experience
+from rlhfkit.protocols import prompts_of
 
 
-def shape_of(trainer: Any, group_size: int) -> IterationShape:
-    """How an iteration divides into updates and micro-batches.
+def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
+    """How an iteration divides into updates and micro-batches; under ``fast_dev_run`` n micro-batches of one group.
 
     Args:
-        trainer: With a DataModule that says ``rollout_batch_size`` and ``micro_batch_size``.
+        trainer: With a DataModule of prompts.
         group_size: Samples per prompt.
 
     Raises:
-        ValueError: If it does not divide.
+        ValueError: If the sizes do not divide.
     """
-    data = trainer.datamodule
-    smoke = int(trainer.fast_dev_run)
-    if smoke:  # that many micro-batches of one group each
-        return IterationShape(smoke * trainer.world_size * group_size, smoke, smoke)
+    fast = int(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by Lightning outside its class
+    if fast:
+        return IterationShape(fast * trainer.world_size * group_size, fast, fast)
+    data = prompts_of(trainer)
     return iteration_shape(
         data.rollout_batch_size,
         group_size,
@@ -31,12 +33,12 @@ def shape_of(trainer: Any, group_size: int) -> IterationShape:
     )
 
 
-def deal(experience: Experience, shape: IterationShape, ranks: int) -> list[list[MicroBatch]]:
-    """Micro-batches of every rank; notes in the experience which update trains on which row.
+def plan_iteration(experience: Experience, shape: IterationShape, ranks: int) -> list[list[MicroBatch]]:
+    """Choose the rows of every rank's micro-batches, of nearly equal tokens, samples of a prompt side by side.
 
     Args:
-        experience: Of the whole iteration.
-        shape: How it divides.
+        experience: Of the whole iteration; its ``update`` is set in place.
+        shape: How the iteration divides.
         ranks: That train.
     """
     lengths = experience.lengths.tolist()
@@ -54,25 +56,25 @@ def deal(experience: Experience, shape: IterationShape, ranks: int) -> list[list
         ),
     )
     for share in plan:
-        for micro_batch in share:
-            experience.update[micro_batch.rows] = micro_batch.update
+        for planned in share:
+            experience.update[planned.rows] = planned.update
     return plan
 
 
-def micro_batch(experience: Experience, one: MicroBatch, averaged: int) -> Experience:
+def micro_batch(experience: Experience, planned: MicroBatch, averaged: int) -> Experience:
     """The rows of one micro-batch, with the counts of its whole optimizer step.
 
     Args:
         experience: Of the whole iteration, prepared by the module.
-        one: Which rows.
+        planned: Which rows.
         averaged: Micro-batches of an optimizer step, of all ranks.
     """
-    whole = experience.action_mask[experience.update == one.update]
-    batch = experience.select(one.rows)
+    whole = experience.action_mask[experience.update == planned.update]
+    batch = experience.select(planned.rows)
     return dataclasses.replace(
         batch,
         # In the first update the policy is still the one that sampled: its own log-probs are the old ones.
-        old_logprobs=None if one.update == 0 else batch.old_logprobs,
+        old_logprobs=None if planned.update == 0 else batch.old_logprobs,
         step_tokens=float(whole.sum()),
         step_sequences=float(whole.any(-1).sum()),
         step_micro_batches=averaged,

@@ -1,37 +1,41 @@
-"""A look at all prompts before a run begins: one that is too long would stop it in the iteration that draws it."""
+"""Check all prompts before a run: one that is too long would stop it in the iteration that draws it."""
 
 from typing import Any
 
-from rlhfkit.models.load import base_model_name, load_config, stop_token_ids
+import lightning as L
+
+from rlhfkit.models.load import base_model_name, context_length, load_config, stop_token_ids
+from rlhfkit.protocols import ChecksPrompts, GenerativeModule, datamodule_of
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.prompt_room import longest_prompt
 
 
 def check_prompts(
-    trainer: Any, module: Any, engine: RolloutEngine, sampling: SamplingSpec, *, validation: bool = False
+    trainer: L.Trainer,
+    module: GenerativeModule,
+    engine: RolloutEngine,
+    sampling: SamplingSpec,
+    *,
+    validation: bool = False,
 ) -> None:
-    """Have the DataModule check its prompts against what will generate.
+    """Have the DataModule check its prompts against the model and engine that will answer them.
 
-    DataModules without a method ``check_prompts``, streams among them, have theirs checked when they are drawn.
+    DataModules that cannot (:class:`~rlhfkit.protocols.ChecksPrompts`) have their prompts checked when they are drawn.
 
     Args:
-        trainer: Of the run; its DataModule is open.
-        module: Being trained; its ``model_name`` says which model generates.
+        trainer: Of the run; its DataModule is set up.
+        module: With the policy.
         engine: What generates.
-        sampling: How is sampled.
+        sampling: How to sample.
         validation: Check the prompts of validation, if there are any, instead of those of training.
 
     Raises:
         ValueError: If a prompt leaves no room for an answer or has a token that the model does not know, or nothing
             would end an answer.
     """
-    check = getattr(trainer.datamodule, "check_prompts", None)
-    model = getattr(module, "model_name", None)
-    if check is None or not isinstance(model, str) or engine.recorded:
+    data = datamodule_of(trainer)
+    if not isinstance(data, ChecksPrompts) or engine.recorded or (validation and not data.has_validation_prompts):
         return
-    if validation and getattr(trainer.datamodule, "validation_data", None) is None:
-        return
-    trusted = bool(getattr(module, "trust_remote_code", False))
+    model, trusted = module.model_name, module.trust_remote_code
     config = load_config(model, trust_remote_code=trusted)
     stops = stop_token_ids(base_model_name(model), module.tokenizer, trust_remote_code=trusted)
     if not (stops or sampling.stop or sampling.stop_token_ids):
@@ -50,4 +54,22 @@ def check_prompts(
             "longer context"
         )
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-    check(longest=longest, reason=reason, vocabulary=vocabulary, validation=validation)
+    data.check_prompts(longest=longest, reason=reason, vocabulary=vocabulary, validation=validation)
+
+
+def longest_prompt(engine: RolloutEngine, config: Any, sampling: SamplingSpec) -> tuple[int, str] | None:
+    """Tokens that a prompt may have so that the engine can answer it, and why; ``None``: any number.
+
+    Args:
+        engine: What generates.
+        config: Of the model, of Transformers.
+        sampling: How to sample.
+    """
+    limits = {"the model's context": context_length(config), "the engine's max_model_len": engine.max_model_len}
+    answer = 1 if engine.shortens_answers else sampling.max_new_tokens
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    if not known:
+        return None
+    name = min(known, key=lambda one: known[one])
+    room = f"{name} of {known[name]} less max_new_tokens {answer}" if answer > 1 else f"{name} of {known[name]}"
+    return known[name] - answer, room

@@ -1,11 +1,11 @@
-"""``WeightSynchronizer``: the policy's weights into the engine, and the proof that they arrived."""
+"""``WeightSynchronizer``: copy the policy's weights to the engine, and prove that they arrived."""
 
-from typing import Any
-
+import lightning as L
 import torch
 
 from rlhfkit.distributed import run_on_all_ranks, true_on_all_ranks
 from rlhfkit.models.load import base_model_name, precision_dtype
+from rlhfkit.protocols import GenerativeModule, policy_of, profiler_of
 from rlhfkit.rollout.engine import DrainableWeights, RolloutEngine
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -14,7 +14,7 @@ _PROBE_LENGTH = 32
 
 
 class WeightSynchronizer:
-    """Publishes to one engine, and probes it afterwards: equal parameters do not prove equal models.
+    """Syncs the weights to one engine, and probes it afterwards: equal parameters do not prove equal models.
 
     Args:
         engine: What generates.
@@ -26,27 +26,27 @@ class WeightSynchronizer:
         self.engine = engine
         self.tolerance = tolerance
         self.difference = 0.0
-        """Largest difference of log-probs that the last probe has seen."""
+        """Largest difference of log-probs in the last probe."""
 
-    def publish(self, trainer: Any) -> None:
-        """Give the engine the current weights, if it has others, and check that they arrived. A collective.
+    def sync(self, trainer: L.Trainer) -> None:
+        """Give the engine the current weights, if it has others, and probe it. A collective.
 
         Args:
-            trainer: Its module has ``policy``; its ``global_step`` is the version.
+            trainer: Its module has the policy; its ``global_step`` is the version of the weights.
 
         Raises:
             RuntimeError: If the engine's log-probs of a fixed sequence differ from the trainer's.
         """
         from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
-        module = trainer.lightning_module
+        module = policy_of(trainer)
         dtype = precision_dtype(trainer.precision, compute=True)
         version = trainer.global_step
         if true_on_all_ranks(self.engine.version == version):
-            if self.engine.colocate:  # asleep since the policy learned, if it sleeps with its weights
+            if self.engine.colocate:  # it may sleep since the policy learned, with its weights
                 run_on_all_ranks(self.engine.wake)
             return
-        with trainer.profiler.profile("rollout.publish"):
+        with profiler_of(trainer).profile("rollout.sync_weights"):
             run_on_all_ranks(
                 lambda: self.engine.start(
                     base_model_name(module.model_name),
@@ -56,7 +56,7 @@ class WeightSynchronizer:
             )
             weights = DrainableWeights(ModuleWeights(module.policy, dtype=dtype))
             run_on_all_ranks(lambda: self._load(weights, version))
-        self._probe(trainer, dtype)
+        self._probe(trainer, module, dtype)
 
     def _load(self, weights: DrainableWeights, version: int) -> None:
         try:
@@ -64,13 +64,12 @@ class WeightSynchronizer:
         finally:
             weights.drain()
 
-    def _probe(self, trainer: Any, dtype: torch.dtype) -> None:
+    def _probe(self, trainer: L.Trainer, module: GenerativeModule, dtype: torch.dtype) -> None:
         tolerance = self.tolerance
         if tolerance is None:
             tolerance = _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
         if tolerance == float("inf") or not self.engine.can_score:
             return
-        module = trainer.lightning_module
         vocabulary = len(module.tokenizer)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (1, min(_PROBE_LENGTH, vocabulary)), generator=generator)
@@ -83,9 +82,9 @@ class WeightSynchronizer:
 
         self.difference = worst = max(run_on_all_ranks(difference))
         if not worst <= tolerance:
-            self.engine.version = None  # nothing is sampled from weights that are not the policy's
+            self.engine.version = None  # nothing may be sampled from weights that are not the policy's
             raise RuntimeError(
-                f"after publishing version {trainer.global_step} the engine's log-probs differ from the trainer's by "
+                f"after syncing version {trainer.global_step} the engine's log-probs differ from the trainer's by "
                 f"{worst:.3g}, more than probe_tolerance={tolerance:g}: the weights did not arrive, or the two run "
                 "different models (type, attention); a larger RolloutCallback(probe_tolerance=...) accepts it"
             )

@@ -17,11 +17,11 @@ from torch import nn
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.models.attention.families import use_own_attention
 from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
+from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
 from rlhfkit.rollout.local.caching import cache_problem
 from rlhfkit.rollout.local.generator import Completed, Decoding
 from rlhfkit.rollout.local.read_write_lock import ReadWriteLock
-from rlhfkit.rollout.streams import sample_all
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class LocalEngine(RolloutEngine):
         return sample_all(self.stream(sampling, iteration=iteration), prompts)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
-        """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`."""
+        """Groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
         with self._weights():  # there are some
             return LocalStream(self, sampling, iteration)
 
@@ -202,7 +202,7 @@ class LocalEngine(RolloutEngine):
 
 
 class LocalStream:
-    """Groups of a :class:`LocalEngine` as they are finished; a :class:`~rlhfkit.rollout.streams.GroupStream`.
+    """Groups of a :class:`LocalEngine` as they are finished; a :class:`~rlhfkit.rollout.collector.GroupStream`.
 
     Completions are generated side by side in batches. What is submitted during a batch waits for the next one.
 
@@ -224,7 +224,7 @@ class LocalStream:
         self._complete: list[int] = []
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`.
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`.
 
         Raises:
             RequestError: If a prompt cannot be sampled.
@@ -238,7 +238,7 @@ class LocalStream:
         self._waiting.sort(key=lambda job: (-len(self._prompts[job[0]].token_ids), job))
 
     def collect(self, most: int) -> list[list[Sample]]:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
         while not self._complete:
             ended = next(self._running, None)
             if ended is not None:
@@ -264,5 +264,5 @@ class LocalStream:
                 self._complete.append(place)
 
     def close(self) -> None:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
         self._waiting, self._complete, self._samples, self._running = [], [], {}, iter(())

@@ -12,7 +12,7 @@ from rlhfkit.rollout.vllm.actor import Completion
 
 
 class PoolStream:
-    """A :class:`~rlhfkit.rollout.streams.GroupStream` over a manager: engines work on all that was submitted at once.
+    """A :class:`~rlhfkit.rollout.collector.GroupStream` over a manager: engines work on all that was submitted at once.
 
     Args:
         manager: The engines.
@@ -45,7 +45,7 @@ class PoolStream:
         self._complete: list[int] = []
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`.
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`.
 
         Raises:
             RequestError: If a prompt cannot be sampled; nothing is sent then.
@@ -58,7 +58,7 @@ class PoolStream:
             self._parts[self._jobs.add(requests)] = (first + row, indices)
 
     def collect(self, most: int) -> list[list[Sample]]:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`.
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`.
 
         Raises:
             RequestError: If vLLM refuses a request.
@@ -86,7 +86,7 @@ class PoolStream:
             self._complete.append(place)
 
     def close(self) -> None:
-        """See :class:`~rlhfkit.rollout.streams.GroupStream`."""
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
         self._jobs.close()
         self._complete, self._samples = [], {}
 

@@ -20,12 +20,12 @@ import torch
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import gather_objects, get_rank, run_on_all_ranks
+from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.gpu_reservation import Reservation
 from rlhfkit.rollout.remote.placement import ActorPlacement, DedicatedPlacement, RankLocation, beside_ranks, my_seat
 from rlhfkit.rollout.remote.stream import PoolStream
-from rlhfkit.rollout.streams import sample_all
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment
@@ -408,7 +408,7 @@ class VLLMPool(RolloutEngine):
         return sample_all(self.stream(sampling, iteration=iteration), prompts)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> PoolStream:
-        """Groups as they are finished; see :class:`~rlhfkit.rollout.streams.StreamingEngine`. Rank 0, any thread.
+        """Groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`. Rank 0, any thread.
 
         Raises:
             ValueError: If vLLM cannot sample at this temperature.

@@ -13,8 +13,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
+from rlhfkit.rollout.collector import BatchedGroupStream
 from rlhfkit.rollout.local.read_write_lock import ReadWriteLock
-from rlhfkit.rollout.streams import BatchedGroupStream
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
 
