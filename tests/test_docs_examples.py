@@ -1,4 +1,4 @@
-"""What the pages show must exist: names, arguments, commands, links, files. Read with ``ast``; nothing is run."""
+"""What pages, tutorials and benchmarks use must exist: names, arguments, commands, links, files. Nothing is run."""
 
 import ast
 import builtins
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
 import rlhfkit
@@ -17,6 +18,12 @@ from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = [
+    path
+    for folder in ("tutorials", "benchmarks", "docs")
+    for path in sorted((ROOT / folder).iterdir())
+    if path.suffix in (".py", ".ipynb")
+]
 PACKAGES = (
     "callbacks",
     "checkpoints",
@@ -35,9 +42,10 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 DOTTED = re.compile(r"(?<![\w/.])rlhfkit(?:\.[A-Za-z_]\w*)+")
-FILE = re.compile(r"\b(?:tutorials|tests|benchmarks|docs|requirements)/[\w./-]+\.\w+")
+FILE = re.compile(r"\b(?:tutorials|tests|benchmarks|docs|requirements|rlhfkit)/[\w./-]+\.\w+")
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+every_source = pytest.mark.parametrize("page", [*PAGES, *PROGRAMS], ids=lambda page: page.name)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -102,11 +110,17 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def trees(page: Path) -> list[ast.Module]:
-    """The Python of a page, block by block; names of earlier blocks are known in later ones."""
-    return [ast.parse(block, filename=page.name) for block in blocks(page, "python")]
+    """The Python of a page, notebook or program, block by block; names of earlier blocks are known in later ones."""
+    if page.suffix == ".py":
+        sources = [page.read_text(encoding="utf-8")]
+    elif page.suffix == ".ipynb":
+        sources = [cell.source for cell in nbformat.read(page, as_version=4).cells if cell.cell_type == "code"]
+    else:
+        sources = blocks(page, "python")
+    return [ast.parse(source, filename=page.name) for source in sources]
 
 
-@every_page
+@every_source
 def test_python_compiles_and_what_it_imports_exists(page: Path) -> None:
     for tree in trees(page):
         for dotted, _ in imports(tree):
@@ -129,7 +143,7 @@ def test_names_of_ours_are_imported_before_they_are_used(page: Path) -> None:
     assert missing == []
 
 
-@every_page
+@every_source
 def test_calls_fit_the_signatures(page: Path) -> None:
     known: dict[str, Any] = {}
     complaints = []

@@ -144,3 +144,13 @@ def test_every_constructor_argument_of_a_tutorial_is_reachable(name: str, capsys
     ]:
         wanted = {name for name in inspect.signature(made).parameters if name != "kwargs"}
         assert wanted <= set(given), made
+
+
+def test_the_tutorials_vllm_settings_go_over_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(ROOT / "tutorials" / name) for name in ("grpo_arithmetic.yaml", "grpo_arithmetic_vllm.yaml")]
+    with pytest.raises(SystemExit):
+        run(["fit", "--config", files[0], "--config", files[1], "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["callbacks"][0]["init_args"]["engine"]["class_path"] == "rlhfkit.VLLMPool"
+    assert printed["trainer"]["max_epochs"] == 150
+    assert printed["model"]["init_args"]["lr"] == 5e-4
