@@ -157,6 +157,11 @@ def is_sharded(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Shape of the whole parameter, also while ZeRO stage 3 shards it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 @contextmanager
 def full_parameters(parameters: Iterable[nn.Parameter], *, modifier_rank: int | None = None) -> Iterator[None]:
     """Give ZeRO-3 parameters their full values inside the context; others are left as they are. A collective.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import lightning as L
 
 from rlhfkit.data.batch import collate_tokens
-from rlhfkit.data.loaders.steps import CountedRows, StepLoader
+from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.datamodules.tokenization.cache import TokenCache
 from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.tokenization.columns import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
@@ -157,9 +157,9 @@ class SFTDataModule(L.LightningDataModule):
         self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
         self.token_cache = TokenCache(cache_dir, num_proc)
-        self.examples: CountedRows | None = None
+        self.examples: TokenizedDataset | None = None
         """The training examples, after ``setup``."""
-        self.validation_examples: CountedRows | None = None
+        self.validation_examples: TokenizedDataset | None = None
         """The validation examples, after ``setup``."""
 
     def prepare_data(self) -> None:
@@ -193,7 +193,7 @@ class SFTDataModule(L.LightningDataModule):
     def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.tokenizer, None if self.trainer is None else self.trainer.lightning_module)
 
-    def _build(self, source: Source, split: str, tokenizer: Any) -> CountedRows:
+    def _build(self, source: Source, split: str, tokenizer: Any) -> TokenizedDataset:
         """Read a source and tokenise it; override for other columns."""
         rows = read_rows(source, split=split, subset=self.subset)
         named = {"messages": self.messages, "prompt": self.prompt, "completion": self.completion, "text": self.text}
@@ -249,7 +249,7 @@ class SFTDataModule(L.LightningDataModule):
         """Micro-batches of ``data``; on one rank and without a token budget, its rows in their order."""
         return self._loader(self.examples, accumulate=1, shuffle=False)
 
-    def _loader(self, examples: CountedRows | None, **arguments: Any) -> StepLoader[Any]:
+    def _loader(self, examples: TokenizedDataset | None, **arguments: Any) -> StepLoader[Any]:
         trainer = self._attached_trainer()
         if examples is None:
             raise RuntimeError(f"the data is not open yet: call {type(self).__name__}.setup() first (the Trainer does)")
@@ -265,7 +265,7 @@ class SFTDataModule(L.LightningDataModule):
             **arguments,
         )
 
-    def _step_loader(self, examples: CountedRows, **arguments: Any) -> StepLoader[Any]:
+    def _step_loader(self, examples: TokenizedDataset, **arguments: Any) -> StepLoader[Any]:
         """Make the loader; override for batches of another kind."""
         return StepLoader(examples, collate_tokens, **arguments)
 

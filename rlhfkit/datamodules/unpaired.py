@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from rlhfkit.data.formats.unpaired import UnpairedExamples, UnpairedLoader, collate_unpaired
-from rlhfkit.data.loaders.steps import CountedRows
+from rlhfkit.data.loaders.steps import TokenizedDataset
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.columns import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
 from rlhfkit.datamodules.tokenization.mixture import Sources
@@ -93,7 +93,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         micro_batches = len(self._loader(self.validation_examples, accumulate=1, shuffle=False))
         return self._loader(self.validation_examples, accumulate=micro_batches, shuffle=False)
 
-    def _step_loader(self, examples: CountedRows, **arguments: Any) -> UnpairedLoader:
+    def _step_loader(self, examples: TokenizedDataset, **arguments: Any) -> UnpairedLoader:
         return UnpairedLoader(examples, collate_unpaired, **arguments)
 
 

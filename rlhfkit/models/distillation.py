@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from rlhfkit.distributed import is_sharded
-from rlhfkit.models.forward import NO_ROUTER, TokenizedBatch, model_inputs, replaced_head, require_kept_apart, unwrap
+from rlhfkit.models.forward import NO_ROUTER, TokenizedBatch, check_packing, model_inputs, replaced_head, unwrap
 from rlhfkit.models.output_logits import output_logits
 
 TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
@@ -50,7 +50,7 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, pac
     known = output_logits(bare)
     if known is None:
         logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
-        require_kept_apart(model, inputs)
+        check_packing(model, inputs)
         return lambda part: (logits[part], None)
     layer = cast(Any, bare).get_output_embeddings()
     kept: dict[str, Any] = {}
@@ -60,12 +60,12 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, pac
         # A ZeRO-3 shard is whole only while its layer runs, so it is copied.
         kept["weight"] = layer.weight.clone() if is_sharded(layer.weight) else layer.weight
         kept["bias"], kept["dtype"] = layer.bias, rows.dtype
-        return known.hide(rows)
+        return known.encode(rows)
 
     with replaced_head(bare, select):
         output = model(**inputs, use_cache=False).logits
-    require_kept_apart(model, inputs)
-    rows = known.reveal(output, kept["dtype"])
+    check_packing(model, inputs)
+    rows = known.decode(output, kept["dtype"])
     return lambda part: (known.apply(linear(rows[part], kept["weight"], kept["bias"])), None)
 
 
@@ -114,7 +114,7 @@ def compare_logits(
         inputs["output_router_logits"] = True
     if known is None:
         output = model(**inputs, use_cache=False)
-        require_kept_apart(model, inputs)
+        check_packing(model, inputs)
         return _result(
             compared(output.logits.flatten(0, 1)[positions], lambda rows: rows), output, bare, router_aux_loss
         )
@@ -125,12 +125,12 @@ def compare_logits(
         rows = hidden.flatten(0, 1)[positions]
         found = compared(rows, lambda rows: known.apply(linear(rows, layer.weight, layer.bias)))
         dtype = found.dtype
-        return known.hide(found)
+        return known.encode(found)
 
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
-    require_kept_apart(model, inputs)
-    return _result(known.reveal(output.logits, dtype), output, bare, router_aux_loss)
+    check_packing(model, inputs)
+    return _result(known.decode(output.logits, dtype), output, bare, router_aux_loss)
 
 
 def _result(values: Tensor, output: Any, bare: nn.Module, router_aux_loss: bool) -> Comparison:

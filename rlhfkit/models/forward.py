@@ -100,7 +100,7 @@ def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -
     return inputs, torch.arange(real.numel(), device=real.device).view(real.shape)
 
 
-def require_kept_apart(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Make sure after a forward pass that someone has kept the sequences of a packed row apart.
 
     Args:
@@ -183,7 +183,7 @@ def _chosen(
         if values:
             raise ValueError(NO_VALUE_HEAD.format(type(bare).__name__))
         output = model(**inputs, use_cache=False)
-        require_kept_apart(model, inputs)
+        check_packing(model, inputs)
         logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
         chosen = torch.stack([column for column in dense if column is not None], -1)
@@ -209,12 +209,12 @@ def _chosen(
             columns.append(getattr(bare, VALUE_HEAD)(selected)[:, 0])
         stacked = torch.stack(columns, -1)
         dtype = stacked.dtype
-        return known.hide(stacked)
+        return known.encode(stacked)
 
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
-    require_kept_apart(model, inputs)
-    return known.reveal(output.logits, dtype), getattr(output, "aux_loss", None)
+    check_packing(model, inputs)
+    return known.decode(output.logits, dtype), getattr(output, "aux_loss", None)
 
 
 NO_ROUTER = "{} has no router whose load could be balanced: use router_aux_loss_coef=0"

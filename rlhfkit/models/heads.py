@@ -18,8 +18,8 @@ from rlhfkit.models.forward import (
     VALUE_HEAD,
     TokenizedBatch,
     backbone_router_loss,
+    check_packing,
     model_inputs,
-    require_kept_apart,
     unwrap,
 )
 from rlhfkit.models.load import (
@@ -27,7 +27,7 @@ from rlhfkit.models.load import (
     choose_attention,
     disable_dropout,
     existing_name,
-    keep_layout,
+    keep_4bit_layout,
     pretrained_arguments,
 )
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora
@@ -139,9 +139,9 @@ class ScalarModel(nn.Module):
         model = cast(Any, self.model)
         more = {"output_router_logits": True} if router_aux_loss else {}
         output = model.base_model(**inputs, **more, use_cache=False)
-        require_kept_apart(model, inputs)
+        check_packing(model, inputs)
         outputs = model.score(output.last_hidden_state.flatten(0, 1)[positions])
-        chosen = outputs[:, 0] if outputs.shape[-1] == 1 else outputs[:, 1] - outputs[:, 0]
+        chosen: Tensor = outputs[:, 0] if outputs.shape[-1] == 1 else outputs[:, 1] - outputs[:, 0]
         if not router_aux_loss:
             return chosen
         logits = getattr(output, "router_logits", None)
@@ -222,7 +222,7 @@ def load_scalar_model(
     config.num_labels = 2 if stepwise else 1
     loaded: Any = classifier_class(config, stepwise=stepwise).from_pretrained(name, **arguments)
     choose_attention(loaded, attention)
-    keep_layout(loaded)
+    keep_4bit_layout(loaded)
     model = ScalarModel(loaded)
     if is_new:
         _initialize(cast(nn.Linear, loaded.score), head_std)

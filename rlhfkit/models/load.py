@@ -44,7 +44,7 @@ def quantization_config(quantization: Quantization, dtype: torch.dtype) -> Any:
     )
 
 
-def keep_layout(model: nn.Module) -> None:
+def keep_4bit_layout(model: nn.Module) -> None:
     """Let weights in 4 bits stay as they are in eval mode.
 
     bitsandbytes 0.50 rearranges them in place for inference on CPUs with AVX512-BF16, and does not undo it when the
@@ -242,7 +242,7 @@ def load_causal_lm(
         base, **pretrained_arguments(base, dtype, attention, quantization, trust_remote_code)
     )
     choose_attention(model, attention)
-    keep_layout(model)
+    keep_4bit_layout(model)
     if base != name:
         load_adapter(model, name)
     elif lora is not None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.distributed import full_shape
 from rlhfkit.validation import check_integer, check_number
 
 INITS: dict[str, bool | str] = {"kaiming": True, "gaussian": "gaussian", "orthogonal": "orthogonal"}
@@ -196,7 +197,7 @@ def _expert_weights(model: nn.Module) -> list[str]:
     found = set()
     for name, module in model.named_modules():
         if "expert" in type(module).__name__.lower():
-            whole = {key: getattr(one, "ds_shape", one.shape) for key, one in module.named_parameters(recurse=False)}
+            whole = {key: full_shape(one) for key, one in module.named_parameters(recurse=False)}
             found |= {f"{name.rpartition('.')[2]}.{key}" for key, shape in whole.items() if len(shape) == 3}
     return sorted(found)
 
@@ -242,7 +243,7 @@ def has_adapter(model: nn.Module) -> bool:
     return bool(adapter_layers(model))
 
 
-def remember_start(model: nn.Module) -> None:
+def save_initial_adapter(model: nn.Module) -> None:
     """Keep a frozen copy of adapters that were trained before, so that :func:`adapter_disabled` gives them back.
 
     Args:
@@ -269,7 +270,7 @@ def remember_start(model: nn.Module) -> None:
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
     """Let a model with adapters be what it was before training, for a while: its own reference model.
 
-    The adapters are skipped, or replaced by the copy that :func:`remember_start` has kept. No weight moves and nothing
+    The adapters are skipped, or replaced by the copy of :func:`save_initial_adapter`. No weight moves and nothing
     is gathered; it works inside DeepSpeed engines. Not for backward passes.
 
     Example::
@@ -300,7 +301,7 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
             layer._active_adapter, layer._disable_adapters = active, disabled
 
 
-def frozen_beside_adapters(model: nn.Module) -> set[str]:
+def frozen_weight_names(model: nn.Module) -> set[str]:
     """Names of the weights that the adapters leave as they were loaded; empty for a model without adapters.
 
     Args:

@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.distributed import full_shape
+
 log = logging.getLogger(__name__)
 
 _TOKENS = 2
@@ -43,22 +45,22 @@ class OutputLogits(NamedTuple):
             return raw if self.scale == 1.0 else raw * self.scale
         return (raw * (self.scale / self.softcap)).tanh() * self.softcap
 
-    def hide(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor) -> Tensor:
         """Prepare numbers that are no logits to pass through the model's own code behind the output layer.
 
         Args:
             values: Any shape, finite.
 
         Returns:
-            Float32 at least, from which :meth:`reveal` makes ``values`` again once the model has returned them.
+            Float32 at least, from which :meth:`decode` makes ``values`` again once the model has returned them.
         """
         if self.is_plain:
             return values
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values * (_TINY[values.dtype] / self.scale)
 
-    def reveal(self, output: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers that :meth:`hide` has prepared, after the model's own code, in their type again."""
+    def decode(self, output: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers that :meth:`encode` has prepared, after the model's own code, in their type again."""
         return output if self.is_plain else (output / _TINY[output.dtype]).to(dtype)
 
 
@@ -97,7 +99,7 @@ def _find(model: nn.Module) -> OutputLogits | None:
     if type(layer).forward is not nn.Linear.forward or len(backbones) != 1:
         return None
     weight = layer.weight
-    vocabulary, width = getattr(weight, "ds_shape", weight.shape)
+    vocabulary, width = full_shape(weight)
     with torch.device("cpu" if weight.is_meta else weight.device):
         size = torch.logspace(-3, 4, _TOKENS * vocabulary, dtype=torch.float64)
         raw = size.view(1, _TOKENS, vocabulary) * (1.0 - 2.0 * (torch.arange(vocabulary) % 2))

@@ -17,7 +17,7 @@ average. In float32 sums in another order give about 1e-5, in 64 bits too, where
 others; over a row that averages to a few hundredths, while rows that see one another differ by 0.5 and more."""
 
 
-class Unpadded:
+class UnpaddedBatch:
     """Sequences without padding, as a batch.
 
     Args:
@@ -43,7 +43,7 @@ def row_difference(model: nn.Module, batch: TokenizedBatch, row: int) -> float:
         size where that is above 1. Not finite if one of the numbers is not.
     """
     real = batch.attention_mask.bool()
-    single = Unpadded(batch.input_ids[row : row + 1, : int(real[row].sum())])
+    single = UnpaddedBatch(batch.input_ids[row : row + 1, : int(real[row].sum())])
     chosen = torch.zeros_like(real)
     chosen[row] = real[row]
     if isinstance(unwrap(model), ScalarModel):

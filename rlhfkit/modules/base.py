@@ -24,8 +24,8 @@ from rlhfkit.models import (
     policy_output,
 )
 from rlhfkit.models.load import Quantization, context_length, load_config, precision_dtype
-from rlhfkit.models.lora import remember_start
-from rlhfkit.models.row_check import ROW_TOLERANCES, Unpadded, row_difference
+from rlhfkit.models.lora import save_initial_adapter
+from rlhfkit.models.row_check import ROW_TOLERANCES, UnpaddedBatch, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.clipping import clip_each_child
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
@@ -162,7 +162,7 @@ class PolicyModule(CheckpointMixin):
         if not self.needs_reference:
             return
         if has_adapter(self.policy):
-            remember_start(self.policy)
+            save_initial_adapter(self.policy)
             return
         self.reference = self.build_policy().requires_grad_(False).eval()
         # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
@@ -336,7 +336,7 @@ class PolicyModule(CheckpointMixin):
         Returns:
             (B, T-1) float32 on the CPU.
         """
-        batch = Unpadded(token_ids.to(self.device))
+        batch = UnpaddedBatch(token_ids.to(self.device))
         training = self.policy.training
         self.policy.eval()  # an engine has no dropout
         with self.trainer.precision_plugin.forward_context():

@@ -13,7 +13,7 @@ from torch import nn
 from rlhfkit.checkpoints import ExactResume
 from rlhfkit.checkpoints.resume import attach
 from rlhfkit.models import ScalarModel, unwrap
-from rlhfkit.models.lora import frozen_beside_adapters, save_adapter
+from rlhfkit.models.lora import frozen_weight_names, save_adapter
 from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
 
@@ -83,7 +83,7 @@ class CheckpointMixin(L.LightningModule):
     def loaded_by_name(self) -> Callable[[str], bool]:
         """A test of names of the state: of a frozen child, or of a frozen weight beside adapters?"""
         children = tuple(f"{child}." for child in self.frozen_children)
-        frozen = {f"{child}.{name}" for child, m in self.named_children() for name in frozen_beside_adapters(m)}
+        frozen = {f"{child}.{name}" for child, m in self.named_children() for name in frozen_weight_names(m)}
 
         def by_name(name: str) -> bool:
             weight = "".join(name.rpartition(".weight")[:2])  # weights of 4 bits have state beside them: weight.absmax

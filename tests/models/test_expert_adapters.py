@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.models import adapter_disabled, load_causal_lm, policy_output
-from rlhfkit.models.lora import adapter_layers, remember_start, save_adapter
+from rlhfkit.models.lora import adapter_layers, save_adapter, save_initial_adapter
 from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy
@@ -153,7 +153,7 @@ def test_a_model_is_its_own_reference_also_when_it_was_trained_before(
     save_adapter(model, tmp_path, model.state_dict())
     further = load(str(tmp_path))
     assert torch.equal(logprobs(further, batch), first)
-    remember_start(further)
+    save_initial_adapter(further)
     train_a_bit(further, seed=1)
     assert not torch.allclose(logprobs(further, batch), first, atol=0.01)
     with adapter_disabled(further):

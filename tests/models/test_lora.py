@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhfkit.models import LoRA, adapter_disabled, has_adapter, load_causal_lm, policy_output
-from rlhfkit.models.lora import adapter_layers, remember_start, save_adapter
+from rlhfkit.models.lora import adapter_layers, save_adapter, save_initial_adapter
 from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout import ModuleWeights
 
@@ -160,7 +160,7 @@ class TestReference:
         save_adapter(first, tmp_path, first.state_dict())
         model = load_causal_lm(str(tmp_path))
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        remember_start(model)
+        save_initial_adapter(model)
         assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         train_a_bit(model, seed=1)
         assert not torch.allclose(logprobs(model, batch), logprobs(first, batch), atol=0.1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens
-from rlhfkit.data.loaders.steps import CountedRows
+from rlhfkit.data.loaders.steps import TokenizedDataset
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class DistilledExample:
 class DistilledExamples:
     """Examples of a whole data set beside the teacher's likeliest tokens: 8 K bytes per trained token."""
 
-    def __init__(self, examples: CountedRows, logprobs: Tensor, ids: Tensor) -> None:
+    def __init__(self, examples: TokenizedDataset, logprobs: Tensor, ids: Tensor) -> None:
         """Put the two together.
 
         Args:

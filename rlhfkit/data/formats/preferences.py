@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, row_field
-from rlhfkit.data.loaders.steps import CountedRows
+from rlhfkit.data.loaders.steps import TokenizedDataset
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class PreferenceExamples:
 
     def __init__(
         self,
-        answers: CountedRows,
+        answers: TokenizedDataset,
         *,
         margins: Sequence[float] | None = None,
         ref_logprobs: Tensor | None = None,

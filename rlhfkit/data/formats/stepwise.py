@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, step_field
-from rlhfkit.data.loaders.steps import CountedRows
+from rlhfkit.data.loaders.steps import TokenizedDataset
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class StepwiseExample:
 class StepwiseExamples:
     """Judged answers of a whole data set."""
 
-    def __init__(self, answers: CountedRows, labels: Sequence[list[float]]) -> None:
+    def __init__(self, answers: TokenizedDataset, labels: Sequence[list[float]]) -> None:
         """Put answers and labels together.
 
         Args:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, row_field
-from rlhfkit.data.loaders.steps import CountedRows, StepLoader
+from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class UnpairedExamples:
     """Labelled answers, each with a mismatched one."""
 
     def __init__(
-        self, answers: CountedRows, desirable: Sequence[bool], *, seed: int = 0, max_length: int | None = None
+        self, answers: TokenizedDataset, desirable: Sequence[bool], *, seed: int = 0, max_length: int | None = None
     ) -> None:
         """Draw the mismatched pairs.
 

@@ -63,7 +63,7 @@ class ExperienceLoader(Generic[T]):
         """Batches per iteration, also when part of one has been handed out already."""
         return self.length
 
-    def fill(self) -> None:
+    def prefetch(self) -> None:
         """Collect the coming iteration now, unless that was done or a checkpoint brought the rest of one.
 
         ``__iter__`` does it when the first batch is asked for; call it to have it done at a moment of your choosing.
@@ -84,7 +84,7 @@ class ExperienceLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """A new iteration, or the rest of the one that was loaded."""
-        self.fill()
+        self.prefetch()
         self._ready = False
         while self._position < self.length:
             batch = self._batches[self._position]

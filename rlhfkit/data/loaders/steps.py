@@ -32,7 +32,7 @@ class StepBatch(Protocol):
         ...
 
 
-class Rows(Protocol):
+class MapDataset(Protocol):
     """A map-style data set."""
 
     def __getitem__(self, index: int, /) -> Any:
@@ -40,7 +40,7 @@ class Rows(Protocol):
         ...
 
 
-class CountedRows(Rows, Protocol):
+class TokenizedDataset(MapDataset, Protocol):
     """A map-style data set that knows the sizes of its examples."""
 
     lengths: list[int]
@@ -62,7 +62,7 @@ class StepLoader(Generic[B]):
 
     def __init__(
         self,
-        examples: Rows,
+        examples: MapDataset,
         collate: Callable[[Sequence[Any], StepTotals], B],
         *,
         lengths: Sequence[int],

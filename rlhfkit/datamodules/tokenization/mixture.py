@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import floor
 from typing import Any, Literal
 
-from rlhfkit.data.loaders.steps import CountedRows
+from rlhfkit.data.loaders.steps import TokenizedDataset
 from rlhfkit.data.shuffling import permutation
 from rlhfkit.datamodules.tokenization.sources import Source, describe
 from rlhfkit.validation import check_number
@@ -63,7 +63,7 @@ class Mixture:
         # Up to rounding, a source that decides the length is used exactly once.
         return [max(1, floor(length * weight + 1e-6)) for weight in self.weights]
 
-    def mix(self, examples: Sequence[CountedRows], *, seed: int) -> "MixedExamples":
+    def mix(self, examples: Sequence[TokenizedDataset], *, seed: int) -> "MixedExamples":
         """Combine the examples of all sources into one data set.
 
         Args:
@@ -107,7 +107,7 @@ class MixedExamples:
         places: Source, and position in it, of each example.
     """
 
-    def __init__(self, sources: Sequence[CountedRows], places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, sources: Sequence[TokenizedDataset], places: Sequence[tuple[int, int]]) -> None:
         self.sources = sources
         self.places = places
         self.lengths = [sources[source].lengths[index] for source, index in places]

@@ -4,7 +4,7 @@ A packed row is right only if every layer that mixes tokens keeps its sequences 
 says so: attention may ignore the layout that it is handed, build a window, a soft cap or learned sinks in code of its
 own, count positions by itself, or stand beside recurrent layers. So each class is tried, once a process for each
 configuration: a copy of a few layers with hidden sizes of a few hundred numbers and random weights in float32 on the
-CPU (``shrinking.py``), whose packed rows must say what the model's own code says of one sequence at a
+CPU (``tiny_config.py``), whose packed rows must say what the model's own code says of one sequence at a
 time. It takes a tenth of a second. It was chosen over a check of the loaded model on its first batch because it runs
 before anything is sharded (ZeRO 3 would need every rank in it), is exact where weights of 16 bits would hide a small
 leak behind their rounding, finds the same on every rank, and makes windows shorter than its sequences, where a batch of
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PackedLayout, register_packed_attention
-from rlhfkit.models.attention.shrinking import shrunken
+from rlhfkit.models.attention.tiny_config import tiny_config
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class TinyCopies:
 
     def __init__(self, family: FamilyKey) -> None:
         self.kind = family.kind
-        self.config = shrunken(family.config)
+        self.config = tiny_config(family.config)
         with torch.device("meta"):
             parameters = sum(weight.numel() for weight in self._empty("eager").parameters())
         if parameters > _MOST_PARAMETERS:
@@ -203,7 +203,7 @@ class TinyCopies:
         torch.set_default_dtype(torch.float32)
         try:
             with _unsharded():
-                return self.kind(config).float()
+                return cast(nn.Module, self.kind(config).float())
         finally:
             torch.set_default_dtype(before)
 
@@ -217,8 +217,8 @@ class TinyCopies:
         """
         with torch.autocast("cpu", enabled=False):
             if model.get_output_embeddings() is not None:
-                return model(**inputs, use_cache=False).logits.float().log_softmax(-1)
-            return model.base_model(**inputs, use_cache=False).last_hidden_state
+                return cast(Tensor, model(**inputs, use_cache=False).logits.float().log_softmax(-1))
+            return cast(Tensor, model.base_model(**inputs, use_cache=False).last_hidden_state)
 
 
 @contextmanager
@@ -277,7 +277,7 @@ def use_packed_attention(model: nn.Module, *, required: bool = False) -> None:
         )
 
 
-def use_own_attention(model: nn.Module) -> None:
+def use_transformers_attention(model: nn.Module) -> None:
     """Switch a model to Transformers' attention that is exact for its family, for use with a cache of keys and values.
 
     Args:

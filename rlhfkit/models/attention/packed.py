@@ -12,7 +12,7 @@ Which models may use it is found out in :mod:`rlhfkit.models.attention.families`
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -193,7 +193,7 @@ def _mask_if_given(*args: Any, attention_mask: Tensor | None = None, **kwargs: A
         return None
     from transformers.masking_utils import sdpa_mask
 
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    return cast("Tensor | None", sdpa_mask(*args, attention_mask=attention_mask, **kwargs))
 
 
 def register_packed_attention() -> None:

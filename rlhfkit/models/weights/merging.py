@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.distributed import full_shape
 from rlhfkit.models.forward import VALUE_HEAD, unwrap
 from rlhfkit.models.lora import adapter_layers
 
@@ -38,13 +39,14 @@ class MergedWeight:
     def shape(self) -> tuple[int, ...]:
         """Of the whole weight."""
         state = getattr(self.parameter, "quant_state", None)
-        return tuple(getattr(self.parameter, "ds_shape", self.parameter.shape) if state is None else state.shape)
+        return full_shape(self.parameter) if state is None else tuple(state.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of :meth:`compute`."""
         state = getattr(self.parameter, "quant_state", None)
-        return self.parameter.dtype if state is None else state.dtype
+        dtype: torch.dtype = self.parameter.dtype if state is None else state.dtype
+        return dtype
 
     def compute(self) -> Tensor:
         """The whole weight; a collective for a DTensor."""
@@ -64,7 +66,7 @@ class MergedWeight:
             rows = merged.T if self.layer.fan_in_fan_out else merged
             rows = rows * (length / torch.linalg.norm(rows, dim=1))[:, None]
             merged = rows.T if self.layer.fan_in_fan_out else rows
-        return merged.to(weight.dtype)
+        return cast(Tensor, merged.to(weight.dtype))
 
 
 def merged_weights(module: nn.Module) -> list[MergedWeight]:
@@ -182,7 +184,7 @@ def _active(layer: Any) -> str:
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(active) != 1:
         raise NotImplementedError(f"exactly one adapter can be merged, {active} are active")
-    return active[0]
+    return str(active[0])
 
 
 def _is_dora(layer: Any, adapter: str) -> bool:
@@ -198,6 +200,6 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     if hasattr(parameter, "quant_state"):
         from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(parameter.data, parameter.quant_state)
-    whole = cast(Any, parameter).full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        return cast(Tensor, dequantize_4bit(parameter.data, parameter.quant_state))
+    whole: Tensor = cast(Any, parameter).full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach()

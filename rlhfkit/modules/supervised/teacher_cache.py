@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.formats.distilled import DistilledExamples, collate_distilled
-from rlhfkit.data.loaders.steps import CountedRows, StepLoader
+from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.distributed import all_reduce
 from rlhfkit.models import unwrap
 from rlhfkit.models.distillation import teacher_logits
@@ -48,7 +48,7 @@ def precompute_teacher(loader: Any, module: "DistillationModule") -> None:
     loader.collate = collate_distilled
 
 
-def examples_fingerprint(examples: CountedRows) -> str:
+def examples_fingerprint(examples: TokenizedDataset) -> str:
     """Hash of all tokens and masks.
 
     Args:
@@ -63,7 +63,9 @@ def examples_fingerprint(examples: CountedRows) -> str:
 
 
 @torch.no_grad()
-def teacher_top_k(examples: CountedRows, teacher: nn.Module, module: "DistillationModule") -> tuple[Tensor, Tensor]:
+def teacher_top_k(
+    examples: TokenizedDataset, teacher: nn.Module, module: "DistillationModule"
+) -> tuple[Tensor, Tensor]:
     """The teacher's K likeliest tokens, each rank computing its share. A collective.
 
     Args:

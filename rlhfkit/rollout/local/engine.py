@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.models.attention.families import use_own_attention
+from rlhfkit.models.attention.families import use_transformers_attention
 from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
@@ -114,7 +114,7 @@ class LocalEngine(RolloutEngine):
 
     def _placed(self, model: nn.Module, device: torch.device) -> nn.Module:
         self.device = self.device or device
-        use_own_attention(model)
+        use_transformers_attention(model)
         why = cache_problem(model)
         self._cached = why is None
         if why is not None:

@@ -55,8 +55,8 @@ def test_each_iterator_is_a_new_iteration_even_if_the_last_was_not_finished() ->
 def test_fill_collects_once_for_the_coming_iteration() -> None:
     source = Collector(2)
     loader = ExperienceLoader(source.collect, 2)
-    loader.fill()
-    loader.fill()
+    loader.prefetch()
+    loader.prefetch()
     assert source.calls == 1
     assert rewards(list(loader)) == [10, 11]
     assert rewards(list(loader)) == [20, 21]
@@ -85,7 +85,7 @@ def test_resumed_inside_an_iteration_continues_without_generating(stop: int) -> 
     resumed.load_state_dict(torch.load(file, weights_only=True))
     assert len(resumed) == 4
     if stop < 4:
-        resumed.fill()  # what is there already is not collected again
+        resumed.prefetch()  # what is there already is not collected again
         rest = rewards(list(resumed))
         assert fresh.calls == 0
         assert first + rest == [10, 11, 12, 13]

@@ -13,7 +13,7 @@ from models.test_forward import experience
 from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, scalar_output
 from rlhfkit.models.attention.families import FamilyKey, TinyCopies, _warn_once, exact_attention, packing_problem
 from rlhfkit.models.attention.packed import PACKED_ATTENTION
-from rlhfkit.models.attention.shrinking import shrunken
+from rlhfkit.models.attention.tiny_config import tiny_config
 
 
 def meta(config: Any) -> Any:
@@ -36,7 +36,7 @@ def test_models_of_full_size_are_tried_on_a_tiny_copy(model_type: str) -> None:
 
 def test_a_shrunken_configuration_keeps_what_decides_attention() -> None:
     config = AutoConfig.for_model("gemma3_text")
-    tiny = shrunken(config)
+    tiny = tiny_config(config)
     assert set(tiny.layer_types) == {"sliding_attention", "full_attention"} == set(config.layer_types)
     assert tiny.num_hidden_layers == len(tiny.layer_types) == 6
     assert (tiny.head_dim, tiny.rope_parameters) == (config.head_dim, config.rope_parameters)

@@ -23,7 +23,7 @@ _WINDOW_NAME = re.compile(r"(sliding_window|window_size|chunk_size|^local_attent
 _PERIOD_NAME = re.compile(r"(pattern|period|interval|every_n_layers|sparse_step|offset|start_index|dense_replace)$")
 
 
-def shrunken(config: Any) -> Any:
+def tiny_config(config: Any) -> Any:
     """Copy a configuration and make the copy tiny.
 
     Args:
