@@ -19,39 +19,39 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeError(RuntimeError):
-    """An environment or agent failed, and this was not to be passed over."""
+    """An environment or agent failed and ``on_error`` is ``"raise"``, or all episodes failed."""
 
 
 class RunnableEpisode(Protocol):
-    """An episode."""
+    """One episode."""
 
     error: Exception | None
-    """What ended it too early."""
+    """The exception that ended the episode early."""
 
     async def run(self) -> Sample:
-        """Play it to its end. The sample's ``info`` has ``failed``, ``turns`` and ``ended``."""
+        """Run the episode to its end. The sample's ``info`` has ``failed``, ``turns`` and ``ended``."""
         ...
 
 
 EpisodeFactory = Callable[[Prompt, int], RunnableEpisode]
-"""Makes the episode of a prompt and a position in its group."""
+"""Creates the episode of a prompt and an index in its group."""
 
 
 class EpisodeEngineBase(EngineWrapper):
-    """Plays episodes side by side in the event loop of one thread. Subclasses say what an episode is.
+    """Runs episodes concurrently in the event loop of one thread. Subclasses define the episodes.
 
     Args:
-        engine: What samples the turns.
-        max_turns: Of the policy.
-        max_episode_tokens: Of an episode; ``None``: the model's context.
-        episode_timeout: Seconds of an episode.
-        blocked_after: Seconds after which it is an error that async code has blocked the loop of all episodes.
-        concurrency: Episodes at the same time; ``None``: all.
-        parallel_calls: Calls of the engine at the same time.
-        on_error: What becomes of an episode that fails.
+        engine: Samples the turns.
+        max_turns: Turns of the policy per episode.
+        max_episode_tokens: Tokens of an episode, prompt included; ``None``: the model's context.
+        episode_timeout: Time limit of an episode in seconds.
+        blocked_after: Seconds that one step of async code may block the event loop before that is an error.
+        concurrency: Concurrent episodes; ``None``: all.
+        parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        on_error: ``"mask"``: an episode that fails is not trained on; ``"raise"``: it ends the run.
 
     Raises:
-        TypeError: If ``engine`` is none.
+        TypeError: If ``engine`` is not a ``RolloutEngine``.
         ValueError: If a limit is out of range.
     """
 
@@ -101,59 +101,51 @@ class EpisodeEngineBase(EngineWrapper):
 
     @property
     def max_context_tokens(self) -> int:
-        """Tokens of an episode, prompt included."""
+        """Maximum number of tokens of an episode, prompt included."""
         if self._context is None:
             raise RuntimeError(f"{type(self).__name__} was asked for samples before it was started")
         return min(self.max_episode_tokens or self._context, self._context)
 
     def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
-        """What makes the episodes of one stream.
-
-        Args:
-            sampling: How to sample.
-            iteration: Goes into the seeds.
-        """
+        """Return a function that creates the episodes of one stream; ``iteration`` goes into the seeds."""
         raise NotImplementedError(f"{type(self).__name__} has to define episode_factory()")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise if an episode cannot begin.
-
-        Args:
-            prompts: What they are to begin with.
+        """Raise if an episode cannot start.
 
         Raises:
-            ValueError: If a prompt leaves no room for an answer.
+            ValueError: If a prompt leaves no room for a completion.
         """
         check_context(prompts, 1, self.max_context_tokens)
 
     @property
     def shortens_answers(self) -> bool:
-        """A turn is cut to what is left of the episode's tokens."""
+        """True: a turn is limited to the tokens that are left in the episode."""
         return True
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of an episode; ``None``: the model's context."""
+        """Maximum number of tokens of an episode; ``None``: the model's context."""
         limits = [limit for limit in (self.max_episode_tokens, self.engine.max_model_len) if limit is not None]
         return min(limits, default=None)
 
     @property
     def can_stream(self) -> bool:
-        """Whether groups are given as they end: episodes that are played are, recorded ones not."""
+        """Whether groups are returned as they finish; not if the engine replays recorded samples."""
         return not self.engine.recorded
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "EpisodeStream":
-        """Groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
+        """Return a stream of groups; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
         return EpisodeStream(self, sampling, iteration)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        """Play ``group_size`` episodes from each prompt; see :meth:`RolloutEngine.generate`. Recorded ones are given.
+        """Run ``group_size`` episodes per prompt; see :meth:`RolloutEngine.generate`. Recorded samples are replayed.
 
         Raises:
-            ValueError: If a prompt leaves no room for an answer.
+            ValueError: If a prompt leaves no room for a completion.
             EpisodeError: If all episodes failed, or one did and ``on_error`` is ``"raise"``.
-            BlockedLoopError: If async code of an episode blocks all others.
-            Exception: Whatever the engine raised.
+            BlockedLoopError: If async code of an episode blocks the event loop.
+            Exception: Any exception of the engine.
         """
         if self.engine.recorded:
             return self.engine.generate(prompts, sampling, iteration=iteration)
@@ -171,35 +163,29 @@ class EpisodeEngineBase(EngineWrapper):
 
 
 class EpisodeStream:
-    """Groups of episodes as they are finished; a :class:`~rlhfkit.rollout.collector.GroupStream`.
-
-    Args:
-        engine: Whose episodes.
-        sampling: How to sample.
-        iteration: Goes into the seeds.
-    """
+    """Groups of episodes as they finish; a :class:`~rlhfkit.rollout.collector.GroupStream`."""
 
     def __init__(self, engine: EpisodeEngineBase, sampling: SamplingSpec, iteration: int) -> None:
         self._engine = engine
         self._sampling = sampling
         self._iteration = iteration
         self._make_episode = engine.episode_factory(sampling, iteration)
-        self._places = asyncio.Semaphore(engine.concurrency) if engine.concurrency is not None else None
+        self._slots = asyncio.Semaphore(engine.concurrency) if engine.concurrency is not None else None
         self._running: list[concurrent.futures.Future[list[Sample]]] = []
         self._finished, self._failed = 0, 0
-        self._first: Sample | None = None  # that failed
+        self._first_failure: Sample | None = None
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`.
 
         Raises:
-            ValueError: If a prompt leaves no room for an answer.
+            ValueError: If a prompt leaves no room for a completion.
         """
         self._engine.check_prompts(prompts)
         self._running += [self._engine.loop.submit(self._group(prompt)) for prompt in prompts]
 
     def collect(self, most: int) -> list[list[Sample]]:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises what :meth:`EpisodeEngineBase.generate` does."""
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises what :meth:`EpisodeEngineBase.generate` raises."""
         if not self._running:
             return []
         self._engine.loop.wait(self._running, blocked_after=self._engine.blocked_after)
@@ -219,13 +205,13 @@ class EpisodeStream:
         for future in self._running:
             future.cancel()
         self._running = []
-        if self._first is not None:
+        if self._first_failure is not None:
             message = "iteration %d: %d of %d episodes failed and are not trained on; the first: %s"
-            log.warning(message, self._iteration, self._failed, self._finished, describe_failure(self._first))
-            self._first = None
+            log.warning(message, self._iteration, self._failed, self._finished, describe_failure(self._first_failure))
+            self._first_failure = None
 
     async def _group(self, prompt: Prompt) -> list[Sample]:
-        """The episodes of one prompt."""
+        """Run the episodes of one prompt."""
         tasks = [
             asyncio.ensure_future(self._run(self._make_episode(prompt, index)))
             for index in range(self._sampling.group_size)
@@ -233,35 +219,31 @@ class EpisodeStream:
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:  # when one fails, nobody waits for the others
+            for task in tasks:  # when one fails, the others are not needed
                 task.cancel()
 
     async def _run(self, episode: RunnableEpisode) -> Sample:
-        if self._places is None:
+        if self._slots is None:
             sample = await episode.run()
         else:
-            async with self._places:
+            async with self._slots:
                 sample = await episode.run()
         if self._engine.on_error == "raise" and sample.info["failed"]:
             raise EpisodeError(describe_failure(sample)) from episode.error
         return sample
 
     def _count(self, samples: Sequence[Sample]) -> None:
-        """Remember failures, and stop where there is nothing else: something is wrong with the environment itself."""
+        """Count failures, and raise if nothing else is left: then the environment itself is broken."""
         failed = [sample for sample in samples if sample.info["failed"]]
         self._finished, self._failed = self._finished + len(samples), self._failed + len(failed)
-        self._first = self._first or next(iter(failed), None)
-        if self._first is not None and not self._running and self._failed == self._finished > 1:
-            first, self._first = self._first, None
+        self._first_failure = self._first_failure or next(iter(failed), None)
+        if self._first_failure is not None and not self._running and self._failed == self._finished > 1:
+            first, self._first_failure = self._first_failure, None
             raise EpisodeError(f"all {self._failed} episodes failed, the first: {describe_failure(first)}")
 
 
 def describe_failure(sample: Sample) -> str:
-    """Which episode failed and how.
-
-    Args:
-        sample: Of an episode.
-    """
+    """Return which episode failed and how."""
     return (
         f"sample {sample.sample_index} of prompt {sample.prompt.index}, after {sample.info['turns']} turns: "
         f"{sample.info.get('error', sample.info['ended'])}"
@@ -269,7 +251,7 @@ def describe_failure(sample: Sample) -> str:
 
 
 def _model_context(engine: RolloutEngine, model: str, trust_remote_code: bool) -> int:
-    """Tokens of prompt and completion that an engine can serve."""
+    """Return the context length that an engine can serve."""
     if engine.max_model_len is not None:
         return engine.max_model_len
     from transformers import AutoConfig

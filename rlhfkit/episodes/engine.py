@@ -1,4 +1,4 @@
-"""``EpisodeEngine``: an engine whose samples are whole episodes with an environment, played side by side."""
+"""``EpisodeEngine``: an engine whose samples are episodes with an environment."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,31 +16,30 @@ from rlhfkit.validation import check_number
 
 
 class EpisodeEngine(EpisodeEngineBase):
-    """Plays episodes on another engine: policy and environment take turns until the environment says ``done``.
+    """Runs episodes on another engine: policy and environment alternate until the environment says ``done``.
 
-    Token ids in, token ids out: what the engine sampled is never tokenised again, what the environment says is
-    tokenised once and appended, with ``action_mask`` false and log-prob 0. Rewards of single turns are kept in
-    ``Sample.token_rewards``; give the callback :class:`~rlhfkit.rewards.EpisodeReward` to train on their sum, or any
-    other reward.
+    Token ids in, token ids out: sampled tokens are never tokenised again; an observation is tokenised once and
+    appended, with ``action_mask`` false and log-prob 0. Rewards of single turns are in ``Sample.token_rewards``; use
+    :class:`~rlhfkit.rewards.EpisodeReward` to train on their sum, or any other reward.
 
-    Each turn's randomness is a function of (seed, iteration, prompt, position in the group, turn), so episodes do not
-    depend on how many run at the same time, on which engines or ranks.
+    The random seed of a turn is a function of (seed, iteration, prompt, index in the group, turn), so episodes do not
+    depend on concurrency, engines or ranks.
 
-    How an episode ends, and what becomes of its sample:
+    How an episode ends, and its sample:
 
     ============================================ ============= ================= ==========
-    end (``sample.info["ended"]``)               finish_reason counts as cut off reward
+    end (``sample.info["ended"]``)               finish_reason truncated         reward
     ============================================ ============= ================= ==========
     ``done``: the environment said so            stop [#]_     no                kept
-    ``turns``, ``tokens``: no room for another   length        yes               kept
+    ``turns``, ``tokens``: a limit was reached   length        yes               kept
     ``time``: an episode or a call took too long abort         no                none
     ``error``: the environment raised            abort         no                none
     ============================================ ============= ================= ==========
 
-    .. [#] ``length`` where the last turn itself was cut off at ``SamplingSpec.max_new_tokens``.
+    .. [#] ``length`` where the last turn itself was truncated at ``SamplingSpec.max_new_tokens``.
 
-    A sample without a reward is not trained on. An environment that raises or hangs loses its own episode alone; if all
-    episodes of a call (two at least) do, that is an error.
+    A sample without a reward is not trained on. An environment that raises or hangs loses its own episode only; if all
+    episodes of a call (at least two) fail, that is an error.
 
     Example::
 
@@ -48,23 +47,22 @@ class EpisodeEngine(EpisodeEngineBase):
         RolloutCallback(engine=EpisodeEngine(VLLMPool(2), tools=[search, calculate]), reward=OnLastTurn(math_match))
 
     Args:
-        engine: What samples the turns.
-        environment: Makes an environment: its class, or a function without arguments. Called once per episode.
-        tools: Python functions that the policy may call, in place of an environment: see
+        engine: Samples the turns.
+        environment: Creates an environment: its class, or a function without arguments. Called once per episode.
+        tools: Python functions that the policy may call, in place of an environment; see
             :class:`~rlhfkit.episodes.tools.ToolEnvironment`.
-        max_turns: Of the policy.
+        max_turns: Turns of the policy per episode.
         max_episode_tokens: Prompt, actions and observations together; ``None``: the model's context.
-        episode_timeout: Seconds of an episode, generating included.
-        environment_timeout: Seconds of each call of the environment.
-        concurrency: Episodes at the same time; ``None``: all of a call of :meth:`generate`.
-        parallel_calls: Calls of the engine at the same time; ``None``: see
-            :class:`~rlhfkit.episodes.sampler.TurnSampler`.
-        on_error: ``"raise"``: stop at the first environment that fails.
-        chat_template_arguments: Passed to the chat template when observations are chat messages; the same as given to
+        episode_timeout: Time limit of an episode in seconds, generation included.
+        environment_timeout: Time limit in seconds of each call of the environment.
+        concurrency: Concurrent episodes; ``None``: all of a call of :meth:`generate`.
+        parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
+        chat_template_arguments: Passed to the chat template when observations are chat messages; use the same as for
             ``PromptDataModule``.
 
     Raises:
-        TypeError: If ``engine`` or ``environment`` is none.
+        TypeError: If ``engine`` or ``environment`` has the wrong type.
         ValueError: If a limit is out of range, or not exactly one of ``environment`` and ``tools`` is given.
     """
 
@@ -116,7 +114,7 @@ class EpisodeEngine(EpisodeEngineBase):
         self._observations = None
 
     def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
-        """Episodes of one stream, which share their requests."""
+        """Return a function that creates the episodes of one stream, which share one ``TurnSampler``."""
         if self._observations is None:
             raise RuntimeError("EpisodeEngine was asked for samples before EpisodeEngine.start")
         return partial(
@@ -125,10 +123,10 @@ class EpisodeEngine(EpisodeEngineBase):
             sampler=TurnSampler(self.engine, parallel_calls=self.parallel_calls),
             observations=self._observations,
             limits=EpisodeLimits(
-                turns=self.max_turns,
-                tokens=self.max_context_tokens,
-                seconds=self.episode_timeout,
-                call_seconds=self.environment_timeout,
+                max_turns=self.max_turns,
+                max_tokens=self.max_context_tokens,
+                timeout=self.episode_timeout,
+                call_timeout=self.environment_timeout,
             ),
             sampling=sampling,
             iteration=iteration,
@@ -136,13 +134,13 @@ class EpisodeEngine(EpisodeEngineBase):
 
 
 def _environment(environment: Any, tools: Sequence[Callable[..., Any]]) -> Callable[[], Environment]:
-    """Whatever makes environments."""
+    """Return a function that creates environments."""
     if (environment is None) != bool(tools):
         raise ValueError("EpisodeEngine takes an environment or tools, one of the two")
     if environment is None:
         from rlhfkit.episodes.tools import ToolEnvironment, ToolEnvironmentFactory
 
-        ToolEnvironment(tools)  # its errors are raised here and now
+        ToolEnvironment(tools)  # raises if the tools are invalid
         return ToolEnvironmentFactory(tools)
     if isinstance(environment, Environment) or not callable(environment):
         raise TypeError(

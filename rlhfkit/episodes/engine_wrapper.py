@@ -1,4 +1,4 @@
-"""``EngineWrapper``: an engine around another one, which passes on everything but how samples are made."""
+"""``EngineWrapper``: base class of engines around another one, which is used for everything but sampling."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, ar
 class EngineWrapper(RolloutEngine):
     """A :class:`~rlhfkit.rollout.engine.RolloutEngine` with the weights, versions and ranks of another.
 
-    Subclasses change :meth:`generate`. Everything that the engine inside can do is handed on but ``can_stream``: its
-    ``stream`` would go past the subclass, which may have one of its own.
+    Subclasses override :meth:`generate`. All other members are those of the inner engine, except ``can_stream``: its
+    ``stream`` would bypass the subclass.
 
     Args:
-        engine: The engine inside.
+        engine: The inner engine.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not a ``RolloutEngine``.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -33,17 +33,17 @@ class EngineWrapper(RolloutEngine):
 
     @property
     def colocate(self) -> bool:
-        """Whether it uses the GPUs of the training ranks."""
+        """Whether the engine uses the GPUs of the training ranks."""
         return self.engine.colocate
 
     @property
     def updates_in_flight(self) -> bool:
-        """Whether new weights may come while it generates."""
+        """Whether weights may be updated while the engine generates."""
         return self.engine.updates_in_flight
 
     @property
     def can_score(self) -> bool:
-        """Whether it can say log-probs of given tokens."""
+        """Whether the engine can return log-probs of given tokens."""
         return self.engine.can_score
 
     @property
@@ -53,12 +53,12 @@ class EngineWrapper(RolloutEngine):
 
     @property
     def shortens_answers(self) -> bool:
-        """Whether answers are cut to the room that the context leaves."""
+        """Whether completions are limited to the room that is left in the context."""
         return self.engine.shortens_answers
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of prompt and completion together; ``None``: the model's context."""
+        """Maximum number of tokens of prompt and completion; ``None``: the model's context."""
         return self.engine.max_model_len
 
     @property
@@ -85,15 +85,15 @@ class EngineWrapper(RolloutEngine):
         return self.engine.generate(prompts, sampling, iteration=iteration)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of given tokens; see :meth:`RolloutEngine.score`."""
+        """Return log-probs of given tokens; see :meth:`RolloutEngine.score`."""
         return self.engine.score(sequences)
 
     def load(self, weights: WeightSource, version: int) -> None:
-        """Serve these weights; see :meth:`RolloutEngine.load`."""
+        """Load weights; see :meth:`RolloutEngine.load`."""
         self.engine.load(weights, version)
 
     def sleep(self) -> None:
-        """Give up memory; see :meth:`RolloutEngine.sleep`."""
+        """Free GPU memory; see :meth:`RolloutEngine.sleep`."""
         self.engine.sleep()
 
     def wake(self) -> None:

@@ -1,7 +1,7 @@
-"""What the policy talks to: an ``Environment``, which is reset with a prompt and then answers one action after another.
+"""``Environment``: what the policy interacts with; reset with a prompt, then called with one action after another.
 
-There is one environment object per episode, so it may keep whatever it likes in its attributes. Methods are either
-``async`` or plain functions; plain ones run in a thread of their own, so that they may block.
+There is one environment object per episode, so attributes can hold the episode's state. Methods are either ``async`` or
+plain functions; plain ones run in a thread of their own, so they may block.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 """A chat message: ``{"role": "tool", "content": "42"}``."""
 
 Observation = str | Sequence[Message] | Sequence[int]
-"""What the policy reads next: text as it is, chat messages (written by the model's chat template), or token ids."""
+"""What the policy reads next: text, chat messages (formatted by the model's chat template), or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,34 +22,35 @@ class Action:
     """One turn of the policy."""
 
     turn: int
-    """From 0."""
+    """Counted from 0."""
     token_ids: list[int]
-    """Exactly as sampled."""
+    """The sampled tokens."""
     text: str
-    """The same as text, special tokens left out."""
+    """The text without special tokens."""
     raw_text: str
-    """The same with special tokens, for formats that are made of them."""
+    """The text with special tokens, for formats that use them."""
     finish_reason: FinishReason
-    """``"length"``: cut off at ``SamplingSpec.max_new_tokens``."""
+    """``"length"``: truncated at ``SamplingSpec.max_new_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An environment's answer to an action."""
+    """An environment's response to an action."""
 
     observation: Observation | None = None
     """What the policy reads next; not used when ``done``."""
     reward: float | None = 0.0
-    """Earned by this action. An episode's reward is the sum; ``None``: this one cannot be judged, and the whole episode
-    is not trained on."""
+    """Reward of this action. An episode's reward is the sum; ``None``: it cannot be scored, and the whole episode is not
+    trained on.
+    """
     done: bool = False
-    """The episode is over."""
+    """Whether the episode is over."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Plain values, kept in ``Sample.info["steps"]``."""
 
 
 class Environment:
-    """Base class of environments; only :meth:`step` has to be defined.
+    """Base class of environments; only :meth:`step` must be defined.
 
     Example::
 
@@ -68,25 +69,21 @@ class Environment:
     """
 
     def reset(self, prompt: Prompt) -> Observation | Awaitable[Observation | None] | None:
-        """Begin an episode.
+        """Start an episode.
 
         Args:
             prompt: Row of the data set.
 
         Returns:
-            ``None``: the policy reads the prompt as it is. Text or token ids: the prompt, and that behind it. Chat
-            messages: that conversation in place of the prompt's tokens.
+            ``None``: the policy reads the prompt. Text or token ids: they are appended to the prompt. Chat messages:
+            they replace the prompt.
         """
         return None
 
     def step(self, action: Action) -> Step | Awaitable[Step]:
-        """Answer an action.
-
-        Args:
-            action: What the policy said.
-        """
+        """Respond to an action of the policy."""
         raise NotImplementedError(f"{type(self).__name__} has to define step(action), which returns a Step")
 
     def close(self) -> Awaitable[None] | None:
-        """Free what the episode used. Called once, however it ended."""
+        """Free what the episode used. Called once, however the episode ended."""
         return None

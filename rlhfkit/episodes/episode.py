@@ -1,4 +1,4 @@
-"""``Episode``: one conversation between policy and environment, and everything that can end it."""
+"""``Episode``: one conversation between policy and environment, and the limits that can end it."""
 
 import dataclasses
 import time
@@ -15,6 +15,7 @@ from rlhfkit.episodes.trajectory import Trajectory
 from rlhfkit.rollout.engine import SamplingSpec
 
 EndReason = Literal["done", "turns", "tokens", "time", "error"]
+"""Why an episode ended; the table in :class:`~rlhfkit.episodes.EpisodeEngine` explains each."""
 
 FINISH_REASONS: dict[EndReason, FinishReason] = {
     "done": "stop",
@@ -23,33 +24,33 @@ FINISH_REASONS: dict[EndReason, FinishReason] = {
     "time": "abort",
     "error": "abort",
 }
-"""How each end is called in ``Sample.finish_reason``."""
+"""``Sample.finish_reason`` for each way an episode can end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """What an episode may take."""
+    """Limits of an episode."""
 
-    turns: int
-    tokens: int
+    max_turns: int
+    max_tokens: int
     """Prompt, actions and observations together."""
-    seconds: float
-    """From its first to its last moment, generating included."""
-    call_seconds: float
-    """Of each call of the environment."""
+    timeout: float
+    """Seconds of the whole episode, generation included."""
+    call_timeout: float
+    """Seconds of each call of the environment."""
 
 
 class Episode:
-    """One of them.
+    """One episode.
 
     Args:
-        prompt: What it begins with.
-        sample_index: Position in the group.
-        environment: Makes the environment.
+        prompt: The prompt that it starts with.
+        sample_index: Index in the group.
+        environment: Creates the environment.
         sampler: Samples the turns.
-        observations: Tokenises what the environment says.
-        limits: Ends it.
-        sampling: How to sample; the group is the caller's business.
+        observations: Tokenises observations.
+        limits: Its limits.
+        sampling: Sampling parameters; ``group_size`` is ignored.
         iteration: Goes into the seeds.
     """
 
@@ -74,25 +75,25 @@ class Episode:
         self.sampling = dataclasses.replace(sampling, group_size=1)
         self.iteration = iteration
         self.error: Exception | None = None
-        """What ended it too early."""
+        """The exception that ended the episode early."""
         self._trajectory = Trajectory(prompt, sample_index)
         self._environment: Environment | None = None
         self._steps: list[dict[str, Any]] = []
-        self._judged = True
-        self._outside = 0.0  # seconds in the environment
+        self._scored = True  # no reward was None
+        self._environment_seconds = 0.0
 
     async def run(self) -> Sample:
-        """Play it to its end, whatever that is.
+        """Run the episode until it ends.
 
         Returns:
-            The sample; its ``info`` has ``reward`` (``None`` after an error or out of time), ``ended``
-            (:data:`EndReason`), ``turns``, ``failed``, ``environment_tokens``, ``environment_seconds``, ``last_text``,
-            ``steps``, and ``error`` where there was one.
+            The sample; its ``info`` has ``reward`` (``None`` after an error or timeout), ``ended`` (:data:`EndReason`),
+            ``turns``, ``failed``, ``environment_tokens``, ``environment_seconds``, ``last_text``, ``steps``, and
+            ``error`` if there was one.
 
         Raises:
             EngineFailedError: If the engine failed.
         """
-        self._deadline = time.monotonic() + self.limits.seconds
+        self._deadline = time.monotonic() + self.limits.timeout
         ended: EndReason = "error"
         try:
             with self.sampler.active_episode():
@@ -101,32 +102,32 @@ class Episode:
             raise
         except TimeoutError as error:
             ended, self.error = "time", error
-        except Exception as error:  # of the environment, or of what it said
+        except Exception as error:  # raised by the environment, or because of what it returned
             self.error = error
         finally:
             await self._close()
         return self._sample(ended)
 
     async def _turns(self) -> EndReason:
-        self._environment = environment = await self._outside_call(self.make_environment, "making the environment")
-        self._begin(await self._outside_call(environment.reset, "reset()", self.prompt))
-        for turn in range(self.limits.turns):
-            room = self.limits.tokens - len(self._trajectory.context)
+        self._environment = environment = await self._call_environment(self.make_environment, "making the environment")
+        self._apply_reset(await self._call_environment(environment.reset, "reset()", self.prompt))
+        for turn in range(self.limits.max_turns):
+            room = self.limits.max_tokens - len(self._trajectory.context)
             if room < 1:
                 return "tokens"
             action = await self._sample_action(turn, room)
-            step = await self._outside_call(environment.step, "step()", action)
+            step = await self._call_environment(environment.step, "step()", action)
             if not isinstance(step, Step):
                 raise TypeError(f"step() must return a Step, got {type(step).__name__}")
             self._record_reward(step)
             if step.done:
                 return "done"
-            if turn + 1 < self.limits.turns and not self._append_observation(step.observation):
+            if turn + 1 < self.limits.max_turns and not self._append_observation(step.observation):
                 return "tokens"
         return "turns"
 
-    def _begin(self, observation: Observation | None) -> None:
-        """Take what reset() said."""
+    def _apply_reset(self, observation: Observation | None) -> None:
+        """Start the trajectory with the observation of ``reset()``."""
         if observation is None:
             return
         if is_conversation(observation):
@@ -138,7 +139,7 @@ class Episode:
             )
 
     async def _sample_action(self, turn: int, room: int) -> Action:
-        """The policy's turn."""
+        """Sample the policy's turn, of at most ``room`` tokens."""
         spec = self.sampling
         most = min(spec.max_new_tokens, room)
         if most < spec.max_new_tokens:
@@ -146,8 +147,8 @@ class Episode:
         index = turn_index(self.prompt.index, self.sample_index, turn)
         sampled = await call_with_timeout(
             partial(self.sampler.sample, self._trajectory.context, spec, iteration=self.iteration, index=index),
-            timeout=self._left(),
-            description=f"the episode (limit: {self.limits.seconds:g} s), generating in turn {turn},",
+            timeout=self._seconds_left(),
+            description=f"the episode (limit: {self.limits.timeout:g} s), generating in turn {turn},",
         )
         self._trajectory.add_action(sampled)
         tokenizer = self.observations.tokenizer
@@ -158,45 +159,47 @@ class Episode:
     def _record_reward(self, step: Step) -> None:
         self._steps.append(dict(step.info))
         if step.reward is None:
-            self._judged = False
+            self._scored = False
         else:
             self._trajectory.add_reward(float(step.reward))
 
     def _append_observation(self, observation: Observation | None) -> bool:
-        """Append what step() said; false, and nothing appended, if no room for another turn would be left."""
+        """Append the observation of ``step()``, or return false if that would leave no room for another turn."""
         if observation is None:
             raise ValueError(
                 "step() returned neither an observation nor done=True: the policy cannot go on (an empty text lets it)"
             )
         token_ids = self.observations.encode_observation(observation, self._trajectory.last_action)
-        if len(self._trajectory.context) + len(token_ids) >= self.limits.tokens:
+        if len(self._trajectory.context) + len(token_ids) >= self.limits.max_tokens:
             return False
         versions = self._trajectory.versions
         self._trajectory.add_observation(token_ids, versions[-1] if versions else 0)
         return True
 
-    async def _outside_call(self, function: Callable[..., Any], name: str, *arguments: Any) -> Any:
-        """Call the environment, in time."""
+    async def _call_environment(self, function: Callable[..., Any], name: str, *arguments: Any) -> Any:
+        """Call the environment with its time limit."""
         began = time.monotonic()
-        left = self._left()
-        limit = min(self.limits.call_seconds, left)
-        which = f"{name} of the environment" if limit < left else f"the episode (limit: {self.limits.seconds:g} s)"
+        left = self._seconds_left()
+        limit = min(self.limits.call_timeout, left)
+        which = f"{name} of the environment" if limit < left else f"the episode (limit: {self.limits.timeout:g} s)"
         try:
             return await call_with_timeout(function, *arguments, timeout=limit, description=which)
         finally:
-            self._outside += time.monotonic() - began
+            self._environment_seconds += time.monotonic() - began
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
     async def _close(self) -> None:
-        """Let the environment free what it has; a failure there is nothing the policy could learn from."""
+        """Close the environment. A failure is only noted: the sample is complete by now."""
         environment, self._environment = self._environment, None
-        if environment is None or getattr(type(environment), "close", None) is Environment.close:
+        if environment is None or (
+            isinstance(environment, Environment) and type(environment).close is Environment.close
+        ):
             return
         try:
             await call_with_timeout(
-                environment.close, timeout=self.limits.call_seconds, description="close() of the environment"
+                environment.close, timeout=self.limits.call_timeout, description="close() of the environment"
             )
         except Exception as error:
             self.error = self.error or error
@@ -205,8 +208,8 @@ class Episode:
         trajectory = self._trajectory
         finish = FINISH_REASONS[ended]
         if ended == "done" and trajectory.last_action is not None and trajectory.last_action.finish_reason == "length":
-            finish = "length"  # its last turn was cut off
-        whole = self._judged and trajectory.turns > 0 and ended not in ("time", "error")
+            finish = "length"  # the last turn was truncated
+        whole = self._scored and trajectory.turns > 0 and ended not in ("time", "error")
         last = trajectory.last_action.token_ids if trajectory.last_action is not None else []
         sample = trajectory.sample(finish, {})
         sample.info |= {
@@ -215,7 +218,7 @@ class Episode:
             "turns": trajectory.turns,
             "failed": ended in ("time", "error"),
             "environment_tokens": len(trajectory.token_ids) - trajectory.num_action_tokens,
-            "environment_seconds": self._outside,
+            "environment_seconds": self._environment_seconds,
             "last_text": self.observations.tokenizer.decode(last, skip_special_tokens=True),
             "steps": self._steps,
         }

@@ -1,7 +1,7 @@
-"""An asyncio loop in a thread, for code that talks to many slow things from a synchronous caller.
+"""An asyncio event loop in a thread, for concurrent calls of slow user code from a synchronous caller.
 
-A call that hangs costs its own time limit and nothing else: plain functions run in daemon threads that are left behind,
-coroutines are cancelled without being waited for, and a coroutine that blocks the whole loop is found and named.
+A call that hangs costs no more than its own time limit: plain functions run in daemon threads that are abandoned,
+coroutines are cancelled without waiting for them, and a coroutine that blocks the loop is detected and named.
 """
 
 import asyncio
@@ -21,15 +21,11 @@ _HEARTBEAT = 0.25  # seconds
 
 
 class BlockedLoopError(RuntimeError):
-    """A coroutine has kept the loop from doing anything else."""
+    """A coroutine blocks the event loop."""
 
 
 class EventLoopThread:
-    """A loop in a daemon thread, started when first used.
-
-    Args:
-        name: Of the thread.
-    """
+    """An event loop in a daemon thread of this name, started at first use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -39,26 +35,22 @@ class EventLoopThread:
         self._beat = 0.0
 
     def __reduce__(self) -> Any:
-        """A copy for another process is one that has not started; threads do not travel."""
+        """Pickle as one that has not been started."""
         return type(self), (self._name,)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-        """Start a coroutine; any thread may.
-
-        Args:
-            work: The coroutine.
-        """
+        """Start a coroutine, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._running())
 
     def wait(self, futures: Sequence["concurrent.futures.Future[Any]"], *, blocked_after: float) -> None:
-        """Wait until one of them is done.
+        """Wait until one of the futures is done.
 
         Args:
             futures: From :meth:`submit`.
-            blocked_after: Seconds that one step of any coroutine may keep the loop.
+            blocked_after: Seconds that one step of a coroutine may block the loop.
 
         Raises:
-            BlockedLoopError: If the loop is kept longer; the message shows by what. The thread is left behind.
+            BlockedLoopError: If it is blocked longer; the message shows where. The thread is abandoned.
         """
         first = concurrent.futures.FIRST_COMPLETED
         while not concurrent.futures.wait(futures, timeout=1.0, return_when=first).done:
@@ -67,7 +59,7 @@ class EventLoopThread:
                 raise BlockedLoopError(self._blocked(silent))
 
     def close(self) -> None:
-        """End the thread, when what runs in it has let go; a second call does nothing."""
+        """Stop the thread; a second call does nothing."""
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is not None and thread is not None and thread.is_alive():
@@ -97,7 +89,7 @@ class EventLoopThread:
             loop.close()
 
     def _blocked(self, seconds: float) -> str:
-        """What to say about it; what comes next gets another loop."""
+        """Return the error message, and forget the thread, so that the next call starts a new loop."""
         with self._lock:
             thread, self._loop, self._thread = self._thread, None, None
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
@@ -109,17 +101,17 @@ class EventLoopThread:
 
 
 async def call_with_timeout(function: Callable[..., Any], *arguments: Any, timeout: float, description: str) -> Any:
-    """Call a function of somebody else's, async or not, and wait for it for so long and no longer.
+    """Call a function, async or not, and wait for its result for a limited time.
 
     Args:
         function: A coroutine function, or a plain one, which runs in a thread of its own.
-        *arguments: Of it.
-        timeout: Seconds.
-        description: For the message.
+        *arguments: Its arguments.
+        timeout: Time limit in seconds.
+        description: What is called, for the message.
 
     Raises:
-        TimeoutError: If it takes longer. A coroutine is cancelled, a thread left behind.
-        Exception: What it raised.
+        TimeoutError: If it takes longer. A coroutine is cancelled, a thread abandoned.
+        Exception: What the function raised.
     """
     task = asyncio.ensure_future(
         function(*arguments) if inspect.iscoroutinefunction(function) else run_in_thread(function, *arguments)
@@ -136,11 +128,9 @@ async def call_with_timeout(function: Callable[..., Any], *arguments: Any, timeo
 
 
 async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a daemon thread of its own: one that hangs keeps neither the loop nor the interpreter's end.
+    """Call a function in a new daemon thread: one that hangs blocks neither the loop nor the end of the interpreter.
 
-    Args:
-        function: If what it returns can be awaited, it is, in the loop.
-        *arguments: Of it.
+    An awaitable that it returns is awaited in the loop.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -158,10 +148,10 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
         error: BaseException | None = None
         try:
             result = function(*arguments)
-        except StopIteration as stop:  # which a future cannot carry
+        except StopIteration as stop:  # a future cannot hold it
             error = RuntimeError(f"{stop!r} was raised")
             error.__cause__ = stop
-        except BaseException as raised:  # handed to whoever waits
+        except BaseException as raised:  # raised again by the awaiting caller
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(deliver, result, error)
@@ -173,13 +163,13 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _abandon(task: "asyncio.Future[Any]") -> None:
-    """Cancel without waiting, and let nobody be told what it raises."""
+    """Cancel without waiting, and ignore what the task raises."""
     task.cancel()
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _cancel_everything(loop: asyncio.AbstractEventLoop) -> None:
-    """Give what is still running a chance to clean up."""
+    """Cancel the running tasks and give them a second to clean up."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

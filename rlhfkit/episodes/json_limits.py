@@ -1,22 +1,19 @@
-"""JSON of strangers: how deep it may be nested, and what its texts may hold, before anything of ours works on it."""
+"""Limits on JSON from clients and models: depth of nesting, and characters that UTF-8 cannot encode."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 MAX_NESTING = 64
-"""Levels of lists and objects inside one another. Python gives up at about 1000, chat templates and JSON before."""
+"""Maximum nesting of lists and objects. Python fails at about 1000, chat templates and JSON parsers earlier."""
 
 
 def check_json(value: Any) -> None:
-    """Raise if a value cannot be passed on safely.
-
-    Args:
-        value: As JSON gives it.
+    """Raise if a parsed JSON value is not safe to process.
 
     Raises:
         ValueError: If it has more than ``MAX_NESTING`` levels, or a text with half of a UTF-16 surrogate pair, which
-            JSON can write and neither tokenizers nor UTF-8 can.
+            JSON can represent, but tokenizers and UTF-8 cannot.
     """
     values, level = [value], 0
     while values:
@@ -45,13 +42,10 @@ def _check_text(text: str) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON that somebody else has written, a model for one.
-
-    Args:
-        text: The JSON.
+    """Parse JSON that a client or a model has written.
 
     Raises:
-        ValueError: If it is none, or :func:`check_json` refuses it.
+        ValueError: If it is not JSON, or :func:`check_json` refuses it.
     """
     try:
         value = json.loads(text)

@@ -1,9 +1,9 @@
-"""How observations become token ids behind what was sampled, of which nothing is ever encoded again.
+"""Tokenise observations so that they can be appended to sampled tokens, which are never tokenised again.
 
-A chat template writes whole conversations. What it writes behind an assistant's turn is found by putting a character
-that occurs nowhere else in place of that turn: the end of the turn, the new messages, and the beginning of the next
-turn. That alone is tokenised. The turn itself stays as sampled, also with templates that would now write it, or earlier
-ones, differently (without thoughts, say): the policy goes on from what it has really seen.
+A chat template formats whole conversations. To find what it appends to an assistant turn, that turn is replaced by a
+character that occurs nowhere else; the text after it (the end of the turn, the new messages, and the start of the next
+turn) is tokenised. The turn itself stays as sampled, even if the template would format it or earlier turns differently
+(without thoughts, say): the policy continues from what it has really seen.
 """
 
 import re
@@ -15,17 +15,17 @@ from rlhfkit.data.types import Sample
 from rlhfkit.episodes.environment import Message, Observation
 
 _SENTINEL = "\ue000"
-"""A private-use character: no template writes it."""
+"""A private-use character that no template writes."""
 
 _SOME_CONVERSATION: tuple[Message, ...] = ({"role": "user", "content": "."},)
-"""In front of a turn whose conversation is not known."""
+"""Stands for the messages before a turn if they are not known."""
 
 
 class ObservationTokenizer:
-    """Writes observations for one model.
+    """Tokenises observations for one model.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         template_arguments: Passed to the chat template: ``enable_thinking``, ``tools``.
     """
 
@@ -34,14 +34,14 @@ class ObservationTokenizer:
         self.template_arguments = dict(template_arguments or {})
 
     def encode_conversation(self, messages: Sequence[Message], **arguments: Any) -> list[int]:
-        """Token ids of a whole conversation, up to where the policy's turn begins.
+        """Return the token ids of a conversation up to the start of the policy's turn.
 
         Args:
             messages: At least one.
-            **arguments: For the template, besides its own.
+            **arguments: For the template, in addition to its own.
 
         Raises:
-            ValueError: If there is no template, or it refuses.
+            ValueError: If there is no template, or it refuses the messages.
         """
         return self._encode(self._render(messages, arguments))
 
@@ -53,17 +53,17 @@ class ObservationTokenizer:
         conversation: Sequence[Message] | None = None,
         **arguments: Any,
     ) -> list[int]:
-        """Token ids of an observation, to be put behind what there is.
+        """Return the token ids of an observation, to be appended to the trajectory.
 
         Args:
-            observation: Text and token ids are taken as they are; messages go through the chat template.
-            turn: What was sampled last, which needs an end; messages cannot be put anywhere else.
-            conversation: The messages in front of that turn, where they are known.
-            **arguments: For the template, besides its own.
+            observation: Text and token ids are used as they are; messages go through the chat template.
+            turn: The last action, which the template has to end; messages can only follow one.
+            conversation: The messages before that turn, if they are known.
+            **arguments: For the template, in addition to its own.
 
         Raises:
-            TypeError: If the observation is none.
-            ValueError: If there is no template, or it refuses or leaves the turn out.
+            TypeError: If the observation has the wrong type.
+            ValueError: If there is no template, or it refuses the messages or omits the turn.
         """
         if isinstance(observation, str):
             return self._encode(observation)
@@ -80,7 +80,7 @@ class ObservationTokenizer:
         return self._encode(self._without_stop(self._tail(listed, conversation, arguments), turn))
 
     def _tail(self, messages: Sequence[Message], conversation: Sequence[Message] | None, arguments: Any) -> str:
-        """What the template writes behind the assistant's turn."""
+        """Return what the template writes after the assistant's turn."""
         marked = [*(conversation or _SOME_CONVERSATION), {"role": "assistant", "content": _SENTINEL}]
         text = self._render([*marked, *messages], arguments)
         if text.count(_SENTINEL) != 1:
@@ -91,7 +91,7 @@ class ObservationTokenizer:
         return text.partition(_SENTINEL)[2]
 
     def _without_stop(self, tail: str, turn: Sample) -> str:
-        """The same without the end-of-turn token, where that was sampled."""
+        """Remove the end-of-turn token if it was sampled."""
         if turn.finish_reason != "stop" or not turn.token_ids:
             return tail
         last = self.tokenizer.decode(turn.token_ids[-1:], skip_special_tokens=False)
@@ -115,7 +115,7 @@ class ObservationTokenizer:
             raise ValueError(f"the chat template refuses messages of roles {roles}: {error}") from error
 
     def _plain(self, message: Message) -> dict[str, Any]:
-        """The message without control tokens: who speaks is not for a tool's output to say."""
+        """Remove control tokens from a message: a tool's output must not be able to start another role's turn."""
         cleaned: dict[str, Any] = self._cleaned({**message, "content": message.get("content") or ""})
         return cleaned
 
@@ -124,14 +124,14 @@ class ObservationTokenizer:
             return {key: self._cleaned(part) for key, part in value.items()}
         if isinstance(value, list | tuple):
             return [self._cleaned(part) for part in value]
-        while isinstance(value, str) and self._special_tokens.search(value):  # what is left may make another one
+        while isinstance(value, str) and self._special_tokens.search(value):  # removing one may form another
             value = self._special_tokens.sub("", value)
         return value
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:
-        """Finds what the tokenizer would read as a control token."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        """Matches text that the tokenizer would encode as a control token."""
+        added = self.tokenizer.added_tokens_decoder.values()
         every = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}
         return re.compile("|".join(map(re.escape, sorted(every, key=len, reverse=True))) or r"(?!)")
 
@@ -140,11 +140,7 @@ class ObservationTokenizer:
 
 
 def is_conversation(observation: Any) -> bool:
-    """Whether this is a list of chat messages.
-
-    Args:
-        observation: Anything.
-    """
+    """Whether this is a list of chat messages."""
     return (
         isinstance(observation, Sequence)
         and not isinstance(observation, str)

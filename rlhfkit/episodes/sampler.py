@@ -1,4 +1,4 @@
-"""``TurnSampler``: the requests of many episodes, put together into calls of one engine."""
+"""``TurnSampler``: batch the requests of concurrent episodes into calls of one engine."""
 
 import asyncio
 import hashlib
@@ -14,14 +14,14 @@ from rlhfkit.rollout.errors import RequestError
 from rlhfkit.validation import check_integer, check_number
 
 MAX_WAIT = 0.05
-"""Seconds that a call of an engine in this process waits for episodes that are not ready yet."""
+"""Seconds that a call of an engine in this process waits for further requests."""
 
 PARALLEL_CALLS = 128
-"""Calls of a shared engine at the same time."""
+"""Default number of concurrent calls of a shared engine."""
 
 
 class EngineFailedError(RuntimeError):
-    """The engine failed, which no episode can be blamed for; the cause is what it raised."""
+    """The engine failed, through no fault of an episode; the cause is the engine's exception."""
 
 
 @dataclass(slots=True)
@@ -33,12 +33,12 @@ class _Request:
 
 
 def turn_index(prompt_index: int, sample_index: int, turn: int | str) -> int:
-    """What stands in place of the prompt's index in the seed of one turn: it depends on nothing else.
+    """Return the number that replaces the prompt's index in the seed of one turn, a hash of the arguments.
 
     Args:
         prompt_index: Row of the prompt in its data set.
-        sample_index: Position in the group.
-        turn: Number of the turn, or whatever else tells requests of one episode apart.
+        sample_index: Index in the group.
+        turn: Number of the turn, or any text that distinguishes the requests of an episode.
 
     Returns:
         A 63-bit non-negative integer.
@@ -48,17 +48,17 @@ def turn_index(prompt_index: int, sample_index: int, turn: int | str) -> int:
 
 
 class TurnSampler:
-    """Puts requests together. To be used in one event loop.
+    """Batches requests. To be used in one event loop.
 
-    An engine in this process gets one call at a time: a call leaves when every episode waits for it, or the first has
-    waited ``max_wait``. A shared engine gets up to ``parallel_calls`` calls at once, each with its share of the
-    requests that are waiting, so that no episode waits for the turn of a slow one.
+    An engine in this process gets one call at a time, which starts when every active episode has a request waiting, or
+    the first one has waited ``max_wait``. A shared engine gets up to ``parallel_calls`` concurrent calls, each with an
+    equal part of the waiting requests, so that no episode waits for another's slow turn.
 
     Args:
-        engine: What generates.
-        parallel_calls: Calls at the same time; ``None``: 1 for an engine in this process, 128 for a shared one, whose
-            ``generate`` must then stand being called from several threads.
-        max_wait: Seconds; ``None``: 0.05 when there is one call at a time, else 0.
+        engine: The engine.
+        parallel_calls: Concurrent calls; ``None``: 1 for an engine in this process, 128 for a shared one, whose
+            ``generate`` must then be thread-safe.
+        max_wait: Seconds; ``None``: 0.05 with one call at a time, else 0.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class TurnSampler:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def expect_requests(self, participants: int) -> None:
-        """Say for how many episodes it is worth waiting a moment, where :meth:`active_episode` does not count them."""
+        """Set the number of active episodes, if they are not counted by :meth:`active_episode`."""
         self._active_episodes = participants
 
     @contextmanager
     def active_episode(self) -> Iterator[None]:
-        """Inside runs an episode that will ask for something, for which it is worth waiting a moment."""
+        """Context of an episode that will send requests, for which a call may wait."""
         self._active_episodes += 1
         try:
             yield
@@ -94,14 +94,14 @@ class TurnSampler:
         """Sample one turn.
 
         Args:
-            token_ids: Everything in front of it.
-            sampling: How; its ``group_size`` is 1.
+            token_ids: The context.
+            sampling: Sampling parameters, with ``group_size`` 1.
             iteration: Goes into the seed.
-            index: Goes into the seed in place of the prompt's: :func:`turn_index`.
+            index: Goes into the seed in place of the prompt's, see :func:`turn_index`.
 
         Raises:
-            RequestError: If the engine refuses this request; others are not touched by it.
-            EngineFailedError: If the engine raised something else.
+            RequestError: If the engine refuses this request; other requests are not affected.
+            EngineFailedError: If the engine raised another error.
         """
         answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(Prompt(index, token_ids), sampling, iteration, answer))
@@ -109,13 +109,13 @@ class TurnSampler:
         return await answer
 
     def _pump_soon(self) -> None:
-        """Start calls once everybody who is ready now has asked."""
+        """Schedule :meth:`_pump` after the episodes that are ready now have sent their requests."""
         if not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self, patient: bool = True) -> None:
-        """Start the calls that can be started."""
+        """Start as many calls as possible, unless it is better to wait for more requests."""
         self._soon = False
         if not self._waiting or self._calls >= self.parallel_calls:
             return
@@ -126,7 +126,7 @@ class TurnSampler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._waiting = [request for request in self._waiting if not request.answer.done()]  # others were given up
+        self._waiting = [request for request in self._waiting if not request.answer.done()]  # others were cancelled
         while self._waiting and self._calls < self.parallel_calls:
             self._start(math.ceil(len(self._waiting) / (self.parallel_calls - self._calls)))
 
@@ -135,14 +135,14 @@ class TurnSampler:
         self._pump(patient=False)
 
     def _start(self, share: int) -> None:
-        """Start one call with so many requests, if as many are alike."""
+        """Start a call with up to ``share`` requests of the same sampling parameters."""
         kind = (self._waiting[0].sampling, self._waiting[0].iteration)
         alike = [request for request in self._waiting if (request.sampling, request.iteration) == kind][:share]
         chosen = set(map(id, alike))
         self._waiting = [request for request in self._waiting if id(request) not in chosen]
         self._calls += 1
         task = asyncio.get_running_loop().create_task(self._call(alike))
-        self._tasks.add(task)  # the loop itself holds tasks weakly
+        self._tasks.add(task)  # the loop itself keeps weak references only
         task.add_done_callback(self._tasks.discard)
 
     async def _call(self, requests: list[_Request]) -> None:
@@ -153,7 +153,7 @@ class TurnSampler:
             self._pump_soon()
 
     async def _answer(self, requests: list[_Request]) -> None:
-        """Have the engine answer requests in one call."""
+        """Answer requests with one call of the engine."""
         prompts = [request.prompt for request in requests]
         sampling, iteration = requests[0].sampling, requests[0].iteration
         try:
@@ -164,7 +164,7 @@ class TurnSampler:
             if len(requests) == 1:
                 _fail(requests, error)
                 return
-            for request in requests:  # which of them is at fault is seen when each is alone
+            for request in requests:  # retry one by one to find the one at fault
                 if not request.answer.done():
                     await self._answer([request])
         except Exception as error:

@@ -1,4 +1,4 @@
-"""``ToolEnvironment``: the policy calls Python functions, reads what they return, and answers when it knows enough."""
+"""``ToolEnvironment``: the policy calls Python functions, reads their results, and then answers."""
 
 import asyncio
 import functools
@@ -17,26 +17,22 @@ from rlhfkit.validation import check_integer, check_number
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What the policy wants to be called, or why that cannot be read."""
+    """A function call that the policy asks for, or why it cannot be parsed."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Told to the policy in place of a result."""
+    """Sent to the policy in place of a result."""
 
 
 ToolCallParser = Callable[[Action], Sequence[ToolCall]]
-"""Finds the calls in an action, in order; none: the action is the answer."""
+"""Returns the tool calls in an action, in order. No calls: the action is the answer."""
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def parse_tool_calls(action: Action) -> list[ToolCall]:
-    """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen models write calls.
-
-    Args:
-        action: What the policy said.
-    """
+    """Parse ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen models."""
     return [_parse(text) for text in _CALL.findall(action.text)]
 
 
@@ -59,14 +55,14 @@ def _parse(text: str) -> ToolCall:
 
 
 def tool_schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """JSON schemas of functions, from their type hints and docstrings; what chat templates take as ``tools``.
+    """Return JSON schemas of functions, from their type hints and docstrings, as chat templates take them as ``tools``.
 
     Example::
 
         PromptDataModule(..., chat_template_arguments={"tools": tool_schemas([search])})
 
     Args:
-        tools: Functions with type hints and a docstring of Google's style that says what each argument is.
+        tools: Functions with type hints and a Google-style docstring that describes each argument.
 
     Raises:
         ValueError: If one lacks them.
@@ -88,10 +84,10 @@ def tool_schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
 class ToolEnvironment(Environment):
     """Runs the tools that an action calls and returns their results as messages; an action without calls is the answer.
 
-    A tool that raises, takes too long, does not exist or is called wrongly gives a message that says so: the policy is
-    to learn from it. Subclass it for tools with a state (bound methods are tools like any others) or a reward.
+    A tool that raises, times out, does not exist or is called with wrong arguments results in a message that says so,
+    which the policy can learn from. Subclass it for a reward, or for tools with state (bound methods can be tools).
 
-    Tools run in this process. For code that the policy has written, give a function that runs it in a sandbox.
+    Tools run in this process. To run code that the policy has written, use a function that runs it in a sandbox.
 
     Example::
 
@@ -102,11 +98,11 @@ class ToolEnvironment(Environment):
         EpisodeEngine(engine, tools=[multiply])
 
     Args:
-        tools: Plain functions, which get a thread each, or async ones, by their names.
+        tools: Functions, called by their names: plain ones, which get a thread each, or async ones.
         tool_call_parser: Finds the calls in an action.
-        timeout: Seconds of each call.
-        max_result_characters: A longer result is cut.
-        role: Role of the messages; ``"user"`` for templates that know no tools.
+        timeout: Time limit in seconds of each call.
+        max_result_characters: A longer result is truncated.
+        role: Role of the messages; use ``"user"`` for templates without tools.
 
     Raises:
         ValueError: If there is no tool, one has no name or schema, two have the same name, or a limit is out of range.
@@ -132,7 +128,7 @@ class ToolEnvironment(Environment):
         self.role = role
 
     async def step(self, action: Action) -> Step:
-        """Run what is called, all at the same time."""
+        """Run the called tools concurrently."""
         calls = list(self.tool_call_parser(action))
         if not calls:
             return Step(reward=await _awaited(self.answer_reward(action)), done=True)
@@ -145,15 +141,11 @@ class ToolEnvironment(Environment):
         return Step(messages, info={"tool_calls": len(calls), "tool_errors": failed})
 
     def answer_reward(self, action: Action) -> Any:
-        """The reward of an answer, an action that calls no tool: 0, to be overridden (also by an async method).
-
-        Args:
-            action: The answer.
-        """
+        """Return the reward of an answer, an action without calls: 0. To be overridden, also by an async method."""
         return 0.0
 
     async def _run(self, wanted: ToolCall) -> tuple[str, bool]:
-        """The result of one call as text, and whether it worked."""
+        """Return the result of one call as text, and whether it succeeded."""
         tool = self.tools.get(wanted.name)
         if wanted.error:
             return f"Error: {wanted.error}", False
@@ -176,17 +168,13 @@ class ToolEnvironment(Environment):
 
 
 class ToolEnvironmentFactory:
-    """Makes tool environments; unlike a lambda it can be sent to another process.
-
-    Args:
-        tools: Of each.
-    """
+    """Creates tool environments; unlike a lambda it can be pickled."""
 
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
         self.tools = list(tools)
 
     def __call__(self) -> ToolEnvironment:
-        """One for another episode."""
+        """Create an environment."""
         return ToolEnvironment(self.tools)
 
 

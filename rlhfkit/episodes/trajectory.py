@@ -1,4 +1,4 @@
-"""``Trajectory``: the tokens of an episode as the engine made and read them, until they are a ``Sample``."""
+"""``Trajectory``: the tokens of an unfinished episode, as the engine sampled and read them."""
 
 import math
 from typing import Any, Self
@@ -7,11 +7,11 @@ from rlhfkit.data.types import FinishReason, Prompt, Sample
 
 
 class Trajectory:
-    """What was said so far.
+    """The tokens of an episode so far.
 
     Args:
-        prompt: Its ``token_ids`` are what the engine is given first.
-        sample_index: Position in the group.
+        prompt: Its ``token_ids`` are the initial context.
+        sample_index: Index in the group.
     """
 
     def __init__(self, prompt: Prompt, sample_index: int) -> None:
@@ -22,27 +22,23 @@ class Trajectory:
         self.versions: list[int] = []
         self.action_mask: list[bool] = []
         self.rewards: dict[int, float] = {}
-        """What was earned, by the position of the token that earned it."""
+        """Rewards by the position of the token that earned them."""
         self.turns = 0
         self.last_action: Sample | None = None
-        """The last action."""
+        """The last action, as sampled."""
 
     @property
     def context(self) -> list[int]:
-        """Everything, as the engine is to read it."""
+        """All token ids, prompt included, that the engine reads next."""
         return self.prompt.token_ids + self.token_ids
 
     @property
     def num_action_tokens(self) -> int:
-        """Tokens that the policy has chosen."""
+        """Number of tokens that the policy has sampled."""
         return sum(self.action_mask)
 
     def add_action(self, sampled: Sample) -> None:
-        """Append what the policy said.
-
-        Args:
-            sampled: As it came from the engine.
-        """
+        """Append what the policy sampled."""
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
         self.versions += sampled.versions
@@ -51,22 +47,14 @@ class Trajectory:
         self.last_action = sampled
 
     def add_observation(self, token_ids: list[int], version: int) -> None:
-        """Append what the policy reads.
-
-        Args:
-            token_ids: Nothing of it is learned.
-            version: Of the policy at that time.
-        """
+        """Append tokens that the policy reads and does not learn; ``version`` is the current policy version."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.versions += [version] * len(token_ids)
         self.action_mask += [False] * len(token_ids)
 
     def add_reward(self, reward: float) -> None:
-        """Reward the last action, at its last token.
-
-        Args:
-            reward: Added to what it has.
+        """Add a reward to the last token of the last action.
 
         Raises:
             ValueError: If it is not finite, or there was no action.
@@ -81,7 +69,7 @@ class Trajectory:
         self.rewards[position] = self.rewards.get(position, 0.0) + reward
 
     def copy(self) -> Self:
-        """Another one that goes on from here."""
+        """Return a copy that can be continued independently."""
         other = type(self)(self.prompt, self.sample_index)
         for name in ("token_ids", "logprobs", "versions", "action_mask"):
             setattr(other, name, list(getattr(self, name)))
@@ -89,12 +77,7 @@ class Trajectory:
         return other
 
     def sample(self, finish_reason: FinishReason, info: dict[str, Any]) -> Sample:
-        """The record of it.
-
-        Args:
-            finish_reason: Why it ended.
-            info: What else is known.
-        """
+        """Return the trajectory as a sample."""
         return Sample(
             self.prompt,
             self.sample_index,

@@ -1,4 +1,4 @@
-"""``AgentEngine``: an engine whose samples are what agents written against OpenAI's API have the policy say."""
+"""``AgentEngine``: an engine whose samples are the turns that agents request over OpenAI's API."""
 
 import importlib.util
 import time
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentConnection:
-    """How an agent reaches the policy. Everything it says there is recorded as its episode."""
+    """How an agent reaches the policy. All its requests are recorded as its episode."""
 
     base_url: str
-    """Of OpenAI's API; different for each episode."""
+    """Base URL of OpenAI's API; different for each episode."""
     api_key: str = field(repr=False)
     model: str = "policy"
 
     def client(self, **options: Any) -> Any:
-        """An ``openai.AsyncOpenAI`` for it; needs the ``openai`` package.
+        """Return an ``openai.AsyncOpenAI`` for this connection; needs the ``openai`` package.
 
         Args:
-            **options: Of the client.
+            **options: Options of the client.
 
         Raises:
-            ImportError: If it is not installed.
+            ImportError: If ``openai`` is not installed.
         """
         _require("openai")
         from openai import AsyncOpenAI
@@ -46,26 +46,26 @@ class AgentConnection:
 
 
 Agent = Callable[[AgentConnection, Prompt], Any]
-"""Solves a prompt by talking to the policy, and returns the reward: a number, or ``None`` for no judgement. Async, or a
-plain function, which gets a thread."""
+"""Solves a prompt by sending requests to the policy, and returns the reward: a number, or ``None`` if it cannot be scored.
+Async, or a plain function, which gets a thread.
+"""
 
 
 class AgentEngine(EpisodeEngineBase):
-    """Runs an agent for each prompt and place in the group, and gives what the policy said in it as samples.
+    """Runs an agent for each prompt and index in the group, and returns what the policy sampled in it.
 
-    The agent finds the policy at the ``base_url`` of its :class:`AgentConnection` (:class:`OpenAIEndpoint`), in
-    whatever language or framework it is written. ``Sample.prompt`` has the tokens of its first request. Of an agent
-    that begins several conversations the trajectory with the most tokens of the policy is the sample;
-    ``info["unused_tokens"]`` counts the others.
+    The agent, in any language or framework, reaches the policy at the ``base_url`` of its :class:`AgentConnection`
+    (:class:`OpenAIEndpoint`). ``Sample.prompt`` has the tokens of its first request. If an agent has several
+    conversations, the trajectory with the most sampled tokens is the sample; ``info["unused_tokens"]`` counts the others.
 
     ============================================== ============= ================= ==========
-    end (``sample.info["ended"]``)                 finish_reason counts as cut off reward
+    end (``sample.info["ended"]``)                 finish_reason truncated         reward
     ============================================== ============= ================= ==========
     ``done``: the agent returned                   stop          no                kept
-    ``turns``, ``tokens``: it ran into a limit and length        yes               as returned
+    ``turns``, ``tokens``: it reached a limit and  length        yes               as returned
     returned, or raised the error it got
     ``time``: it took too long                     abort         no                none
-    ``error``: it raised, or never asked           abort         no                none
+    ``error``: it raised, or sent no request       abort         no                none
     ============================================== ============= ================= ==========
 
     Example::
@@ -80,20 +80,19 @@ class AgentEngine(EpisodeEngineBase):
         RolloutCallback(engine=AgentEngine(VLLMPool(2), agent), reward=EpisodeReward())
 
     Args:
-        engine: What samples the turns.
+        engine: Samples the turns.
         agent: See :data:`Agent`.
         max_turns: Requests of an episode.
-        max_episode_tokens: Of a conversation; ``None``: the model's context.
-        episode_timeout: Seconds of an episode.
-        request_timeout: Seconds of each request.
-        concurrency: Episodes at the same time.
-        parallel_calls: Calls of the engine at the same time; ``None``: see
-            :class:`~rlhfkit.episodes.sampler.TurnSampler`.
-        on_error: ``"raise"``: stop at the first agent that fails.
-        host: Where the endpoint listens; others than the loopback address need a token.
+        max_episode_tokens: Tokens of a conversation; ``None``: the model's context.
+        episode_timeout: Time limit of an episode in seconds.
+        request_timeout: Time limit of each request in seconds.
+        concurrency: Concurrent episodes.
+        parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
+        host: Address that the endpoint listens on; others than the loopback address need a token.
         port: 0: any that is free.
         token: API key of the endpoint; ``None``: a random one.
-        public_url: How agents on other machines find it; ``None``: they run here.
+        public_url: Address for agents on other machines; ``None``: they run on this one.
         ssl_certfile: TLS certificate (PEM).
         ssl_keyfile: Its private key.
         tool_call_parser: Finds tool calls in answers.
@@ -101,7 +100,7 @@ class AgentEngine(EpisodeEngineBase):
 
     Raises:
         ImportError: If FastAPI or uvicorn is not installed.
-        TypeError: If ``engine`` is none or ``agent`` cannot be called.
+        TypeError: If ``engine`` is not a ``RolloutEngine`` or ``agent`` cannot be called.
         ValueError: If a limit is out of range, or the host needs a token.
     """
 
@@ -184,10 +183,13 @@ class AgentEngine(EpisodeEngineBase):
         super().close()
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Nothing to check: what the policy reads is the agent's to say."""
+        """Check nothing: the agent decides what the policy reads."""
 
     def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
-        """Episodes of one stream. The endpoint listens from the first on, and so not on ranks that never sample."""
+        """Return a function that creates the episodes of one stream.
+
+        The endpoint starts to listen at the first call, so it does not on ranks that never sample.
+        """
         if self._endpoint is None:
             raise RuntimeError("AgentEngine was asked for samples before AgentEngine.start")
         endpoint = self._endpoint.start()
@@ -213,7 +215,7 @@ class _AgentEpisode:
         self.error: Exception | None = None
 
     async def run(self) -> Sample:
-        """Run the agent and make a sample of what it has had the policy say."""
+        """Run the agent and return its sample."""
         name, session = self._endpoint.open_session(
             *self._identity, iteration=self._iteration, max_turns=self._engine.max_turns
         )

@@ -1,7 +1,7 @@
-"""``OpenAIEndpoint``: the policy behind OpenAI's chat API, for agents that are written against it.
+"""``OpenAIEndpoint``: an HTTP server with OpenAI's chat API, answered by the policy.
 
-``/sessions/<name>/v1`` is the base URL of one session, whose requests are recorded as one episode; ``/v1`` is answered
-and not recorded. Everything asks for the token, which is the API key.
+``/sessions/<name>/v1`` is the base URL of one session, whose requests are recorded as one episode; requests to ``/v1``
+are not recorded. All paths need the token, which is the API key.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ _NOT_USED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "freq
 class OpenAIEndpoint:
     """Serves ``POST .../v1/chat/completions`` and ``GET .../v1/models`` in a thread of this process.
 
-    How is sampled is said here and not by clients: log-probs have to be those of the training's distribution. Requests
-    may lower ``max_tokens`` and add ``stop``; their ``temperature`` and the like are not used, which is warned of once.
+    Sampling parameters are set here, not by clients, because log-probs must be those of the distribution that is
+    trained. Requests may lower ``max_tokens`` and add ``stop``; ``temperature`` and the like are ignored, with one
+    warning.
 
-    It listens on the loopback address, with a random token, unless told otherwise; other addresses need a token of the
-    user's. Bodies, concurrent requests and the time of each are limited
-    (:class:`~rlhfkit.serving.middleware.AccessControlMiddleware`).
+    By default it listens on the loopback address with a random token; other addresses need a token of the user's. Size,
+    number and duration of requests are limited (:class:`~rlhfkit.serving.middleware.AccessControlMiddleware`).
 
     Example::
 
@@ -57,23 +57,22 @@ class OpenAIEndpoint:
 
     Args:
         engine: Samples, with its current weights.
-        tokenizer: Of its model; needs a chat template.
-        max_context_tokens: Of a conversation, the answer included.
-        sampling: For requests outside sessions.
+        tokenizer: The model's tokenizer; needs a chat template.
+        max_context_tokens: Maximum number of tokens of a conversation, the answer included.
+        sampling: Sampling parameters of requests outside of sessions.
         host: Address to listen on.
         port: 0: any that is free.
         token: What clients must send as API key; ``None``: a random one, on the loopback address only.
-        public_url: How clients elsewhere find it, ``https://trainer:8000``; ``None``: they are on this machine.
-        ssl_certfile: TLS certificate (PEM); without one tokens and texts travel in the clear.
+        public_url: Address for clients on other machines, ``https://trainer:8000``; ``None``: they run on this one.
+        ssl_certfile: TLS certificate (PEM). Without one tokens and texts are sent unencrypted.
         ssl_keyfile: Its private key.
-        model_name: What the policy is called.
+        model_name: Name of the policy in the API.
         tool_call_parser: Finds tool calls in answers to requests with ``tools``.
-        request_timeout: Seconds an answer may take.
-        max_body_bytes: Of a request.
-        max_body_values: Of a request: texts, numbers, lists and objects of its JSON.
-        max_concurrent: Requests at a time; further ones are refused with 503, which clients repeat.
-        parallel_calls: Calls of the engine at the same time; ``None``: see
-            :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        request_timeout: Time limit of an answer in seconds.
+        max_body_bytes: Maximum size of a request.
+        max_body_values: Maximum number of values in a request's JSON: texts, numbers, lists and objects.
+        max_concurrent: Maximum of concurrent requests; others are refused with 503, which clients retry.
+        parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
         chat_template_arguments: Passed to the chat template.
 
     Raises:
@@ -138,15 +137,11 @@ class OpenAIEndpoint:
     @property
     def api_key(self) -> str:
         """The token, as clients send it."""
-        assert self._token is not None  # or the server would not have been made
+        assert self._token is not None  # otherwise the constructor has raised
         return self._token.header()["Authorization"].removeprefix("Bearer ")
 
     def base_url(self, session: str | None = None) -> str:
-        """What clients take as ``base_url``.
-
-        Args:
-            session: Name of one; ``None``: outside of sessions.
-        """
+        """Return the clients' ``base_url``, of a session, or with ``None`` outside of sessions."""
         here = self._server.url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
         path = "/v1" if session is None else f"/sessions/{session}/v1"
         return f"{self._public_url or here}{path}"
@@ -154,17 +149,17 @@ class OpenAIEndpoint:
     def open_session(
         self, prompt: Prompt, sample_index: int, sampling: SamplingSpec, *, iteration: int, max_turns: int
     ) -> tuple[str, ChatSession]:
-        """Begin a session.
+        """Start a session.
 
         Args:
-            prompt: Whose episode it is.
-            sample_index: Position in the group.
-            sampling: How to sample.
+            prompt: The prompt of the episode.
+            sample_index: Index in the group.
+            sampling: Sampling parameters.
             iteration: Goes into the seeds.
-            max_turns: Answers at most.
+            max_turns: Maximum number of answers.
 
         Returns:
-            Its name, which nobody can guess, and what it records.
+            Its name, which cannot be guessed, and the session, which records the requests.
         """
         name = secrets.token_urlsafe(16)
         self._sessions[name] = session = ChatSession(
@@ -180,15 +175,11 @@ class OpenAIEndpoint:
         return name, session
 
     def close_session(self, name: str) -> None:
-        """End a session: further requests are refused.
-
-        Args:
-            name: Of it.
-        """
+        """End a session: further requests are refused."""
         self._sessions.pop(name, None)
 
     def start(self) -> Self:
-        """Listen; see :meth:`rlhfkit.serving.server.Server.start`."""
+        """Start to listen; see :meth:`rlhfkit.serving.server.Server.start`."""
         self._server.start()
         return self
 
@@ -218,7 +209,7 @@ class OpenAIEndpoint:
 
         @app.exception_handler(HTTPException)
         async def misunderstand(request: Request, error: HTTPException) -> JSONResponse:
-            status = 400 if error.status_code == 422 else error.status_code  # as OpenAI's servers say it
+            status = 400 if error.status_code == 422 else error.status_code  # as OpenAI's servers do
             return JSONResponse(ChatError(str(error.detail), status=status).body(), status, error.headers)
 
         @app.get("/v1/models")
@@ -272,13 +263,13 @@ class OpenAIEndpoint:
 
     def _body(self, turn: ChatTurn, request: ChatRequest) -> dict[str, Any]:
         sampled = turn.trajectory.last_action
-        assert sampled is not None  # a turn is an answer
+        assert sampled is not None  # a turn has an answer
         tokenizer, logprobs = self.observations.tokenizer, None
         if request.logprobs:
             texts = [tokenizer.decode([token]) for token in sampled.token_ids]
             logprobs = [
                 {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                # The API says -9999 where a log-prob is not known; NaN is no JSON.
+                # OpenAI's API uses -9999 for unknown log-probs; NaN is not valid JSON.
                 for text, logprob in zip(texts, (-9999.0 if isnan(p) else p for p in sampled.logprobs), strict=True)
             ]
         return chat_completion(
@@ -303,10 +294,10 @@ class OpenAIEndpoint:
 
 
 def _chat_request(body: bytes) -> ChatRequest:
-    """A request from its JSON.
+    """Parse a request.
 
     Raises:
-        ValueError: Saying where it is wrong.
+        ValueError: With the fields that are wrong.
     """
     try:
         return ChatRequest.model_validate_json(body)

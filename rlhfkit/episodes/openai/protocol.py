@@ -1,4 +1,4 @@
-"""Requests and answers of OpenAI's chat completions, as far as a policy that is being trained can honour them."""
+"""Requests and responses of OpenAI's chat completions, as far as a policy in training can support them."""
 
 import json
 import time
@@ -13,12 +13,12 @@ from rlhfkit.episodes.tools import ToolCall
 
 
 class ChatError(Exception):
-    """A request that cannot be answered; clients see it as OpenAI's errors.
+    """A request that cannot be answered; sent to clients as an error of OpenAI's API.
 
     Args:
         message: For people.
         code: For programs.
-        status: Of HTTP.
+        status: HTTP status.
     """
 
     def __init__(self, message: str, *, code: str = "invalid_request", status: int = 400) -> None:
@@ -27,13 +27,13 @@ class ChatError(Exception):
         self.status = status
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the error as JSON."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "code": self.code, "param": None}}
 
 
 class ChatRequest(BaseModel):
-    """What ``POST /v1/chat/completions`` takes. Fields of the API that are not here are accepted and not used."""
+    """The body of ``POST /v1/chat/completions``. Other fields of the API are accepted and ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -57,7 +57,7 @@ class ChatRequest(BaseModel):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the policy is told of."""
+        """Tools that are shown to the policy."""
         return None if self.tool_choice == "none" else self.tools or None
 
     @property
@@ -67,18 +67,15 @@ class ChatRequest(BaseModel):
 
     @property
     def completion_limit(self) -> int | None:
-        """Of the answer."""
+        """Maximum number of tokens of the answer."""
         return self.max_completion_tokens or self.max_tokens
 
 
 def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it: content as text, arguments of tool calls as objects, nothing empty.
-
-    Args:
-        message: As a client sends it.
+    """Return a message in the form of chat templates: content as text, arguments of tool calls as objects.
 
     Raises:
-        ChatError: If it has no role, content that is not text, or tool calls that are none.
+        ChatError: If it has no role, content that is not text, or invalid tool calls.
     """
     if not isinstance(message.get("role"), str):
         raise ChatError(f"a message needs a role: {str(dict(message))[:80]}")
@@ -90,7 +87,7 @@ def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if content is not None and not isinstance(content, str):
         raise ChatError(f"the content of a message must be text, got {type(content).__name__}")
     plain = {"role": message["role"], "content": content or ""}
-    if plain["role"] == "developer":  # what newer models of OpenAI call it
+    if plain["role"] == "developer":  # the name for newer models of OpenAI
         plain["role"] = "system"
     for name in ("name", "tool_call_id"):
         if message.get(name):
@@ -125,12 +122,7 @@ def _normalize_tool_call(wanted: Any) -> dict[str, Any]:
 
 
 def same_message(one: Message, other: Message) -> bool:
-    """Whether two messages say the same, white space around them aside; ids of tool calls do not count.
-
-    Args:
-        one: As :func:`normalize_message` gives it.
-        other: Likewise.
-    """
+    """Whether two normalised messages are equal, apart from white space at the ends and ids of tool calls."""
     return _message_key(one) == _message_key(other)
 
 
@@ -140,12 +132,12 @@ def _message_key(message: Message) -> tuple[Any, ...]:
 
 
 def assistant_message(text: str, calls: Sequence[ToolCall], request_id: str) -> dict[str, Any]:
-    """The policy's turn as a message.
+    """Return the policy's turn as a message.
 
     Args:
-        text: All of it.
-        calls: Found in it.
-        request_id: Unique beginning of the ids of the calls.
+        text: The whole turn.
+        calls: Tool calls found in it.
+        request_id: Unique prefix of the ids of the calls.
     """
     if not calls:
         return {"role": "assistant", "content": text}
@@ -173,16 +165,16 @@ def chat_completion(
     completion_tokens: int,
     logprobs: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
-    """An answer as JSON.
+    """Return a response as JSON.
 
     Args:
         message: The policy's turn.
         request_id: Unique.
-        model: Name of it.
+        model: Name of the model.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        prompt_tokens: That the policy read.
-        completion_tokens: That it said.
-        logprobs: One entry per token, when they were asked for.
+        prompt_tokens: Number of tokens that the policy read.
+        completion_tokens: Number of tokens that it sampled.
+        logprobs: One entry per token, if they were asked for.
     """
     return {
         "id": f"chatcmpl-{request_id}",
@@ -206,11 +198,7 @@ def chat_completion(
 
 
 def stream_events(body: Mapping[str, Any]) -> list[str]:
-    """The same for clients that want a stream: the whole answer in one event, then the end.
-
-    Args:
-        body: From :func:`chat_completion`.
-    """
+    """Return a response of :func:`chat_completion` as server-sent events: the whole answer in one, then the end."""
     (choice,) = body["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

@@ -1,9 +1,9 @@
-"""``ChatSession``: what one agent asks the policy over the chat API, recorded as the tokens that were sampled.
+"""``ChatSession``: an agent's requests over the chat API, recorded as the tokens that were sampled.
 
-Clients send the whole conversation with every request. What a conversation has in common with an earlier answer of the
-session is not encoded again: the recorded tokens stand for it, and only what is new is put behind them. A request that
-continues no earlier answer (another agent of the same program, a conversation that was summarised) begins a trajectory
-of its own; one that continues an answer for a second time (a retry) branches off there.
+Clients send the whole conversation with every request. The part that it shares with an earlier answer of the session is
+not tokenised again: the recorded tokens are used, and only new messages are appended. A request that continues no
+earlier answer (another agent of the same program, a conversation that was summarised) starts a trajectory of its own;
+one that continues an answer for a second time (a retry) branches off there.
 """
 
 import dataclasses
@@ -26,36 +26,36 @@ from rlhfkit.rollout.errors import RequestError
 log = logging.getLogger(__name__)
 
 _LONG = 20_000
-"""Characters that are encoded in a few milliseconds."""
+"""Number of characters that are tokenised in a few milliseconds."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ChatTurn:
-    """One answer of the policy, and everything in front of it."""
+    """One answer of the policy, with its context."""
 
     messages: list[dict[str, Any]]
-    """The conversation up to the answer, which is the last."""
+    """The conversation, ending with the answer."""
     trajectory: Trajectory
     parent: "ChatTurn | None"
     reply: dict[str, Any]
-    """The answer as the client has got it."""
+    """The answer as it was sent to the client."""
     prompt_tokens: int
     request_id: str
     """Unique in the session, and the same in every run."""
 
 
 class ChatSession:
-    """Everything one agent has asked and been answered.
+    """All requests of one agent and their answers.
 
     Args:
-        prompt: Whose episode it is.
-        sample_index: Position in the group.
-        sampling: How to sample.
+        prompt: The prompt of the episode.
+        sample_index: Index in the group.
+        sampling: Sampling parameters.
         iteration: Goes into the seeds.
-        observations: Writes messages.
+        observations: Tokenises messages.
         tool_call_parser: Finds tool calls in answers.
-        max_context_tokens: Prompt, answers and everything between them together.
-        max_turns: Answers at most.
+        max_context_tokens: Maximum number of tokens of a conversation, all answers included.
+        max_turns: Maximum number of answers.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ChatSession:
         self.turns: list[ChatTurn] = []
         """In the order in which they were answered."""
         self.limit: str | None = None
-        """``"turns"`` or ``"tokens"``: what the agent has run into."""
+        """``"turns"`` or ``"tokens"``: the limit that the agent has reached."""
         self.engine_failure: EngineFailedError | None = None
         self._asked: dict[bytes, int] = {}
         self._answering = 0
@@ -95,19 +95,19 @@ class ChatSession:
             sampler: Samples it.
 
         Raises:
-            ChatError: If it cannot be answered, or a limit is reached.
+            ChatError: If the request cannot be answered, or a limit is reached.
             EngineFailedError: If the engine failed.
         """
         if len(self.turns) + self._answering >= self.max_turns:
             self.limit = self.limit or "turns"
             raise ChatError(f"the episode has had its {self.max_turns} turns", code="turn_limit_exceeded")
         messages = [normalize_message(message) for message in request.messages]
-        parent, trajectory = await self._begun(messages, request.offered_tools)
+        parent, trajectory = await self._context_of(messages, request.offered_tools)
         context = trajectory.context
         spec = self._sampling(request, len(context))
         digest = hashlib.blake2b(repr(context).encode(), digest_size=8).digest()
         repeat = self._asked[digest] = self._asked.get(digest, -1) + 1
-        # Not the number of the request: several may be under way, and their order is nobody's choice.
+        # Not the number of the request: the order of concurrent requests is not deterministic.
         index = turn_index(self.prompt.index, self.sample_index, f"{digest.hex()}/{repeat}")
         self._answering += 1
         try:
@@ -127,19 +127,19 @@ class ChatSession:
         self.turns.append(turn)
         return turn
 
-    async def _begun(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
-        """What the policy has to read; long conversations are encoded in a thread, as the loop serves all others."""
+    async def _context_of(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
+        """Return parent and context; long conversations are tokenised in a thread, to keep the event loop free."""
         if sum(len(str(message["content"])) for message in messages) <= _LONG:
-            return self._begin(messages, tools)
-        self._answering += 1  # other requests of the session may come meanwhile
+            return self._build_context(messages, tools)
+        self._answering += 1  # other requests of the session may arrive meanwhile
         try:
-            began: tuple[ChatTurn | None, Trajectory] = await run_in_thread(self._begin, messages, tools)
+            began: tuple[ChatTurn | None, Trajectory] = await run_in_thread(self._build_context, messages, tools)
             return began
         finally:
             self._answering -= 1
 
-    def _begin(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
-        """What the policy has to read, from the longest answer that the conversation continues."""
+    def _build_context(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
+        """Return the context, starting from the longest answer that the conversation continues, and that answer."""
         if messages[-1]["role"] == "assistant":
             raise ChatError("the last message is the assistant's own; there is nothing to answer")
         arguments = {} if tools is None else {"tools": tools}
@@ -158,7 +158,7 @@ class ChatSession:
             new = self.observations.encode_observation(
                 messages[known:], trajectory.last_action, conversation=messages[: known - 1], **arguments
             )
-        except Exception as error:  # templates fail in other words than their own, over what a client has sent
+        except Exception as error:  # a template may raise any error over what a client has sent
             raise ChatError(f"{type(error).__name__}: {error}", code="template_error") from error
         trajectory.add_observation(new, trajectory.versions[-1])
         return parent, trajectory
@@ -204,17 +204,17 @@ class ChatSession:
         return assistant_message(text, calls, request_id)
 
     def leaves(self) -> list[ChatTurn]:
-        """Answers that nothing continues: each ends a trajectory."""
+        """Answers that no request has continued: each ends a trajectory."""
         parents = {id(turn.parent) for turn in self.turns}
         return [turn for turn in self.turns if id(turn) not in parents]
 
     def sample(self, finish_reason: FinishReason, reward: float | None, info: dict[str, Any]) -> Sample:
-        """The trajectory with the most tokens of the policy, of several the one that ended last.
+        """Return the trajectory with the most sampled tokens, of several the one that ended last.
 
         Args:
             finish_reason: Why the episode ended.
-            reward: Of the episode, earned by its last action.
-            info: What else is known.
+            reward: Reward of the episode, credited to its last action.
+            info: Further entries of ``Sample.info``.
         """
         leaves = self.leaves()
         if not leaves:
@@ -242,7 +242,7 @@ class ChatSession:
 
 
 def _continues(messages: Sequence[dict[str, Any]], earlier: Sequence[dict[str, Any]]) -> bool:
-    """Whether a conversation goes on behind an earlier one."""
+    """Whether a conversation continues an earlier one."""
     return len(messages) > len(earlier) and all(
         same_message(one, other) for one, other in zip(messages, earlier, strict=False)
     )
