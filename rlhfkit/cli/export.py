@@ -65,7 +65,9 @@ def export(
         about, weights = _read_directory(path, child) if path.is_dir() else _read_file(path, child)
         hyperparameters = dict(about.get("hyper_parameters") or {})
         if "model" not in hyperparameters or not (module or about.get(CLASSES)):
-            raise ValueError(f"{path} was not saved from a module of rlhfkit: it does not say which model it trained")
+            raise ValueError(
+                f"{path} was not saved from a module of rlhfkit: it does not name the model that was trained"
+            )
         if model is not None:
             hyperparameters["model"] = model
         made = _module([module] if module else about[CLASSES], hyperparameters)
@@ -113,7 +115,7 @@ def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> Check
         if failures:
             log.warning("exported as a %s, because of %s", name, "; ".join(failures))
         return made
-    raise ValueError(f"no class of the module can be made: {'; '.join(failures)}")
+    raise ValueError(f"no class of the module could be created: {'; '.join(failures)}")
 
 
 def _build(module: CheckpointMixin, child: str) -> None:

@@ -108,7 +108,7 @@ class EpisodeEngineBase(EngineWrapper):
 
     def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
         """Return a function that creates the episodes of one stream; ``iteration`` goes into the seeds."""
-        raise NotImplementedError(f"{type(self).__name__} has to define episode_factory()")
+        raise NotImplementedError(f"{type(self).__name__} must define episode_factory()")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise if an episode cannot start.

@@ -136,7 +136,7 @@ class EpisodeEngine(EpisodeEngineBase):
 def _environment(environment: Any, tools: Sequence[Callable[..., Any]]) -> Callable[[], Environment]:
     """Return a function that creates environments."""
     if (environment is None) != bool(tools):
-        raise ValueError("EpisodeEngine takes an environment or tools, one of the two")
+        raise ValueError("EpisodeEngine takes either an environment or tools")
     if environment is None:
         from rlhfkit.episodes.tools import ToolEnvironment, ToolEnvironmentFactory
 

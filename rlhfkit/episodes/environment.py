@@ -40,7 +40,7 @@ class Step:
     observation: Observation | None = None
     """What the policy reads next; not used when ``done``."""
     reward: float | None = 0.0
-    """Reward of this action. An episode's reward is the sum; ``None``: it cannot be scored, and the whole episode is not
+    """Reward of this action; an episode's reward is the sum. ``None``: it cannot be scored, and the episode is not
     trained on.
     """
     done: bool = False
@@ -82,7 +82,7 @@ class Environment:
 
     def step(self, action: Action) -> Step | Awaitable[Step]:
         """Respond to an action of the policy."""
-        raise NotImplementedError(f"{type(self).__name__} has to define step(action), which returns a Step")
+        raise NotImplementedError(f"{type(self).__name__} must define step(action), which returns a Step")
 
     def close(self) -> Awaitable[None] | None:
         """Free what the episode used. Called once, however the episode ended."""

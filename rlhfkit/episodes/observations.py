@@ -76,7 +76,7 @@ class ObservationTokenizer:
                 f"{type(observation).__name__}: {str(observation)[:80]!r}"
             )
         if turn is None:
-            raise ValueError("chat messages can be put behind a turn of the policy only")
+            raise ValueError("chat messages can only follow a turn of the policy")
         return self._encode(self._without_stop(self._tail(listed, conversation, arguments), turn))
 
     def _tail(self, messages: Sequence[Message], conversation: Sequence[Message] | None, arguments: Any) -> str:

@@ -40,7 +40,7 @@ def _parse(text: str) -> ToolCall:
     try:
         written = parse_json(text)
     except ValueError as error:
-        return ToolCall(error=f"the tool call is no JSON: {error}")
+        return ToolCall(error=f"the tool call is not valid JSON: {error}")
     if not isinstance(written, dict) or not isinstance(written.get("name"), str):
         return ToolCall(error='a tool call is {"name": ..., "arguments": {...}}')
     arguments = written.get("arguments", {})

@@ -64,7 +64,7 @@ class Trajectory:
         position = max((place for place, chosen in enumerate(self.action_mask) if chosen), default=None)
         if position is None:
             if reward:
-                raise ValueError(f"a reward of {reward} was given before the policy has said anything")
+                raise ValueError(f"a reward of {reward} was given before the first action")
             return
         self.rewards[position] = self.rewards.get(position, 0.0) + reward
 

@@ -53,7 +53,9 @@ def check_json_size(body: bytes, *, max_objects: int, max_numbers: int, max_dept
         elif part[2]:
             depth -= 1
         elif part[3]:
-            raise ValueError(f"the body is no JSON: the text that begins at byte {part.start()} or before does not end")
+            raise ValueError(
+                f"the body is not JSON: the text that begins at byte {part.start()} or before does not end"
+            )
         elif body.startswith(b'"', part.start()):
             objects += 1
         else:

@@ -115,7 +115,7 @@ def test_every_call_has_a_result_or_is_told_what_is_wrong() -> None:
     assert contents[4] == f"{'x' * 60}... (940 more characters)"
     assert contents[5] == "Error: there is no tool 'divide'; there are multiply, search, fail, hang, shout"
     assert contents[6].startswith("Error: multiply: ")
-    assert contents[7].startswith("Error: the tool call is no JSON")
+    assert contents[7].startswith("Error: the tool call is not valid JSON")
     assert (step.done, step.reward, step.info) == (False, 0.0, {"tool_calls": 8, "tool_errors": 5})
 
 

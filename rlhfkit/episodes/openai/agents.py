@@ -46,7 +46,7 @@ class AgentConnection:
 
 
 Agent = Callable[[AgentConnection, Prompt], Any]
-"""Solves a prompt by sending requests to the policy, and returns the reward: a number, or ``None`` if it cannot be scored.
+"""Solves a prompt by sending requests to the policy, and returns the reward: a number, or ``None`` if there is none.
 Async, or a plain function, which gets a thread.
 """
 
@@ -241,7 +241,7 @@ class _AgentEpisode:
         if session.engine_failure is not None:
             raise session.engine_failure
         if ended == "done" and not session.turns:
-            ended, self.error = "error", RuntimeError("the agent has never asked the policy anything")
+            ended, self.error = "error", RuntimeError("the agent sent no request to the policy")
         if session.limit is not None and ended != "time":
             ended = "turns" if session.limit == "turns" else "tokens"
         return self._sample(session, ended, reward, time.monotonic() - began)

@@ -249,7 +249,7 @@ class OpenAIEndpoint:
     async def _complete(self, session: ChatSession, request: ChatRequest) -> dict[str, Any]:
         self._warn_of_unused(request)
         if request.response_format is not None and request.response_format.get("type") != "text":
-            raise ChatError("response_format is not supported: the policy says what it says")
+            raise ChatError("response_format is not supported")
         self._sampler.expect_requests(len(self._sessions))
         try:
             async with asyncio.timeout(self.request_timeout):
@@ -288,7 +288,7 @@ class OpenAIEndpoint:
         if unused:
             self._warned |= unused
             log.warning(
-                "requests say %s, which is not used: the policy is sampled as SamplingSpec says",
+                "requests set %s, which is ignored: SamplingSpec determines the sampling",
                 ", ".join(sorted(unused)),
             )
 

@@ -100,7 +100,7 @@ class ChatSession:
         """
         if len(self.turns) + self._answering >= self.max_turns:
             self.limit = self.limit or "turns"
-            raise ChatError(f"the episode has had its {self.max_turns} turns", code="turn_limit_exceeded")
+            raise ChatError(f"the episode has used its {self.max_turns} turns", code="turn_limit_exceeded")
         messages = [normalize_message(message) for message in request.messages]
         parent, trajectory = await self._context_of(messages, request.offered_tools)
         context = trajectory.context
@@ -167,8 +167,8 @@ class ChatSession:
         if self.turns and not self._warned and any(message["role"] == "assistant" for message in messages):
             self._warned = True
             log.warning(
-                "prompt %d: an agent has sent back an answer otherwise than it was sampled, or one that was not; the "
-                "conversation is encoded anew as a trajectory of its own",
+                "prompt %d: an agent has sent back an answer that is not what was sampled; the conversation starts a new "
+                "trajectory",
                 self.prompt.index,
             )
 
@@ -177,8 +177,7 @@ class ChatSession:
         if room < 1:
             self.limit = self.limit or "tokens"
             raise ChatError(
-                f"the conversation has {length} tokens, and {self.max_context_tokens} are the most, the answer "
-                "included",
+                f"the conversation has {length} tokens; the limit is {self.max_context_tokens}, the answer included",
                 code="context_length_exceeded",
             )
         spec = self.sampling

@@ -119,10 +119,10 @@ def decode_rewards(wire_format: WireFormat, body: bytes, count: int) -> list[flo
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{body[:200].decode(errors='replace')!r}, which is no JSON ({error})") from error
+        raise ValueError(f"{body[:200].decode(errors='replace')!r}, which is not JSON ({error})") from error
     values = wire_format.rewards(answer)
     if not isinstance(values, list):
-        raise ValueError(f"rewards that are no list: {str(values)[:200]}")
+        raise ValueError(f"rewards that are not a list: {str(values)[:200]}")
     if len(values) != count:
         raise ValueError(f"{len(values)} rewards for {count} samples")
     return [_checked(value) for value in values]
@@ -139,7 +139,7 @@ def _checked(value: Any) -> float | str | None:
             number = math.inf
         if math.isfinite(number):
             return number
-    return f"the reward {str(value)[:80]!r}, which is no finite number"
+    return f"the reward {str(value)[:80]!r}, which is not a finite number"
 
 
 def _rewards_field(answer: Any) -> Any:

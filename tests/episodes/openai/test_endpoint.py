@@ -118,7 +118,7 @@ def test_retries_branches_and_other_conversations_are_told_apart(
     ask(client, [USER, {"role": "assistant", "content": again.content}, go_on])
     with caplog.at_level(logging.WARNING):
         ask(client, [USER, {"role": "assistant", "content": "I was rewritten"}, go_on])
-    assert "an agent has sent back an answer otherwise than it was sampled" in caplog.text
+    assert "an agent has sent back an answer that is not what was sampled" in caplog.text
     assert [turn.parent for turn in recorded.turns] == [None, None, recorded.turns[1], None]
     assert recorded.leaves() == [recorded.turns[0], recorded.turns[2], recorded.turns[3]]
     sample = recorded.sample("stop", None, {})
@@ -126,7 +126,7 @@ def test_retries_branches_and_other_conversations_are_told_apart(
     assert sample.info["turns"] == 2
     every = sum(len(turn.trajectory.last_action.token_ids) for turn in recorded.turns)
     assert sample.info["unused_tokens"] == every - sum(sample.action_mask) > 0
-    with pytest.raises(openai.BadRequestError, match="the episode has had its 4 turns"):
+    with pytest.raises(openai.BadRequestError, match="the episode has used its 4 turns"):
         ask(client, [USER])
     assert recorded.limit == "turns"
 
@@ -170,7 +170,7 @@ def test_streams_and_logprobs_say_the_same(session: Any) -> None:
         ({"messages": [USER, {"role": "assistant", "content": "2"}]}, "nothing to answer"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "pictures"),
         ({"messages": [{"content": "x"}]}, "needs a role"),
-        ({"messages": [{"role": "user", "content": "x" * 130}]}, "138 tokens, and 128 are the most"),
+        ({"messages": [{"role": "user", "content": "x" * 130}]}, "138 tokens; the limit is 128"),
     ],
 )
 def test_requests_that_cannot_be_honoured_are_refused(session: Any, options: Any, message: str) -> None:

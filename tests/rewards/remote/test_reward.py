@@ -206,12 +206,12 @@ BROKEN = [
     ("404", 1, "answered with status 404"),
     ("413", 1, "answered with status 413"),
     ("302", 1, "answered with status 302"),
-    ("nojson", 1, "answered with '<html>', which is no JSON"),
-    ("empty", 1, "which is no JSON"),
+    ("nojson", 1, "answered with '<html>', which is not JSON"),
+    ("empty", 1, "which is not JSON"),
     ("deep", 1, "more than 50000 bytes"),
     ("huge", 1, "more than 50000 bytes"),
     ("list", 1, 'answered with no {"rewards": [...]}, but [1, 2]'),
-    ("text", 1, "rewards that are no list: 1, 2"),
+    ("text", 1, "rewards that are not a list: 1, 2"),
     ("few", 1, "answered with 1 rewards for 7 samples"),
 ]
 
@@ -237,7 +237,7 @@ def test_a_wrong_reward_is_the_failure_of_its_sample_only(reward: Any, kind: str
 
 
 def test_a_deeply_nested_answer_is_wrong_not_a_crash(reward: Any) -> None:
-    with pytest.raises(RewardError, match="which is no JSON"):
+    with pytest.raises(RewardError, match="which is not JSON"):
         scored(reward("deep", max_response_bytes=10**6), samples())
 
 
