@@ -56,7 +56,8 @@ class AgentEngine(EpisodeEngineBase):
 
     The agent, in any language or framework, reaches the policy at the ``base_url`` of its :class:`AgentConnection`
     (:class:`OpenAIEndpoint`). ``Sample.prompt`` has the tokens of its first request. If an agent has several
-    conversations, the trajectory with the most sampled tokens is the sample; ``info["unused_tokens"]`` counts the others.
+    conversations, the trajectory with the most sampled tokens is the sample; ``info["unused_tokens"]`` counts the
+    others.
 
     ============================================== ============= ================= ==========
     end (``sample.info["ended"]``)                 finish_reason truncated         reward

@@ -167,8 +167,8 @@ class ChatSession:
         if self.turns and not self._warned and any(message["role"] == "assistant" for message in messages):
             self._warned = True
             log.warning(
-                "prompt %d: an agent has sent back an answer that is not what was sampled; the conversation starts a new "
-                "trajectory",
+                "prompt %d: an agent has sent back an answer that is not what was sampled; the conversation starts a "
+                "new trajectory",
                 self.prompt.index,
             )
 
