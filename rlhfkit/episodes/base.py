@@ -185,7 +185,7 @@ class EpisodeStream:
         self._running += [self._engine.loop.submit(self._group(prompt)) for prompt in prompts]
 
     def collect(self, most: int) -> list[list[Sample]]:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises the errors of :meth:`EpisodeEngineBase.generate`."""
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises what ``EpisodeEngineBase.generate`` raises."""
         if not self._running:
             return []
         self._engine.loop.wait(self._running, blocked_after=self._engine.blocked_after)

@@ -343,7 +343,7 @@ def test_a_configuration_file_names_environments_and_tools() -> None:
         ({"concurrency": 0}, "concurrency"),
         ({"parallel_calls": 0}, "parallel_calls"),
         ({"on_error": "ignore"}, "on_error"),
-        ({"tools": [print]}, "an environment or tools, one of the two"),
+        ({"tools": [print]}, "either an environment or tools"),
     ],
 )
 def test_arguments_out_of_range_are_named(options: Any, message: str) -> None:

@@ -75,7 +75,7 @@ def test_calls_are_read_as_hermes_and_qwen_write_them(text: str, calls: list[Too
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("<tool_call>f(1)</tool_call>", "is no JSON"),
+        ("<tool_call>f(1)</tool_call>", "is not valid JSON"),
         ("<tool_call>[1]</tool_call>", "a tool call is"),
         ('<tool_call>{"name": 3}</tool_call>', "a tool call is"),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object"),

@@ -135,7 +135,7 @@ def test_agents_that_fail_lose_their_own_episode_only(engine: AgentEngine) -> No
         "talks on": ("turns", "length", None, 1),  # and was answered with an error, which it did not catch
     }
     assert samples[2].token_ids == []
-    assert "never asked" in samples[2].info["error"]
+    assert "sent no request" in samples[2].info["error"]
     with pytest.raises(EpisodeError, match=r"all 4 episodes failed.*LookupError: lost"):
         run(engine, agent, prompts_of(["raises", "raises"]))
 

@@ -186,7 +186,7 @@ def test_what_clients_say_of_sampling_is_not_used_and_said_so(
     endpoint._warned.clear()
     with caplog.at_level(logging.WARNING):
         ask(client, [USER], temperature=0.1, seed=3)
-    assert "requests say seed, temperature, which is not used" in caplog.text
+    assert "requests set seed, temperature, which is ignored" in caplog.text
     assert ask(client, [USER], stop=["\x00"]).choices
 
 
