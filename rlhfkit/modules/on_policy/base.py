@@ -270,7 +270,10 @@ class OnPolicyModule(RewardedModule):
         """
         self.kl_early_stop.begin()
         scored = self.add_reward_model_scores(experience)
-        prepared = self.mask_truncated_samples(self.compute_advantages(self.process_rewards(scored)))
+        prepared = self.compute_advantages(self.process_rewards(scored))
+        if self.hparams["kl_target"] is not None:  # after everything that the coefficient of this iteration is part of
+            self._adapt_kl_coef(prepared)
+        prepared = self.mask_truncated_samples(prepared)
         return dataclasses.replace(prepared, rewards=scored.rewards, token_rewards=scored.token_rewards)
 
     def compute_advantages(self, experience: Experience) -> Experience:
@@ -291,8 +294,6 @@ class OnPolicyModule(RewardedModule):
             advantages = self.advantage_function(experience, self._penalized(experience))
         if advantages.dim() == 1:
             advantages = advantages[:, None].expand_as(experience.action_mask)
-        if self.hparams["kl_target"] is not None:
-            self._adapt_kl_coef(experience)
         return dataclasses.replace(experience, advantages=advantages)
 
     def _adapt_kl_coef(self, experience: Experience) -> None:

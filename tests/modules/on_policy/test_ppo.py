@@ -20,6 +20,7 @@ from rlhfkit.models.heads import load_scalar_model, scalar_output
 from rlhfkit.rewards import ModelReward
 
 from ..ppo_cases import ARGUMENTS, ByHand, Keep, PlainSGD, check_moved_alike
+from .test_base import experience
 
 
 def digits_as_they_come(samples: Sequence[Sample]) -> list[float]:
@@ -81,6 +82,22 @@ def test_three_iterations_are_the_loop_by_hand(tmp_path: Path, shaped: bool) -> 
         hand.iteration(samples, update)
     check_moved_alike(module.policy, policy, reference)
     check_moved_alike(module.critic, critic, started)
+
+
+def test_the_critic_learns_the_returns_of_the_kl_coefficient_that_the_advantages_have() -> None:
+    rows = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
+    batch = experience()
+    arguments = {"kl_coef": 0.5, "kl_target": 1e-3, "kl_horizon": 6, "whiten_advantages": False, "lam": 1.0}
+    module = PPOModule("anywhere", **arguments)
+    module.reference_logprobs = lambda experience: batch.ref_logprobs
+    module.critic = torch.nn.Identity()
+    module.sharded = lambda *arguments: rows.where(batch.action_mask, 0.0)
+    prepared = module.prepare(batch)
+    assert prepared.advantages is not None
+    assert prepared.returns is not None
+    assert prepared.values is not None
+    torch.testing.assert_close(prepared.returns, (prepared.advantages + prepared.values).where(batch.action_mask, 0.0))
+    assert module.kl_coef == pytest.approx(0.5 * 1.2)  # of the next iteration
 
 
 def test_reward_rises_and_the_critic_explains_it(tmp_path: Path) -> None:
