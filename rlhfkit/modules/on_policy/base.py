@@ -30,7 +30,7 @@ from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.on_policy.advantages import AdvantageFunction
 from rlhfkit.modules.on_policy.kl_control import KLEarlyStopping, skip_update
 from rlhfkit.modules.on_policy.mismatch import rollout_mismatch
-from rlhfkit.modules.on_policy.policy_loss import PolicyLoss
+from rlhfkit.modules.on_policy.functions import PolicyLoss
 from rlhfkit.modules.on_policy.pretraining import check_pretraining_data, pretraining_loss
 from rlhfkit.modules.on_policy.rewards import RewardedModule
 from rlhfkit.modules.router_loss import with_router_loss
