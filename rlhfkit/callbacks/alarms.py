@@ -36,13 +36,13 @@ class Alarm:
 
 ROLLOUT_ALARMS = (
     Alarm(
-        metric="rollout/logprob_difference",
+        metric="rollout_corr/logprob_abs_diff_mean",
         high=0.05,
         advice="engine and trainer disagree on the same tokens by more than rounding: run both in one precision, "
         "compare attention implementations, or give the module a correction ('tis', 'icepop')",
     ),
     Alarm(
-        metric="rollout/effective_sample_fraction",
+        metric="rollout_corr/untruncated_eff_sample_size",
         low=0.3,
         advice="few samples carry most of the weight, the policy that sampled is too far away: lower max_staleness or "
         "the learning rate, or give the module a correction ('mis' leaves whole samples out)",

@@ -14,7 +14,7 @@ DEFAULT_CURVES = (
     ("KL (nats per token)", ("policy/ref_kl", "policy/approx_kl")),
     ("entropy (nats per token)", ("policy/entropy",)),
     ("completion length (tokens)", ("rollout/length",)),
-    ("|log-prob, trainer - engine|", ("rollout/logprob_difference",)),
+    ("|log-prob, trainer - engine|", ("rollout_corr/logprob_abs_diff_mean",)),
 )
 
 

@@ -9,7 +9,9 @@ from rlhfkit.modules.on_policy import presets
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.distillation import OnPolicyDistillationModule
 from rlhfkit.modules.on_policy.grpo import GRPOModule
+from rlhfkit.modules.on_policy.kl_control import KLControl
 from rlhfkit.modules.on_policy.ppo import PPOModule
+from rlhfkit.modules.on_policy.rewards import RewardProcessing
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.dpo import DPOModule
 from rlhfkit.modules.preference.kto import KTOModule
@@ -27,6 +29,7 @@ __all__ = [
     "DPOModule",
     "DistillationModule",
     "GRPOModule",
+    "KLControl",
     "KTOModule",
     "ORPOModule",
     "OnPolicyDistillationModule",
@@ -37,6 +40,7 @@ __all__ = [
     "ProcessRewardModule",
     "ReferenceModule",
     "RewardModule",
+    "RewardProcessing",
     "SFTModule",
     "ScalarModule",
     "SimPOModule",

@@ -1,10 +1,13 @@
-"""Functions as hyperparameters: remembered by name, so that checkpoints hold plain text and no pickled code."""
+"""Hyperparameters that are functions or dataclasses: checkpoints hold names and plain values, no pickled code."""
 
 import difflib
 import functools
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from dataclasses import fields
+from typing import Any, TypeVar, cast
+
+Options = TypeVar("Options")
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -55,6 +58,27 @@ def resolve_function(
     if not callable(found):
         raise ValueError(f"{argument}={function!r} is a {type(found).__name__}, not a function")
     return cast(Callable[..., Any], found)
+
+
+def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> Options:
+    """Make the options dataclass that a constructor was given.
+
+    Args:
+        kind: The dataclass; all of its fields have defaults.
+        value: An instance, the mapping of its fields that a checkpoint holds, or ``None`` for the defaults.
+
+    Raises:
+        ValueError: If the mapping has other names.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, Mapping):
+        return value
+    known = [field.name for field in fields(cast(Any, kind))]
+    unknown = sorted({*value} - {*known})
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
+    return kind(**value)
 
 
 def refuse_without_effect(given: Mapping[str, bool], beside: str) -> None:

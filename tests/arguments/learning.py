@@ -155,7 +155,7 @@ def learn(
         folder: Of :func:`prepare`.
         data: See :func:`data_for`.
         kind: Of module.
-        arguments: Its arguments; ``@name`` stands for a folder.
+        arguments: Its arguments; ``@name`` stands for a folder, ``argument.field`` for a field of options.
         around: ``text``: mix text in; ``epochs``: other than 1.
         built: Only build it.
     """
@@ -168,7 +168,11 @@ def learn(
             return str((folder if (folder / value[1:]).exists() else place) / value[1:])
 
         try:
-            module: Any = kind(**{name: path(value) for name, value in arguments.items()})
+            given: dict[str, Any] = {}
+            for name, value in arguments.items():
+                argument, _, option = name.partition(".")
+                given |= {argument: given.get(argument, {}) | {option: value} if option else path(value)}
+            module: Any = kind(**given)
             if built:
                 module.configure_model()
                 return look(module), optimizers(module)

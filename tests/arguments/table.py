@@ -1,8 +1,9 @@
 """What a table of arguments is made of: changes that must be seen, and reasons why one cannot be."""
 
 import inspect
+import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 
@@ -34,7 +35,10 @@ Observe = Callable[[type, Mapping[str, Any], Mapping[str, Any], bool], Any]
 
 
 def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
-    """All arguments of a class by name: its own, and those that its ``**kwargs`` hand on along the MRO."""
+    """All arguments of a class by name: its own, and those that its ``**kwargs`` hand on along the MRO.
+
+    In place of an options dataclass of ``rlhfkit.modules`` stand its fields, as ``argument.field``.
+    """
     found: dict[str, inspect.Parameter] = {}
     for base in kind.__mro__:
         if "__init__" not in base.__dict__:
@@ -45,6 +49,12 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
                 found.setdefault(parameter.name, parameter)
         if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
             break
+    for name, parameter in list(found.items()):
+        members = typing.get_args(parameter.annotation)
+        options = [one for one in members if getattr(one, "__module__", "").startswith("rlhfkit.modules")]
+        if options and is_dataclass(options[0]):
+            found |= {f"{name}.{one.name}": parameter for one in fields(options[0])}
+            del found[name]
     return found
 
 

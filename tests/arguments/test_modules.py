@@ -23,6 +23,7 @@ from rlhfkit import (
     PPOModule,
     ProcessRewardModule,
     RewardModule,
+    RewardProcessing,
     SFTModule,
     SimPOModule,
 )
@@ -63,6 +64,7 @@ REFERENCE: dict[str, Change | Unseen] = {
 }
 PAIRS: dict[str, Change | Unseen] = {"beta": Change(0.7), "label_smoothing": Change(0.2), "nll_coef": Change(0.5)}
 KL: dict[str, Any] = {"kl_coef": 0.1}
+TARGET: dict[str, Any] = {"kl_control.target": 0.01}
 CONSTANT: dict[str, Any] = {"aggregation": "constant-length", "max_length": 4}
 ON_POLICY: dict[str, Change | Unseen] = {
     "advantages": Change(by_rewards),
@@ -74,9 +76,9 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "max_length": Change(9, given=CONSTANT),
     "kl_coef": Change(0.3),
     "kl_estimator": Change("k2", given=KL),
-    "kl_target": Change(0.01, given=KL | {"kl_horizon": 10}),
-    "kl_horizon": Change(20, given=KL | {"kl_target": 0.01}, around={"epochs": 2}),
-    "kl_early_stop": Change(1e-6),
+    "kl_control.target": Change(0.01, given=KL | {"kl_control.horizon": 10}),
+    "kl_control.horizon": Change(20, given=KL | TARGET, around={"epochs": 2}),
+    "kl_control.early_stop": Change(1e-6),
     "kl_in_reward": Change("token", given=KL),
     "entropy_coef": Change(0.1),
     "ptx_coef": Change(0.3, given={"ptx_coef": 0.1}, around={"text": True}),
@@ -84,10 +86,10 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "log_entropy": Change(False),
     "reward_model": Change("@scorer"),
     "mask_truncated": Change(True),
-    "stop_properly_coef": Change(0.1),
-    "missing_eos_penalty": Change(0.7),
-    "normalize_rewards": Change(True),
-    "reward_clip": Change(0.5),
+    "reward_processing.stop_properly_coef": Change(0.1),
+    "reward_processing.missing_eos_penalty": Change(0.7),
+    "reward_processing.normalize": Change(True),
+    "reward_processing.clip": Change(0.5),
     "max_tokens_per_forward": Change(8),
 }
 GROUPS: dict[str, Change | Unseen] = {
@@ -97,8 +99,8 @@ GROUPS: dict[str, Change | Unseen] = {
     "token_level_rewards": Change(True, given={"advantage_scale": "none"}),
 }
 OF_REWARDS = {
-    *("advantages", "kl_in_reward", "stop_properly_coef", "missing_eos_penalty", "normalize_rewards", "reward_clip"),
-    "reward_model",
+    *("advantages", "kl_in_reward", "reward_model"),
+    *(f"reward_processing.{field.name}" for field in dataclasses.fields(RewardProcessing)),
 }
 
 
@@ -124,8 +126,8 @@ PPO: dict[str, Change | Unseen] = {
     "kl_coef": Change(0.3, around={"epochs": 2}),  # in the first iteration the policy is the reference
     "kl_in_reward": Change(False),
     "kl_estimator": Change("k2"),
-    "kl_target": Change(0.01, given={"kl_horizon": 10}),
-    "kl_horizon": Change(20, given={"kl_target": 0.01}, around={"epochs": 2}),
+    "kl_control.target": Change(0.01, given={"kl_control.horizon": 10}),
+    "kl_control.horizon": Change(20, given=TARGET, around={"epochs": 2}),
 }
 SCALAR = POLICY | {"head_std": Change(0.5)}
 TABLE: dict[type, tuple[str, Rows]] = {

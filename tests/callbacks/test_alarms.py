@@ -38,5 +38,5 @@ def test_a_constant_reward_is_noticed_in_a_run(tmp_path: Path, caplog: pytest.Lo
     assert (
         sum("rollout/zero_advantage_fraction is 1: almost all samples" in message for message in caplog.messages) == 1
     )
-    assert not any("logprob_difference" in message for message in caplog.messages)
+    assert not any("logprob_abs_diff" in message for message in caplog.messages)
     assert len({alarm.metric for alarm in ROLLOUT_ALARMS}) == len(ROLLOUT_ALARMS)

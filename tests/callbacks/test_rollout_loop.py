@@ -147,7 +147,11 @@ def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tm
         for one, other in zip(alone["weights"], run["weights"], strict=True):
             assert one == pytest.approx(other, rel=1e-5), name
         measured = {name for name in alone["metrics"] if not name.startswith(("time/", "grad_norm/"))}
-        assert {"policy/ratio_max", "rollout/logprob_difference_max", "rollout/effective_sample_fraction"} <= measured
+        assert {
+            "policy/ratio_max",
+            "rollout_corr/logprob_abs_diff_max",
+            "rollout_corr/untruncated_eff_sample_size",
+        } <= measured
         for metric in measured:
             assert run["metrics"][metric] == pytest.approx(alone["metrics"][metric], rel=1e-4, abs=2e-6), (name, metric)
 

@@ -27,7 +27,7 @@ def test_vllm_follows_the_policy_update_by_update(vllm_pool: Any, vllm_model: Pa
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             rewards.append(float(rollouts.experience.rewards.mean()))  # type: ignore[union-attr]
             probes.append(rollouts.weight_synchronizer.difference)
-            mismatch.append(float(trainer.callback_metrics["rollout/logprob_difference"]))
+            mismatch.append(float(trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"]))
 
     rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
     trainer = L.Trainer(
@@ -63,7 +63,7 @@ def test_vllm_samples_ahead_in_a_thread_of_the_trainer(vllm_pool: Any, vllm_mode
     assert versions == [(step, {max(step - 1, 0)}) for step in range(4)]
     assert rollouts.weight_synchronizer.difference <= 1e-5
     # The weights of an older policy differ, and the correction sees it.
-    assert trainer.callback_metrics["rollout/logprob_difference"] > 1e-4
+    assert trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"] > 1e-4
 
 
 @pytest.mark.vllm

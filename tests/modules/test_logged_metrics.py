@@ -80,10 +80,14 @@ def test_an_iteration_is_measured_alike_however_it_is_split(tmp_path: Path, modu
     tiny_model(tmp_path / "model")
     expected = iteration(tmp_path, module, 1)
     names = {"policy/ratio_max", "policy/clip_fraction", "policy/approx_kl", "rollout_corr/is_std", "policy/entropy"}
-    names |= {"rollout/logprob_difference_max", "rollout/effective_sample_fraction", "rollout_corr/eff_sample_size"}
+    names |= {
+        "rollout_corr/logprob_abs_diff_max",
+        "rollout_corr/untruncated_eff_sample_size",
+        "rollout_corr/eff_sample_size",
+    }
     names |= {"policy/entropy_max"} if module is Curious else {"value/explained_variance", "value/loss"}
     assert names <= expected.keys()
-    assert expected["rollout/logprob_difference_max"] == pytest.approx(0.06, abs=1e-3)
+    assert expected["rollout_corr/logprob_abs_diff_max"] == pytest.approx(0.06, abs=1e-3)
     assert expected["policy/ratio_max"] > 1.0
     for accumulate, attention in ((2, None), (4, None), (4, "sdpa")):
         assert iteration(tmp_path, module, accumulate, attention=attention) == pytest.approx(

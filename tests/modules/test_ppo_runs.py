@@ -12,16 +12,19 @@ from strategies import ranks
 from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModule
+from rlhfkit import KLControl, LoRA, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec, SFTDataModule
 from rlhfkit.models import load_causal_lm, policy_output
 
 from .on_policy.test_rewards import reward_model
 from .ppo_cases import PlainSGD
 
 EVERYTHING: dict[str, Any] = {
-    "ptx_coef": 0.2, "kl_early_stop": 5e-3, "normalize_rewards": True, "normalize_values": True, "reward_clip": 2.0,
-    "missing_eos_penalty": 0.1, "entropy_coef": 1e-3, "kl_target": 0.01, "kl_horizon": 100, "kl_coef": 0.05,
+    "ptx_coef": 0.2, "kl_control": KLControl(target=0.01, horizon=100, early_stop=5e-3), "kl_coef": 0.05,
+    "reward_processing": RewardProcessing(missing_eos_penalty=0.1, normalize=True, clip=2.0),
+    "normalize_values": True, "entropy_coef": 1e-3,
 }  # fmt: skip
+
+STOPS_EARLY = KLControl(target=0.01, horizon=100, early_stop=1e-3)
 
 
 def text(micro_batch_size: int = 2, rows: int = 21) -> SFTDataModule:
@@ -58,7 +61,7 @@ class SaveAt(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.count += 1
         if self.count == self.batch:
-            self.stopped = pl_module.kl_early_stop.stopped
+            self.stopped = pl_module.kl_early_stopping.stopped
             trainer.save_checkpoint(self.path)
 
 
@@ -84,7 +87,7 @@ def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(
 
 @pytest.mark.parametrize("shared", [False, True], ids=["two models", "shared backbone"])
 def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, shared: bool) -> None:
-    base = {"lr": 0.05, "critic_lr": 0.05, "shared_backbone": shared, "kl_early_stop": 1e-3}
+    base = {"lr": 0.05, "critic_lr": 0.05, "shared_backbone": shared, "kl_control": STOPS_EARLY}
     made = []
     for size, attention in [(8, None), (2, None), (4, "sdpa")]:
         arguments = base | {"attention": attention}
@@ -99,7 +102,7 @@ def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, sh
 
 def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_has_its_own(tmp_path: Path) -> None:
     trainer, module, data, rollouts = run(
-        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "kl_early_stop": None}, max_epochs=2
+        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "kl_control": KLControl(target=0.01, horizon=100)}, max_epochs=2
     )
     trainer.fit(module, data)
     assert not hasattr(module, "reference")
@@ -162,11 +165,12 @@ CASES: dict[str, dict[str, Any]] = {
     "shared backbone": {"strategy": "rlhf_zero3", "module": PlainSGD},
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "two models": dict.fromkeys(("ptx_coef", "missing_eos_penalty"), 0) | {
-        "kl_early_stop": None, "normalize_rewards": False, "normalize_values": False, "reward_clip": None, "lr": 0.05,
+    "two models": {
+        "ptx_coef": 0, "kl_control": KLControl(target=0.01, horizon=100), "reward_processing": None,
+        "normalize_values": False, "lr": 0.05,
     },
-    "everything": {"kl_early_stop": 1e-3, "lr": 0.05, "critic_lr": 0.02, "critic_warmup_steps": 1},
-    "shared backbone": {"kl_early_stop": 1e-3, "lr": 0.05, "shared_backbone": True},
+    "everything": {"kl_control": STOPS_EARLY, "lr": 0.05, "critic_lr": 0.02, "critic_warmup_steps": 1},
+    "shared backbone": {"kl_control": STOPS_EARLY, "lr": 0.05, "shared_backbone": True},
 }  # fmt: skip
 
 
@@ -187,9 +191,7 @@ class Sums(L.Callback):
             with full_parameters(parameters):
                 sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)
         self.sums.append(sums)
-        self.still.append(
-            pl_module.kl_early_stop.stopped or trainer.global_step <= pl_module.hparams["critic_warmup_steps"]
-        )
+        self.still.append(pl_module.kl_early_stopping.stopped or trainer.global_step <= pl_module.critic_warmup_steps)
         self.tokens = [sample.token_ids for sample in trainer.callbacks[0].samples]
 
 

@@ -55,7 +55,7 @@ def check(weigh: Weigh, metrics: dict[str, float]) -> None:
     assert weigh.tokens == 400
     assert weigh.worst.keys() == CORRECTION_PRESETS.keys()
     assert max(weigh.worst.values()) <= 2e-4, weigh.worst
-    assert metrics["rollout/logprob_difference"] <= 1e-5
+    assert metrics["rollout_corr/logprob_abs_diff_mean"] <= 1e-5
     assert metrics["rollout_corr/masked_fraction"] == 0.0
 
 
@@ -142,4 +142,4 @@ def test_without_a_correction_they_are_not_needed_and_the_mismatch_is_not_known(
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
     trainer.fit(module, data)
     assert math.isfinite(trainer.callback_metrics["loss"])
-    assert math.isnan(trainer.callback_metrics["rollout/logprob_difference"])
+    assert math.isnan(trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"])

@@ -1,8 +1,8 @@
 """``OnPolicyDistillationModule``: a student learns from a teacher on its own samples (Agarwal et al., 2023)."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from rlhfkit.validation import check_integer, check_number
 
 
 class ComparedOutput(PolicyOutput):
-    """What the policy says about a batch, and how far that is from what a teacher says.
+    """The policy's output for a batch, with its divergence from a teacher's.
 
     A named tuple takes no further fields, so the divergence is an attribute: ``_replace`` does not keep it.
     """
@@ -36,33 +36,24 @@ class ComparedOutput(PolicyOutput):
     """(B, T-1) float32 in nats, with gradient; 0 where the mask is false."""
 
     @classmethod
-    def of(
-        cls, logprobs: Tensor, entropy: Tensor | None, divergence: Tensor, router_aux_loss: Tensor | None = None
-    ) -> Self:
-        """Put them together.
-
-        Args:
-            logprobs: (B, T-1).
-            entropy: (B, T-1).
-            divergence: (B, T-1).
-            router_aux_loss: Scalar.
-        """
+    def of(cls, logprobs: Tensor, entropy: Tensor | None, divergence: Tensor, router_aux_loss: Tensor | None) -> Self:
+        """Make an output of tensors (B, T-1) and the router's loss, a scalar."""
         made = cls(logprobs, entropy, router_aux_loss)
         made.divergence = divergence
         return made
 
 
 class OnPolicyDistillationModule(GRPOModule):
-    """A policy that becomes a teacher where it goes itself: on samples of its own, unlike :class:`DistillationModule`.
+    """A student that learns from a teacher on samples of its own, unlike :class:`DistillationModule`.
 
-    Without a ``divergence`` the teacher is a critic of tokens: the advantage of each is ``log q - log p``, minus the
-    one-sample reverse KL of student p to teacher q, and the loss is the policy loss of :class:`GRPOModule` (Lu and
+    Without a ``divergence`` the advantage of each token is the teacher's log-prob minus the student's, ``log q - log
+    p``, which is minus the one-sample reverse KL, and the loss is the policy loss of :class:`GRPOModule` (Lu and
     Thinking Machines Lab, "On-Policy Distillation", 2025). With one, whole next-token distributions are compared at
     each sampled token (GKD, Agarwal et al., 2023, arXiv:2306.13649), with less noise and one more output layer to
     compute. Student and teacher must have the same tokens; both are compared at the temperature of sampling.
 
     No reward is needed: ``RolloutCallback(sampling=...)``. One that is given is logged, and with a ``reward_coef`` its
-    advantage is added, by the estimator of :class:`GRPOModule`.
+    advantage is added, as :class:`GRPOModule` computes it.
 
     Example::
 
@@ -72,19 +63,26 @@ class OnPolicyDistillationModule(GRPOModule):
     Args:
         model: Folder or hub name of the student.
         teacher: Folder or hub name of the teacher.
+        lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default for reinforcement learning).
         divergence: ``None``: reverse KL of the sampled token, as an advantage. Else ``forward_kl``, ``reverse_kl``,
             ``jsd``, a function of the log-probs of student and teacher, or its dotted name; see
             :func:`~rlhfkit.losses.distillation_loss`.
         distillation_coef: Weight of the teacher's advantage or of the divergence.
         distillation_gamma: Discount of the teacher's later advantages, in [0, 1]; 0 (Thinking Machines' default): each
-            token answers for itself; 1: the gradient of the reverse KL of whole answers (MiniLLM, arXiv:2306.08543).
+            token has its own alone; 1: the gradient of the reverse KL of whole answers (MiniLLM, arXiv:2306.08543).
         reward_coef: Weight of the reward's advantage; 0: the reward, if there is one, is logged only.
         teacher_weight: w of ``jsd``; 0.5 as in GKD and TRL.
-        top_k: Compare the teacher's K likeliest tokens only; all when ``None``. Only with a ``divergence``.
+        top_k: Compare the teacher's K likeliest tokens only; ``None``: all. Only with a ``divergence``.
         remainder: What becomes of the others: ``bucket`` makes them one category, ``renormalize`` leaves them out.
         chunk_size: Sampled tokens whose logits exist at a time, with a ``divergence``; changes memory and speed only.
+        policy_loss: See :class:`GRPOModule`.
+        policy_loss_arguments: More keyword arguments of the policy loss.
+        clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss (0.2).
+        clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss (0.28).
+        kl_coef: Weight of a KL penalty towards the model that training started from; 0 loads no reference model.
+        correction: Importance correction for differences between engine and trainer, see :class:`GRPOModule`.
         **kwargs: See :class:`GRPOModule`. What would have no effect is refused: without a ``reward_coef`` all that
-            belongs to the reward's advantage, and with a ``divergence`` then also ``policy_loss``, its knobs, and
+            belongs to the reward's advantage, and with a ``divergence`` then also ``policy_loss``, its arguments, and
             ``correction``.
 
     Raises:
@@ -99,6 +97,7 @@ class OnPolicyDistillationModule(GRPOModule):
         model: str,
         teacher: str,
         *,
+        lr: float = 1e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
         distillation_coef: float = 1.0,
         distillation_gamma: float = 0.0,
@@ -107,9 +106,25 @@ class OnPolicyDistillationModule(GRPOModule):
         top_k: int | None = None,
         remainder: Remainder = "bucket",
         chunk_size: int = 1024,
+        policy_loss: str | Callable[..., LossOutput] = dapo_loss,
+        policy_loss_arguments: Mapping[str, Any] | None = None,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+        kl_coef: float = 0.0,
+        correction: str | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            policy_loss=policy_loss,
+            policy_loss_arguments=policy_loss_arguments,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            kl_coef=kl_coef,
+            correction=correction,
+            **kwargs,
+        )
         check_number("distillation_coef", distillation_coef, above=0, why="GRPOModule has no teacher")
         check_number("reward_coef", reward_coef, minimum=0, why="0 logs the reward only")
         check_number("distillation_gamma", distillation_gamma, minimum=0, maximum=1)
@@ -118,51 +133,55 @@ class OnPolicyDistillationModule(GRPOModule):
         check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
         if divergence is None and top_k is not None:
             raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
-        if self.advantage_function is not None:
+        self.teacher_name = teacher
+        self.distillation_coef = distillation_coef
+        self.distillation_gamma = distillation_gamma
+        self.reward_coef = reward_coef
+        self.teacher_weight = teacher_weight
+        self.top_k = top_k
+        self.remainder: Remainder = remainder
+        self.chunk_size = chunk_size
+        self._check_effects(divergence)
+        if divergence is not None and not reward_coef:  # nothing is left of the policy loss
+            of_policy_loss = {
+                "policy_loss": self.policy_loss.function is not dapo_loss,
+                "policy_loss_arguments": bool(policy_loss_arguments),
+                "clip_low": clip_low is not None,
+                "clip_high": clip_high is not None,
+                "correction": correction is not None,
+            }
+            refuse_without_effect(of_policy_loss, f"divergence={divergence!r} without a reward_coef")
+        named = divergence is None or (isinstance(divergence, str) and "." not in divergence)
+        self.divergence: Any = divergence if named else resolve_function(cast(Any, divergence), "divergence")
+        self.hparams.update(divergence=function_name(divergence) if callable(divergence) else divergence)
+        if divergence is not None:
+            rows = torch.zeros(1, max(top_k or 0, 2))
+            self.compare(rows, rows, 1.0)  # shows bad arguments now instead of an hour into the run
+
+    def _check_effects(self, divergence: object) -> None:
+        """Refuse arguments that a divergence, or the absence of a reward, leaves without any effect."""
+        if self.replaces_advantages:
             raise ValueError(
                 "advantages=... of the whole experience would take the place of the teacher's; for the reward's give a "
                 "function of rewards and groups"
             )
-        if self.kl_in_reward is not None and not reward_coef:
+        if self.kl_in_reward is not None and not self.reward_coef:
             raise ValueError("kl_in_reward needs a reward_coef, or the penalty is lost: use kl_in_reward=False")
-        self._check_effects(divergence)
-        named = divergence is None or (isinstance(divergence, str) and "." not in divergence)
-        self.divergence: Any = divergence
-        if not named:
-            assert divergence is not None  # it would have been "named"
-            self.divergence = resolve_function(divergence, "divergence")
-        self.hparams["divergence"] = function_name(divergence) if callable(divergence) else divergence
         if divergence is not None:
-            rows = torch.zeros(1, max(top_k or 0, 2))
-            self.compare(rows, rows, 1.0)  # shows every bad knob here, not an hour into the run
-
-    def _check_effects(self, divergence: object) -> None:
-        """Refuse what a divergence, or the absence of a reward, would leave without any effect."""
-        hparams, rewarded = self.hparams, bool(self.hparams["reward_coef"])
-        if divergence is not None:
-            # Whole distributions are compared: no advantage of tokens, and without a reward no policy loss either.
-            given = {"distillation_gamma": hparams["distillation_gamma"] != 0.0}
-            if not rewarded:
-                given |= {
-                    "policy_loss": self.policy_loss.function is not dapo_loss,
-                    "policy_loss_arguments": bool(hparams["policy_loss_arguments"]),
-                    "clip_low": hparams["clip_low"] is not None,
-                    "clip_high": hparams["clip_high"] is not None,
-                    "correction": self.correction is not None,
-                }
-            refuse_without_effect(given, f"divergence={divergence!r}" + ("" if rewarded else " without a reward_coef"))
-        if not rewarded:
+            discount = {"distillation_gamma": self.distillation_gamma != 0.0}
+            refuse_without_effect(discount, f"divergence={divergence!r}, which makes no advantages of tokens")
+        if not self.reward_coef:
             of_rewards = {
-                "advantages": self._estimator is not None,
-                "advantage_scale": hparams["advantage_scale"] != "group",
-                "gamma": hparams["gamma"] != 1.0,
-                "whiten_advantages": hparams["whiten_advantages"],
-                "token_level_rewards": hparams["token_level_rewards"],
+                "advantages": self.advantage_function is not None,
+                "advantage_scale": self.advantage_scale != "group",
+                "gamma": self.gamma != 1.0,
+                "whiten_advantages": self.whiten_advantages,
+                "token_level_rewards": self.token_level_rewards,
             }
             refuse_without_effect(of_rewards, "reward_coef=0, they belong to the reward's advantage")
 
     def configure_model(self) -> None:
-        """Build the student, its reference if the KL penalty needs one, and the teacher."""
+        """Build the student, reference and reward model where they are needed, and the teacher."""
         super().configure_model()
         if not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
@@ -173,36 +192,40 @@ class OnPolicyDistillationModule(GRPOModule):
         Raises:
             ValueError: If its tokens are not the student's.
         """
-        return load_teacher(self.hparams["teacher"], self)
+        return load_teacher(self.teacher_name, self)
 
     @property
     def needs_reward(self) -> bool:
-        """Whether ``RolloutCallback`` has to give a reward: only if rewards have a part in the loss."""
-        return bool(self.hparams["reward_coef"]) and super().needs_reward
+        """Whether ``RolloutCallback`` must have a reward: only if rewards have a part in the loss."""
+        return bool(self.reward_coef) and super().needs_reward
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """The teacher's advantage is a difference to the policy that sampled."""
+        """Whether advantages need the old log-probs of all samples, as the teacher's do."""
         return self.divergence is None or super().needs_old_logprobs
 
     def check_group_size(self, group_size: int) -> None:
-        """One sample per prompt is enough unless rewards have a part in the loss; see :class:`GRPOModule`."""
-        if self.hparams["reward_coef"]:
+        """Raise ValueError if rewards have a part in the loss and there is only one sample per prompt."""
+        if self.reward_coef:
             super().check_group_size(group_size)
 
-    # ------------------------------------------------------------------ one iteration
+    # ------------------------------------------------------------------ before the updates of an iteration
+
+    def add_logprobs(self, experience: Experience) -> Experience:
+        """Add old and reference log-probs and, without a divergence, the teacher's."""
+        experience = super().add_logprobs(experience)
+        if self.divergence is not None:
+            return experience
+        return dataclasses.replace(experience, teacher_logprobs=self.distributed_logprobs(self.teacher, experience))
 
     def compute_advantages(self, experience: Experience) -> Experience:
-        """Let the teacher speak about the sampled tokens, too; see :meth:`OnPolicyModule.compute_advantages`."""
-        if self.divergence is None:
-            teacher_logprobs = self.sharded_logprobs(self.teacher, experience)
-            experience = dataclasses.replace(experience, teacher_logprobs=teacher_logprobs)
-        filled = super().compute_advantages(experience)
-        unused = self.divergence is not None and not self.hparams["reward_coef"]
-        return dataclasses.replace(filled, advantages=None) if unused else filled
+        """Add advantages, unless the loss is the divergence alone."""
+        if self.divergence is not None and not self.reward_coef:
+            return experience
+        return super().compute_advantages(experience)
 
     def advantages(self, experience: Experience) -> Tensor:
-        """The teacher's advantage of each token, plus the reward's.
+        """Compute the teacher's advantage of each token, plus the reward's.
 
         Args:
             experience: The whole iteration, B sequences, the same on every rank.
@@ -212,19 +235,21 @@ class OnPolicyDistillationModule(GRPOModule):
         """
         mask = experience.action_mask
         total = torch.zeros(mask.shape)
-        if self.hparams["reward_coef"]:
+        if self.reward_coef:
             scores = super().advantages(experience)
-            total += self.hparams["reward_coef"] * (scores[:, None] if scores.dim() == 1 else scores) * mask
+            total += self.reward_coef * (scores[:, None] if scores.dim() == 1 else scores) * mask
         if self.divergence is None:
             assert experience.old_logprobs is not None
             assert experience.teacher_logprobs is not None
             now = on_policy_distillation_advantages(experience.old_logprobs, experience.teacher_logprobs, mask)
-            later = discounted_returns(now, mask, gamma=self.hparams["distillation_gamma"])
-            total += self.hparams["distillation_coef"] * later
+            later = discounted_returns(now, mask, gamma=self.distillation_gamma)
+            total += self.distillation_coef * later
         return total
 
+    # ------------------------------------------------------------------ one micro-batch
+
     def policy_output(self, batch: Experience) -> PolicyOutput:
-        """Log-probs and entropy of the tokens the policy chose; with a divergence, that of each to the teacher too."""
+        """Run the policy; with a divergence also the teacher, and compare both at each sampled token."""
         if self.divergence is None:
             return super().policy_output(batch)
         mask, temperature = batch.action_mask, batch.temperature
@@ -241,7 +266,7 @@ class OnPolicyDistillationModule(GRPOModule):
             batch,
             mask,
             compare,
-            chunk_size=self.hparams["chunk_size"],
+            chunk_size=self.chunk_size,
             by_token=True,
             router_aux_loss=self.balances_routers,
         )
@@ -250,7 +275,7 @@ class OnPolicyDistillationModule(GRPOModule):
         return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1], balance)
 
     def compare(self, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Divergence at some tokens; the one method to override for another objective on the logits of both.
+        """Compute the divergence at some tokens; override it for another objective on the logits of both.
 
         Args:
             student: (m, V) logits.
@@ -267,18 +292,13 @@ class OnPolicyDistillationModule(GRPOModule):
             torch.ones(1, len(student), dtype=torch.bool, device=student.device),
             divergence=self.divergence,
             temperature=temperature,
-            teacher_weight=self.hparams["teacher_weight"],
-            top_k=self.hparams["top_k"],
-            remainder=self.hparams["remainder"],
+            teacher_weight=self.teacher_weight,
+            top_k=self.top_k,
+            remainder=self.remainder,
         )[0]
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
-        """What :class:`OnPolicyModule` makes of the advantages, and the divergence where there is one.
-
-        Args:
-            batch: B sequences of one update.
-            out: What the current policy says about them.
-        """
+        """Add the divergence, where there is one, to the policy loss."""
         mask = batch.action_mask
         if batch.advantages is None:
             batch = dataclasses.replace(batch, advantages=torch.zeros_like(batch.rollout_logprobs))
@@ -287,10 +307,10 @@ class OnPolicyDistillationModule(GRPOModule):
             assert batch.teacher_logprobs is not None
             gap = (self.old_logprobs(batch, out) - batch.teacher_logprobs).where(mask, 0.0)
             return LossOutput(base.loss, {**base.metrics, "distillation/reverse_kl": mean_metric(gap, mask)})
-        sizes = self.reduction(batch)
+        sizes = self.aggregation_arguments(batch)
         divergence = aggregate(
             out.divergence, mask, sizes["aggregation"], sizes["denominator"], max_length=sizes["max_length"]
         )
         mean = mean_metric(out.divergence, mask)
-        loss = base.loss + self.hparams["distillation_coef"] * divergence
+        loss = base.loss + self.distillation_coef * divergence
         return LossOutput(loss, {**base.metrics, "distillation/divergence": mean})

@@ -1,18 +1,92 @@
-"""``PolicyLoss``: a policy loss as a module calls it, with its own defaults and with the log-probs it asks for."""
+"""``AdvantageFunction`` and ``PolicyLoss``: the functions that a module can be given, by name or as they are.
 
+A function is called with what its signature names, so one of a user's own needs no arguments that it has no use for.
+"""
+
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor
 
+from rlhfkit.data.types import Experience
 from rlhfkit.losses import Aggregation, LossOutput
 from rlhfkit.modules.functions import function_name, resolve_function
 from rlhfkit.validation import check_integer, check_number
 
+
+class AdvantageFunction:
+    """A function that computes advantages: of :mod:`rlhfkit.losses`, or a user's own.
+
+    The number of its arguments without a default says which of these it is:
+
+    ================================  ===================================================  ===================
+    form                              is given                                             returns
+    ================================  ===================================================  ===================
+    ``(experience)``                  the whole :class:`~rlhfkit.data.Experience`          (B,) or (B, T-1)
+    ``(rewards, group)``              rewards (B,), NaN where missing, and group ids (B,)  (B,)
+    ``(rewards, group, lengths)``     the same and the tokens of each sample (B,)          (B,)
+    ================================  ===================================================  ===================
+
+    Args:
+        function: Its name in :mod:`rlhfkit.losses`, its dotted name, or itself.
+
+    Raises:
+        ValueError: If there is no such function, or it has another form.
+    """
+
+    def __init__(self, function: str | Callable[..., Tensor]) -> None:
+        self.function = resolve_function(function, "advantages", home="rlhfkit.losses")
+        self.name = function_name(self.function)
+        """Dotted name, for checkpoints."""
+        parameters = inspect.signature(self.function).parameters.values()
+        needed = [each.name for each in parameters if each.default is each.empty and each.kind < each.VAR_POSITIONAL]
+        missing = [each.name for each in parameters if each.default is each.empty and each.kind is each.KEYWORD_ONLY]
+        if missing:
+            raise ValueError(
+                f"advantages={self.name} needs {', '.join(missing)}: give functools.partial(function, {missing[0]}=...)"
+            )
+        if not (len(needed) == 1 or (len(needed) == 2 and needed[1] != "mask") or needed[2:] == ["lengths"]):
+            raise ValueError(
+                f"advantages={self.name} takes ({', '.join(needed)}); needed is a function of (experience), of "
+                "(rewards, group) or of (rewards, group, lengths): write one of the experience that calls it"
+            )
+        self.takes_rewards = len(needed) > 1
+        """Whether it is given rewards and groups, not the whole experience."""
+        self._takes_lengths = len(needed) == 3
+
+    def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
+        """Call a function of rewards and groups.
+
+        Args:
+            rewards: (B,), NaN where missing.
+            group: (B,) int64, equal for samples of one prompt.
+            lengths: (B,) tokens of each sample.
+
+        Returns:
+            (B,).
+        """
+        return cast(Tensor, self.function(rewards, group, *([lengths] if self._takes_lengths else [])))
+
+    def __call__(self, experience: Experience, rewards: Tensor) -> Tensor:
+        """Call a function of either form.
+
+        Args:
+            experience: B sequences.
+            rewards: (B,), used in place of the experience's.
+
+        Returns:
+            (B,) or (B, T-1).
+        """
+        if self.takes_rewards:
+            return self.estimate(rewards, experience.group, experience.action_mask.sum(-1))
+        return cast(Tensor, self.function(dataclasses.replace(experience, rewards=rewards)))
+
+
 _INPUTS = ("logprobs", "old_logprobs", "advantages", "mask")
 _ALWAYS_GIVEN = ("weights", "aggregation", "denominator", "max_length")
-"""What a loss with ``**knobs`` is given although it does not name it."""
+"""Keyword arguments that a loss with ``**kwargs`` is given although it does not name them."""
 _GIVEN_BY_THE_MODULE = {
     "weights": "they are those of the module's correction=...",
     "aggregation": "it is the module's aggregation=...",
@@ -24,21 +98,20 @@ _GIVEN_BY_THE_MODULE = {
 
 
 class PolicyLoss:
-    """A function ``(logprobs, old_logprobs, advantages, mask, *, ...)`` and the arguments that were chosen for it.
+    """A policy loss ``(logprobs, old_logprobs, advantages, mask, *, ...) -> LossOutput`` and its chosen arguments.
 
-    The function is given what its signature names and nothing else, so that one without a clip or a ratio needs no
-    arguments it has no use for, and every knob that nobody chose keeps the function's own default.
+    Arguments that nobody chose keep the function's own defaults.
 
     Args:
         function: Its name in :mod:`rlhfkit.losses`, its dotted name, or itself.
-        arguments: Knobs of it.
+        arguments: Keyword arguments of it.
         clip_low: ``None``: the function's default.
         clip_high: ``None``: the function's default.
         aggregation: ``None``: the function's default, ``token-mean`` where it has none.
         max_length: Tokens, for the ``constant-length`` aggregation.
 
     Raises:
-        ValueError: If there is no such function, it has another form, or it has no knob of a given name.
+        ValueError: If there is no such function, it has another form, or it has no argument of a given name.
     """
 
     def __init__(
@@ -54,7 +127,7 @@ class PolicyLoss:
         self.function = resolve_function(function, "policy_loss", home="rlhfkit.losses")
         self.name = function_name(self.function)
         """Dotted name, for checkpoints."""
-        self._knobs, self._takes_more = self._signature()
+        self._keywords, self._takes_more = self._signature()
         check_number("clip_low", clip_low, minimum=0, optional=True)
         check_number("clip_high", clip_high, minimum=0, optional=True)
         check_integer("max_length", max_length, minimum=1, optional=True, why="it is in tokens")
@@ -62,28 +135,28 @@ class PolicyLoss:
         chosen = {name: value for name, value in given.items() if value is not None}
         self._check_arguments(chosen, dict(arguments or {}))
         self.arguments = {**chosen, **dict(arguments or {})}
-        """All that was chosen; the rest is the function's own."""
-        default = self._knobs["aggregation"].default if "aggregation" in self._knobs else inspect.Parameter.empty
+        """The chosen arguments."""
+        default = self._keywords["aggregation"].default if "aggregation" in self._keywords else inspect.Parameter.empty
         own = "token-mean" if default is inspect.Parameter.empty else default
         self.aggregation = cast(Aggregation, own if aggregation is None else aggregation)
-        """How token losses become one number; says what its denominator counts."""
+        """How token losses become one number; decides what the denominator counts."""
         if own is not default and self.takes("aggregation"):
             self.arguments["aggregation"] = self.aggregation
 
     def _signature(self) -> tuple[dict[str, inspect.Parameter], bool]:
         """The keyword arguments of the function, and whether it takes others too."""
         parameters = list(inspect.signature(self.function).parameters.values())
-        places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        inputs = tuple(each.name for each in places[:4])
+        positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        inputs = tuple(each.name for each in positional[:4])
         ours = getattr(self.function, "__module__", "").startswith("rlhfkit.losses")
         if len(inputs) < 4 or (ours and inputs != _INPUTS):
             raise ValueError(
-                f"{self.name} is no policy loss: it takes ({', '.join(each.name for each in places)}), needed is "
+                f"{self.name} is no policy loss: it takes ({', '.join(each.name for each in positional)}), needed is "
                 f"({', '.join(_INPUTS)}, *, ...) -> LossOutput"
             )
-        knobs = {each.name: each for each in places[4:]}
-        knobs |= {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
-        return knobs, any(each.kind is each.VAR_KEYWORD for each in parameters)
+        keywords = {each.name: each for each in positional[4:]}
+        keywords |= {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
+        return keywords, any(each.kind is each.VAR_KEYWORD for each in parameters)
 
     def _check_arguments(self, chosen: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         own = dict(_GIVEN_BY_THE_MODULE)
@@ -94,26 +167,23 @@ class PolicyLoss:
                 raise ValueError(f"policy_loss_arguments must not have {name}: {own[name]}")
             if name in chosen:
                 raise ValueError(f"{name} is given twice, to the module and in policy_loss_arguments: keep one")
-        unknown = [name for name in (*chosen, *arguments) if not self._takes_more and name not in self._knobs]
+        unknown = [name for name in (*chosen, *arguments) if not self._takes_more and name not in self._keywords]
         if unknown:
-            knobs = [name for name in self._knobs if name not in own or name in ("aggregation", "max_length")]
+            known = [name for name in self._keywords if name not in own or name in ("aggregation", "max_length")]
             raise ValueError(
-                f"{self.name} does not take {', '.join(unknown)}; it takes {', '.join(knobs) or 'no knobs'} (clip_low, "
-                "clip_high, aggregation and max_length as arguments of the module, others in policy_loss_arguments)"
+                f"{self.name} does not take {', '.join(unknown)}; it takes {', '.join(known) or 'no arguments'} "
+                "(clip_low, clip_high, aggregation and max_length as arguments of the module, others in "
+                "policy_loss_arguments)"
             )
 
     def takes(self, name: str) -> bool:
-        """Whether the function is given an argument of this name.
-
-        Args:
-            name: Of a keyword argument.
-        """
-        return name in self._knobs or (self._takes_more and name in _ALWAYS_GIVEN)
+        """Whether the function is given a keyword argument of this name."""
+        return name in self._keywords or (self._takes_more and name in _ALWAYS_GIVEN)
 
     @property
     def penalizes_kl(self) -> bool:
         """Whether the function adds the KL penalty to the reference itself, as :func:`~rlhfkit.losses.grpo_loss`."""
-        return {"ref_logprobs", "kl_coef"} <= self._knobs.keys()
+        return {"ref_logprobs", "kl_coef"} <= self._keywords.keys()
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **offered: Any
@@ -125,8 +195,7 @@ class PolicyLoss:
             old_logprobs: (B, T) under the policy before this iteration.
             advantages: (B, T).
             mask: (B, T), true where a token is trained on.
-            **offered: ``weights``, ``denominator``, log-probs and what belongs to them; the function gets those it
-                names.
+            **offered: ``weights``, ``denominator``, log-probs and so on, of which the function gets those it names.
         """
         given = {name: value for name, value in offered.items() if self.takes(name)}
         return cast(LossOutput, self.function(logprobs, old_logprobs, advantages, mask, **given, **self.arguments))

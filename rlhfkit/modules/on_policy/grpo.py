@@ -1,6 +1,6 @@
 """``GRPOModule``: group relative policy optimization (Shao et al., 2024, arXiv:2402.03300) and its relatives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -9,16 +9,16 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss, discounted_returns, group_advantages, whiten
 from rlhfkit.modules.functions import refuse_without_effect
-from rlhfkit.modules.on_policy.advantages import AdvantageFunction
-from rlhfkit.modules.on_policy.base import KLPlace, OnPolicyModule
+from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.on_policy.rewards import KLPlace
 from rlhfkit.validation import check_number
 
 
 class GRPOModule(OnPolicyModule):
-    """A policy that learns from the rewards of groups of samples: no critic, the group is the baseline.
+    """A policy that learns from the rewards of groups of samples; the group is the baseline, there is no critic.
 
     The advantage of a sample is its reward's standard score within its group; the loss is PPO's clipped surrogate with
-    that advantage on every token, plus an optional KL penalty towards the model it started from.
+    that advantage on every token, plus an optional KL penalty towards the model that training started from.
 
     Published relatives (Dr.GRPO, DAPO, RLOO, REINFORCE++, GSPO, CISPO ...) are other arguments, collected in
     :mod:`rlhfkit.presets <rlhfkit.modules.on_policy.presets>`::
@@ -26,79 +26,101 @@ class GRPOModule(OnPolicyModule):
         GRPOModule("Qwen/Qwen3-0.6B", **presets.CISPO)
         GRPOModule("Qwen/Qwen3-0.6B", advantages="rloo_advantages", policy_loss="sapo_loss")
 
-    Override :meth:`loss` for an objective that is no policy loss.
-
     Args:
         model: Folder or hub name of the policy.
-        advantages: As in :class:`OnPolicyModule`; ``None``: :func:`~rlhfkit.losses.group_advantages`. To what a
-            function of rewards and groups returns, ``gamma``, ``whiten_advantages`` and ``token_level_rewards`` are
-            applied as to that; what a function of the experience returns is used as it is.
+        lr: Peak learning rate of AdamW (1e-6: TRL's and OpenRLHF's default).
+        advantages: Function of rewards and groups used in place of :func:`~rlhfkit.losses.group_advantages`, such as
+            ``"rloo_advantages"``; ``gamma``, ``whiten_advantages`` and ``token_level_rewards`` apply to its result. The
+            result of a function of the whole :class:`~rlhfkit.data.Experience` is used as it is.
         advantage_scale: What the centred reward is divided by: the standard deviation of its ``group``, of the
             ``batch``, or ``none`` (Dr.GRPO, Liu et al., 2025, arXiv:2503.20783). Only without ``advantages``.
-        policy_loss: As in :class:`OnPolicyModule`. The default is DAPO's, with its clip (0.2 and 0.28: Yu et al., 2025,
-            arXiv:2503.14476) and its aggregation (``token-mean``, TRL's default too); ``grpo_loss`` has the clip (0.2)
-            and the aggregation of the GRPO paper.
         gamma: Discount of later tokens' rewards, in [0, 1].
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1 (REINFORCE++).
         token_level_rewards: Where samples say which token earned what (``Sample.token_rewards``), the advantage of a
             token is what is earned from it on, not that of its sample. For estimators in units of the reward.
-        **kwargs: See :class:`OnPolicyModule`.
+        policy_loss: A function of :mod:`rlhfkit.losses`, its name (``"gspo_loss"``), or your own, see
+            :class:`OnPolicyModule`. The default is DAPO's, with its clip (0.2 and 0.28: Yu et al., 2025,
+            arXiv:2503.14476) and its aggregation (``token-mean``, TRL's default too); ``grpo_loss`` has the clip (0.2)
+            and the aggregation of the GRPO paper.
+        policy_loss_arguments: More keyword arguments of the policy loss.
+        clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
+        clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
+        kl_coef: Weight of the KL penalty towards the reference; 0 (TRL's default) loads no reference model.
+        kl_in_reward: ``None`` or false: the penalty is in the loss. ``"sequence"`` (or true) subtracts it from the
+            sample's reward, before the baseline (RLOO), ``"token"`` from each token's, after it (REINFORCE++).
+        correction: Importance correction for differences between engine and trainer: ``"tis"``, ``"icepop"``, ``"mis"``
+            and others of :data:`~rlhfkit.losses.CORRECTION_PRESETS`, or arguments of
+            :func:`~rlhfkit.losses.importance_weights`.
+        **kwargs: Loss: ``aggregation``, ``max_length``, ``entropy_coef``, ``ptx_coef``, ``log_entropy``, see
+            :class:`OnPolicyModule`. Rewards and KL: ``reward_model``, ``reward_processing``, ``mask_truncated``,
+            ``kl_estimator``, ``kl_control``, ``max_tokens_per_forward``, see
+            :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`. Optimizer and loading: ``lora``,
+            ``gradient_checkpointing``, ``weight_decay``, ``warmup_steps`` ..., see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
     """
 
-    usual_kl_place: ClassVar[KLPlace] = "sequence"
+    default_kl_place: ClassVar[KLPlace] = "sequence"
 
     def __init__(
         self,
         model: str,
         *,
+        lr: float = 1e-6,
         advantages: str | Callable[..., Tensor] | None = None,
         advantage_scale: AdvantageScale = "group",
-        policy_loss: str | Callable[..., LossOutput] = dapo_loss,
         gamma: float = 1.0,
         whiten_advantages: bool = False,
         token_level_rewards: bool = False,
+        policy_loss: str | Callable[..., LossOutput] = dapo_loss,
+        policy_loss_arguments: Mapping[str, Any] | None = None,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+        kl_coef: float = 0.0,
+        kl_in_reward: bool | KLPlace | None = None,
+        correction: str | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, advantages=advantages, policy_loss=policy_loss, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            advantages=advantages,
+            policy_loss=policy_loss,
+            policy_loss_arguments=policy_loss_arguments,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            kl_coef=kl_coef,
+            kl_in_reward=kl_in_reward,
+            correction=correction,
+            **kwargs,
+        )
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale=advantage_scale)  # checks the scale
         check_number("gamma", gamma, minimum=0, maximum=1)
-        if token_level_rewards and advantages is None and advantage_scale != "none":
+        self.advantage_scale = advantage_scale
+        self.gamma = gamma
+        self.whiten_advantages = whiten_advantages
+        self.token_level_rewards = token_level_rewards
+        function = self.advantage_function
+        if function is not None:
+            ignored = {"advantage_scale": advantage_scale != "group"}
+            if self.replaces_advantages:
+                ignored |= {"gamma": gamma != 1.0, "whiten_advantages": whiten_advantages}
+                ignored |= {"token_level_rewards": token_level_rewards}
+            refuse_without_effect(ignored, f"advantages={function.name}")
+        elif token_level_rewards and advantage_scale != "none":
             raise ValueError(
                 "token_level_rewards takes what was earned before a token from its sample's advantage, which has to be "
                 f"in units of the reward: advantage_scale={advantage_scale!r} has others, use 'none' or advantages=..."
             )
-        self._estimator: AdvantageFunction | None = None
-        given = self.advantage_function
-        if given is not None:
-            without_effect = {"advantage_scale": advantage_scale != "group"}
-            if not given.of_rewards:
-                without_effect |= {"gamma": gamma != 1.0, "whiten_advantages": whiten_advantages}
-                without_effect |= {"token_level_rewards": token_level_rewards}
-            refuse_without_effect(without_effect, f"advantages={given.name}")
-        if given is not None and given.of_rewards:
-            # A part of advantages(), which discounts and whitens, and not in its place.
-            self._estimator, self.advantage_function = given, None
 
-    def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Advantage of each sample from rewards alone.
-
-        Args:
-            rewards: (B,), NaN where missing.
-            group: (B,) int64, equal for samples of one prompt.
-            lengths: (B,) actions of each sample; 1 when ``None``.
-
-        Returns:
-            (B,).
-        """
-        if self._estimator is None:
-            return group_advantages(rewards, group, scale=self.hparams["advantage_scale"])
-        return self._estimator.estimate(rewards, group, torch.ones_like(group) if lengths is None else lengths)
+    @property
+    def replaces_advantages(self) -> bool:
+        """Whether a function of the whole experience was given; one of rewards is a step of :meth:`advantages`."""
+        return self.advantage_function is not None and not self.advantage_function.takes_rewards
 
     def advantages(self, experience: Experience) -> Tensor:
-        """Advantage of each sample or token; override it for an estimator that needs more than rewards and groups.
+        """Compute the advantage of each sample or token; override it for an estimator that needs more than rewards.
 
         Args:
             experience: The whole iteration, B sequences, the same on every rank.
@@ -107,28 +129,26 @@ class GRPOModule(OnPolicyModule):
             (B,), or (B, T-1) when tokens differ; 0 where the reward is missing.
         """
         mask = experience.action_mask
-        scores = self.estimate(self.sample_rewards(experience), experience.group, mask.sum(-1))
-        earned = experience.token_rewards if self.hparams["token_level_rewards"] else None
-        of_samples = earned is None and self.kl_in_reward != "token" and self.hparams["gamma"] == 1.0
-        if of_samples and not self.hparams["whiten_advantages"]:
+        scores = self._scores(self.sample_rewards(experience), experience.group, mask.sum(-1))
+        earned = experience.token_rewards if self.token_level_rewards else None
+        tokens_are_alike = earned is None and self.kl_in_reward != "token" and self.gamma == 1.0
+        if tokens_are_alike and not self.whiten_advantages:
             return scores
-        rewards = self.token_rewards(experience, scores, earned=earned)
-        returns = discounted_returns(rewards, mask, gamma=self.hparams["gamma"])
-        return whiten(returns, mask) if self.hparams["whiten_advantages"] else returns
+        returns = discounted_returns(self.token_rewards(experience, scores, earned=earned), mask, gamma=self.gamma)
+        return whiten(returns, mask) if self.whiten_advantages else returns
+
+    def _scores(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
+        """(B,) advantages of samples from their rewards, groups and numbers of tokens."""
+        if self.advantage_function is None:
+            return group_advantages(rewards, group, scale=self.advantage_scale)
+        return self.advantage_function.estimate(rewards, group, lengths)
 
     def check_group_size(self, group_size: int) -> None:
-        """Called by ``RolloutCallback`` before training.
-
-        Args:
-            group_size: Samples per prompt.
-
-        Raises:
-            ValueError: If there is nothing to compare a sample with.
-        """
-        if self.advantage_function is not None:
-            return  # it may not compare samples at all
-        alone = self.estimate(torch.ones(1), torch.zeros(1, dtype=torch.int64))
-        if group_size < 2 and not bool(alone.any()):
+        """Raise ValueError if samples are compared and there is only one per prompt."""
+        if self.replaces_advantages or group_size > 1:
+            return  # a function of the whole experience may not compare samples at all
+        one = torch.ones(1, dtype=torch.int64)
+        if not bool(self._scores(one.float(), torch.zeros_like(one), one).any()):
             raise ValueError(
                 f"{type(self).__name__} compares the samples of a prompt, and with group_size={group_size} every "
                 "advantage is 0: use SamplingSpec(group_size=2) or more (8 is usual)"

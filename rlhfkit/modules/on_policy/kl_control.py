@@ -1,46 +1,83 @@
-"""How far the policy may go in one iteration: the KL at which its updates stop, and how a step passes a child by."""
+"""KL control: a coefficient that follows a target, and updates that stop once the policy has moved too far."""
 
-from typing import Any
+from dataclasses import dataclass
 
+import lightning as L
 import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import kl_estimate
-from rlhfkit.validation import check_number
+from rlhfkit.protocols import RLHFStrategy
+from rlhfkit.validation import check_integer, check_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControl:
+    """How the distance of the policy is controlled beyond a fixed ``kl_coef``.
+
+    Example::
+
+        PPOModule("sft", kl_coef=0.01, kl_control=KLControl(target=0.02))
+    """
+
+    target: float | None = None
+    """KL to the reference, in nats per token, that ``kl_coef`` is adapted to after each iteration; ``None``: fixed."""
+    horizon: int = 10000
+    """Samples in which the coefficient may change by a fifth (10000: OpenRLHF's and the paper's)."""
+    early_stop: float | None = None
+    """KL to the policy that began the iteration, in nats per token (k3, over an update's tokens): the update that
+    exceeds it and the later ones of the iteration leave the policy as it is, bitwise. A critic goes on, unless it
+    shares the policy's trunk. 0.015 in Spinning Up; ``None``: never, as in OpenRLHF."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_number("KLControl.target", self.target, above=0, optional=True)
+        check_integer("KLControl.horizon", self.horizon, minimum=1, why="it is in samples")
+        check_number("KLControl.early_stop", self.early_stop, above=0, optional=True)
+
+    def adapted(self, coef: float, kl: float, samples: int) -> float:
+        """Compute the next coefficient: ``β (1 + clip(KL / target - 1, ±0.2) n / horizon)``.
+
+        Ziegler et al. (2019, arXiv:1909.08593, section 2.2), whose KL is that of a whole answer.
+
+        Args:
+            coef: β of the iteration.
+            kl: Its KL to the reference, in nats per token.
+            samples: n, its samples.
+        """
+        if self.target is None:
+            return coef
+        error = kl / self.target - 1.0
+        return coef * (1.0 + min(max(error, -0.2), 0.2) * samples / self.horizon)
 
 
 class KLEarlyStopping:
-    """Says when the policy has gone far enough from the one that began the iteration.
+    """Decides when the policy is too far from the one that began the iteration.
 
-    The distance is k3 of old to new over all tokens of an update, as measured while its gradient is computed and so
-    before the update is made: where it is above the limit that update and all later ones of the iteration are not.
-    That is how Spinning Up, Stable-Baselines3 and TRL's PPO stop.
+    The distance is k3 of old to new over all tokens of an update. It is measured while the gradient is computed, so
+    the update that would go on from beyond the limit is skipped too, as in Spinning Up, Stable-Baselines3 and TRL.
 
     Args:
-        limit: Nats per token, positive; ``None``: never.
-
-    Raises:
-        ValueError: If the limit is not positive.
+        limit: Nats per token; ``None``: never stop.
     """
 
     def __init__(self, limit: float | None) -> None:
-        check_number("kl_early_stop", limit, above=0, optional=True)
         self.limit = limit
         self.stopped = False
-        """Whether the policy stands still for the rest of the iteration."""
+        """Whether the policy is not updated for the rest of the iteration."""
         self._distance: Tensor | float = 0.0
 
-    def begin(self) -> None:
-        """A new iteration."""
+    def reset(self) -> None:
+        """Begin a new iteration."""
         self.stopped, self._distance = False, 0.0
 
     @torch.no_grad()
     def measure(self, batch: Experience, logprobs: Tensor) -> None:
-        """Look at one micro-batch.
+        """Add the distance of one micro-batch.
 
         Args:
-            batch: With log-probs before the iteration, except in its first update, where there is no distance yet.
+            batch: Without old log-probs in the first update of an iteration, whose distance is 0.
             logprobs: (B, T-1) of the policy now.
         """
         if self.limit is None or self.stopped or batch.old_logprobs is None:
@@ -48,12 +85,8 @@ class KLEarlyStopping:
         distance = kl_estimate(batch.old_logprobs, logprobs.detach(), mask=batch.action_mask).sum()
         self._distance = self._distance + distance / max(batch.step_tokens or float(batch.action_mask.sum()), 1.0)
 
-    def decide(self, module: Any) -> bool:
-        """Whether the update that is about to be made is too late. The same on all ranks; a collective.
-
-        Args:
-            module: The LightningModule.
-        """
+    def should_stop(self, module: L.LightningModule) -> bool:
+        """Whether to skip the coming update. A collective, with the same result on all ranks."""
         if self.limit is None or self.stopped:
             return self.stopped
         total = torch.as_tensor(self._distance, dtype=torch.float32, device=module.device)
@@ -62,21 +95,19 @@ class KLEarlyStopping:
         return self.stopped
 
 
-def skip_update(module: Any, child: str) -> None:
-    """Let the optimizer step that is about to be made leave a child alone; for ``on_before_optimizer_step``.
+def skip_update(module: L.LightningModule, child: str) -> None:
+    """Leave a child of a module unchanged in the coming update; call it in ``on_before_optimizer_step``.
 
-    Its gradients are dropped. Weights and optimizer state stay bitwise as they are: no weight decay, and no momentum of
-    earlier steps either. Learning-rate schedules and ``global_step`` go on.
+    Its gradients are dropped. Weights and optimizer state stay bitwise the same: no weight decay, and no momentum of
+    earlier updates either. Learning-rate schedules and ``global_step`` advance.
 
     Args:
-        module: The LightningModule.
-        child: Name of one of its children that is trained.
+        module: Attached to a Trainer.
+        child: Name of the child.
     """
-    skip_update = getattr(
-        module.trainer.strategy, "skip_update", None
-    )  # RLHFDeepSpeedStrategy: gradients are its engine's
-    if skip_update is not None:
-        skip_update(child)
+    strategy = module.trainer.strategy
+    if isinstance(strategy, RLHFStrategy):
+        strategy.skip_update(child)  # the gradients are in its engine
         return
-    for parameter in getattr(module, child).parameters():
-        parameter.grad = None  # an optimizer leaves parameters without gradient alone
+    for parameter in module.get_submodule(child).parameters():
+        parameter.grad = None  # an optimizer ignores parameters without a gradient

@@ -1,10 +1,10 @@
-"""``RewardedModule``: from the reward of a sample to the one that is learned from: reward model, penalties, scale."""
+"""``RewardedModule``: the rewards that are learned from: scores of a reward model, penalties (the KL's too), scale."""
 
 import dataclasses
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,36 +12,85 @@ from torch import Tensor, nn
 from rlhfkit.data.packing import split_groups_by_tokens
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import all_reduce
-from rlhfkit.losses import RewardMoments, clip_rewards, missing_eos_penalty, normalize_rewards, stop_properly_penalty
+from rlhfkit.losses import (
+    KLEstimator,
+    RewardMoments,
+    clip_rewards,
+    kl_estimate,
+    masked_mean,
+    masked_sum,
+    missing_eos_penalty,
+    normalize_rewards,
+    stop_properly_penalty,
+    token_rewards,
+)
 from rlhfkit.models import load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.functions import options
+from rlhfkit.modules.on_policy.kl_control import KLControl
 from rlhfkit.validation import check_integer, check_number
 
 
-class RewardedModule(PolicyModule):
-    """A policy whose samples are rewarded.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardProcessing:
+    """What is done to rewards before baselines and advantages, in this order, which is OpenRLHF's.
 
-    Each iteration's rewards are the callback's plus the reward model's, minus a penalty where an answer was cut off,
-    normalised, and clipped: OpenRLHF's order, in which the baseline comes after. Logs show them before all but the
-    first of these.
+    Logs show the rewards before it.
+
+    Example::
+
+        PPOModule("sft", reward_processing=RewardProcessing(missing_eos_penalty=1.0, normalize=True, clip=10.0))
+    """
+
+    stop_properly_coef: float = 1.0
+    """At most 1. In [0, 1]: positive rewards of answers that the length limit cut off are multiplied by it, so that
+    with 0 only finished answers are rewarded; below 0: it is their reward (ProRL v2). 1: off."""
+    missing_eos_penalty: float = 0.0
+    """Subtracted from the reward of answers that the length limit cut off (TRL's PPO). 0: off."""
+    normalize: bool = False
+    """Shift and scale by the mean and deviation of all rewards so far, this iteration's among them; they are saved in
+    checkpoints. Off in OpenRLHF and TRL."""
+    clip: float | None = None
+    """Rewards are clipped to ± this (10 in OpenRLHF; off in TRL); ``None``: not."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_number("RewardProcessing.stop_properly_coef", self.stop_properly_coef, maximum=1, why="1 is no penalty")
+        check_number(
+            "RewardProcessing.missing_eos_penalty", self.missing_eos_penalty, minimum=0, why="it is subtracted"
+        )
+        check_number("RewardProcessing.clip", self.clip, above=0, optional=True)
+
+
+KLPlace = Literal["token", "sequence"]
+"""Which reward a KL penalty is subtracted from."""
+
+
+class RewardedModule(PolicyModule):
+    """A policy whose samples are rewarded, by a function of the callback, a reward model of the module, or both.
 
     Args:
         model: Folder or hub name of the policy.
-        reward_model: Folder or hub name of a reward model, whose normalised score is added to the callback's reward. It
+        reward_model: Folder or hub name of a reward model, whose normalized score is added to the callback's reward. It
             is a frozen child: the strategy shards or offloads it like the reference, and every rank scores its share.
-            It must have the policy's tokens. ``RolloutCallback`` asks for the scores of all samples, those of
-            validation too. :class:`~rlhfkit.rewards.ModelReward` in the callback does the same unsharded.
-        stop_properly_coef: At most 1. In [0, 1]: positive rewards of answers that the length limit cut off are
-            multiplied by it, so that with 0 only what ends is rewarded; below 0: it is their reward (ProRL v2). 1: off.
+            Its tokens must be the policy's. ``RolloutCallback`` asks for the scores of all samples, validation's too.
+            :class:`~rlhfkit.rewards.ModelReward` in the callback does the same unsharded.
+        reward_processing: Penalties, normalization and clipping of rewards, see :class:`RewardProcessing`.
         mask_truncated: Learn nothing from answers that the length limit cut off (overlong filtering, DAPO: Yu et al.,
             2025, arXiv:2503.14476, section 3.4). Their rewards are part of baselines all the same, and the
             means of losses are over the tokens that are left.
-        missing_eos_penalty: Subtracted from the reward of answers that the length limit cut off (TRL's PPO). 0: off.
-        normalize_rewards: Shift and scale by the mean and deviation of all rewards so far, this iteration's among them;
-            saved in checkpoints. Off in OpenRLHF and TRL.
-        reward_clip: Rewards are clipped to ± this (10 in OpenRLHF; off in TRL); ``None``: not.
         max_tokens_per_forward: Tokens per forward pass of policy, critic, reference, teacher or reward model over a
             whole iteration, without gradient (OpenRLHF's default is 16192).
+        kl_coef: Weight of the KL penalty; 0 (TRL's default) loads no reference model.
+        kl_estimator: ``k1``, ``k2`` or ``k3``; ``None``: k1 in the reward (InstructGPT), k3 in the loss (GRPO). In the
+            loss k1 has a gradient of mean 0 and is refused, except with the ratio as its weight
+            (``policy_loss="grpo_loss", policy_loss_arguments={"kl_importance_weight": True}``).
+        kl_in_reward: Subtract the penalty from the reward instead of adding it to the loss: ``token``, from the reward
+            of each token (InstructGPT, OpenRLHF's default for PPO), after any baseline of its sample; ``sequence``, the
+            answer's total from the reward of the sample, before the baseline (RLOO; TRL's, and verl's for estimators
+            that compare samples). ``True``: ``token`` for PPO, ``sequence`` for GRPO. ``None``: ``token`` for PPO, in
+            the loss for others.
+        kl_control: A coefficient that follows a target, and early stopping, see :class:`KLControl`.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:
@@ -51,39 +100,76 @@ class RewardedModule(PolicyModule):
     reward_model: nn.Module
     frozen_children = (*PolicyModule.frozen_children, "reward_model")
     batch_types = (Experience,)
+    kl_in_reward_by_default: ClassVar[bool] = False
+    """Whether the KL penalty is in the reward with ``kl_in_reward=None``."""
+    default_kl_place: ClassVar[KLPlace] = "token"
+    """The meaning of ``kl_in_reward=True``."""
 
     def __init__(
         self,
         model: str,
         *,
         reward_model: str | None = None,
+        reward_processing: RewardProcessing | None = None,
         mask_truncated: bool = False,
-        stop_properly_coef: float = 1.0,
-        missing_eos_penalty: float = 0.0,
-        normalize_rewards: bool = False,
-        reward_clip: float | None = None,
         max_tokens_per_forward: int = 16384,
+        kl_coef: float = 0.0,
+        kl_estimator: KLEstimator | None = None,
+        kl_in_reward: bool | KLPlace | None = None,
+        kl_control: KLControl | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        check_number("reward_clip", reward_clip, above=0, optional=True)
-        check_number("missing_eos_penalty", missing_eos_penalty, minimum=0, why="it is subtracted")
-        check_number("stop_properly_coef", stop_properly_coef, maximum=1, why="1 is no penalty")
         check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
+        check_number("kl_coef", kl_coef, minimum=0, why="0 is no reference model")
+        self.reward_model_name = reward_model
+        self.reward_processing = options(RewardProcessing, reward_processing)
+        self.mask_truncated = mask_truncated
+        self.max_tokens_per_forward = max_tokens_per_forward
         self.reward_moments = RewardMoments.zero()
-        """Count, mean and squared deviations of the rewards so far; moves with ``normalize_rewards`` only."""
+        """Count, mean and squared deviations of the rewards so far, with ``RewardProcessing(normalize=True)``."""
+        self.initial_kl_coef = kl_coef
+        self.kl_coef = kl_coef
+        """Weight of the KL penalty now; moves with ``KLControl(target=...)``."""
+        self.kl_in_reward = self._kl_place(kl_coef, kl_in_reward)
+        """What the KL penalty is subtracted from; ``None``: it is in the loss, or there is none."""
+        self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")
+        self.kl_control = options(KLControl, kl_control)
+        self.hparams.update(
+            reward_processing=dataclasses.asdict(self.reward_processing), kl_control=dataclasses.asdict(self.kl_control)
+        )
+        if self.kl_control.target is not None and not self.kl_coef:
+            raise ValueError(
+                f"KLControl(target={self.kl_control.target}) needs a positive kl_coef to start from, got "
+                f"kl_coef={self.kl_coef}"
+            )
+
+    def _kl_place(self, kl_coef: float, kl_in_reward: bool | KLPlace | None) -> KLPlace | None:
+        if kl_in_reward not in (None, True, False, *get_args(KLPlace)):
+            raise ValueError(
+                f"kl_in_reward must be true, false, {' or '.join(map(repr, get_args(KLPlace)))}, got {kl_in_reward!r}"
+            )
+        if kl_in_reward and not kl_coef:
+            raise ValueError(
+                f"kl_in_reward={kl_in_reward!r} says where the KL penalty goes, and kl_coef=0 that there is none: give "
+                "a kl_coef (0.01 in OpenRLHF's PPO, 0.05 in TRL's RLOO) or leave kl_in_reward out"
+            )
+        wanted = self.kl_in_reward_by_default if kl_in_reward is None else kl_in_reward
+        if not wanted or not kl_coef:
+            return None
+        return self.default_kl_place if wanted is True else wanted
 
     # ------------------------------------------------------------------ the reward model
 
     @property
     def needs_reward(self) -> bool:
-        """Whether ``RolloutCallback`` has to give a reward."""
-        return self.hparams["reward_model"] is None
+        """Whether ``RolloutCallback`` must have a reward."""
+        return self.reward_model_name is None
 
     def configure_model(self) -> None:
-        """Build the reward model too, where there is one."""
+        """Build the policy and the reward model."""
         super().configure_model()
-        if self.hparams["reward_model"] is not None and not hasattr(self, "reward_model"):
+        if self.reward_model_name is not None and not hasattr(self, "reward_model"):
             self.reward_model = self.build_reward_model()
             # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
@@ -94,28 +180,25 @@ class RewardedModule(PolicyModule):
         Raises:
             ValueError: If its tokens are not the policy's, or it is no reward model.
         """
-        name, trust = self.hparams["reward_model"], self.hparams["trust_remote_code"]
+        assert self.reward_model_name is not None
+        name, trust = self.reward_model_name, self.trust_remote_code
         if load_tokenizer(name, trust_remote_code=trust).get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
-                f"the reward model {name} has another tokenizer than the policy {self.hparams['model']}: give the "
+                f"the reward model {name} has another tokenizer than the policy {self.model_name}: give the "
                 "callback a ModelReward(..., text=lambda sample: ...) in place of reward_model"
             )
         model = load_scalar_model(
-            name,
-            new_head=False,
-            dtype=self.model_dtype,
-            attention=self.hparams["attention"],
-            trust_remote_code=trust,
+            name, new_head=False, dtype=self.model_dtype, attention=self.attention, trust_remote_code=trust
         )
         return model.requires_grad_(False).eval()
 
     @property
     def scores_samples(self) -> bool:
         """Whether there is a reward model, whose scores ``RolloutCallback`` adds to the rewards of samples."""
-        return self.hparams["reward_model"] is not None
+        return self.reward_model_name is not None
 
     def reward_model_scores(self, experience: Experience) -> Tensor:
-        """Normalised scores of the reward model. A collective, for the thread that trains.
+        """Compute normalized scores of the reward model. A collective, for the main thread.
 
         Args:
             experience: B sequences, the same on every rank.
@@ -127,14 +210,12 @@ class RewardedModule(PolicyModule):
         def scores(batch: Experience) -> Tensor:
             return reward_output(self.reward_model, batch, normalized=True)[:, None]
 
-        return self.sharded(self.reward_model, scores, experience)[:, 0]
+        return self.distributed_forward(self.reward_model, scores, experience)[:, 0]
 
     def add_reward_model_scores(self, experience: Experience) -> Experience:
-        """With the reward model's score in the rewards, and among their parts as ``model``. A collective.
+        """Add the reward model's scores to the rewards, and to their parts as ``model``. A collective.
 
-        Args:
-            experience: B sequences, the same on every rank; unchanged if the score is a part of the rewards already,
-                as ``RolloutCallback`` gives it.
+        Nothing is added if the score is among the parts already, as ``RolloutCallback`` puts it there.
         """
         if not self.scores_samples or "model" in experience.reward_parts:
             return experience
@@ -142,15 +223,93 @@ class RewardedModule(PolicyModule):
         parts = {**experience.reward_parts, "model": score}
         return dataclasses.replace(experience, rewards=experience.rewards + score, reward_parts=parts)
 
+    # ------------------------------------------------------------------ penalties and scale
+
+    def process_rewards(self, experience: Experience) -> Experience:
+        """Apply :class:`RewardProcessing`; override for another order or another penalty.
+
+        Args:
+            experience: The whole iteration, the same on every rank. Called once for each: running moments move here.
+        """
+        processing, rewards, earned = self.reward_processing, experience.rewards, experience.token_rewards
+        rewards = stop_properly_penalty(rewards, experience.truncated, coef=processing.stop_properly_coef)
+        rewards = missing_eos_penalty(rewards, experience.truncated, penalty=processing.missing_eos_penalty)
+        if processing.normalize:
+            self.reward_moments = self.reward_moments.update(rewards)
+            mean, std = self.reward_moments.mean, self.reward_moments.std
+            rewards = normalize_rewards(rewards, mean, std)
+            # What a token earned is a difference of rewards: it has a scale, and no mean.
+            earned = None if earned is None else normalize_rewards(earned, mean, std, shift_mean=False)
+        if processing.clip is not None:
+            rewards = clip_rewards(rewards, low=-processing.clip, high=processing.clip)
+        return dataclasses.replace(experience, rewards=rewards, token_rewards=earned)
+
+    def mask_truncated_samples(self, experience: Experience) -> Experience:
+        """Mask the tokens of answers that were cut off, with ``mask_truncated=True``."""
+        if not self.mask_truncated:
+            return experience
+        return dataclasses.replace(experience, action_mask=experience.action_mask & ~experience.truncated[:, None])
+
+    # ------------------------------------------------------------------ the KL penalty
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL penalty."""
+        return bool(self.initial_kl_coef)
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether advantages need the old log-probs of all samples, the first update's too."""
+        return self.kl_in_reward is not None or self.kl_control.target is not None
+
+    def sample_rewards(self, experience: Experience) -> Tensor:
+        """(B,) rewards, minus the KL penalty of the whole answer with ``kl_in_reward="sequence"``."""
+        return self.penalized_rewards(experience) if self.kl_in_reward == "sequence" else experience.rewards
+
+    def penalized_rewards(self, experience: Experience) -> Tensor:
+        """(B,) rewards, minus the KL penalty of the whole answer wherever in the reward it is."""
+        if self.kl_in_reward is None:
+            return experience.rewards
+        return experience.rewards - self.kl_coef * masked_sum(self.reference_kl(experience), experience.action_mask, -1)
+
+    def token_rewards(self, experience: Experience, rewards: Tensor, *, earned: Tensor | None = None) -> Tensor:
+        """Put rewards on tokens: the sample's on its last one, minus the KL penalty with ``kl_in_reward="token"``.
+
+        Args:
+            experience: B sequences.
+            rewards: (B,), NaN where missing.
+            earned: (B, T-1), the part of them that each token earned, in the same units; ``None``: the last earned all.
+
+        Returns:
+            (B, T-1); 0 outside the mask.
+        """
+        kl, kl_coef = None, 0.0
+        if self.kl_in_reward == "token":
+            kl, kl_coef = self.reference_kl(experience), self.kl_coef
+        return token_rewards(rewards, experience.action_mask, kl=kl, kl_coef=kl_coef, earned=earned)
+
+    def reference_kl(self, experience: Experience) -> Tensor:
+        """(B, T-1) estimate of the KL of the policy before the iteration to the reference."""
+        old, reference = experience.old_logprobs, experience.ref_logprobs
+        assert old is not None
+        assert reference is not None
+        return kl_estimate(old, reference, estimator=self.kl_estimator, mask=experience.action_mask)
+
+    def adapt_kl_coef(self, experience: Experience) -> None:
+        """Move the coefficient towards the KL target, alike on all ranks as they see the whole iteration."""
+        if self.kl_control.target is not None:
+            kl = float(masked_mean(self.reference_kl(experience), experience.action_mask))
+            self.kl_coef = self.kl_control.adapted(self.kl_coef, kl, len(experience))
+
     # ------------------------------------------------------------------ forward passes over an iteration
 
-    def sharded_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
-        """Log-probs of a whole iteration, each rank computing its share. A collective: all ranks call it alike.
+    def distributed_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
+        """Compute the log-probs of a whole iteration, each rank its share. A collective.
 
         Args:
             model: The policy or a reference.
             experience: B sequences, the same on every rank.
-            rows: (B,) bool, which sequences are wanted; all when ``None``.
+            rows: (B,) bool, which sequences are wanted; ``None``: all.
 
         Returns:
             (B, T-1) float32 on the CPU, the same on every rank; 0 outside the mask and in rows not asked for.
@@ -159,10 +318,10 @@ class RewardedModule(PolicyModule):
         def logprobs(batch: Experience) -> Tensor:
             return policy_output(model, batch, batch.action_mask, temperature=batch.temperature).logprobs
 
-        return self.sharded(model, logprobs, experience, rows)
+        return self.distributed_forward(model, logprobs, experience, rows)
 
     @torch.no_grad()
-    def sharded(
+    def distributed_forward(
         self,
         model: nn.Module,
         compute: Callable[[Experience], Tensor],
@@ -170,14 +329,14 @@ class RewardedModule(PolicyModule):
         rows: Tensor | None = None,
         columns: int | None = None,
     ) -> Tensor:
-        """A forward pass over a whole iteration, each rank computing its share. A collective: all ranks call it alike.
+        """Run a forward pass over a whole iteration, each rank over its share. A collective.
 
         Args:
             model: What ``compute`` calls; in eval mode meanwhile.
             compute: From a batch of b sequences of t tokens to (b, t-1), or (b, t-1, C).
             experience: B sequences, the same on every rank.
-            rows: (B,) bool, which sequences are wanted; all when ``None``.
-            columns: C, where ``compute`` gives several numbers for each token.
+            rows: (B,) bool, which sequences are wanted; ``None``: all.
+            columns: C, where ``compute`` returns several numbers for each token.
 
         Returns:
             (B, T-1) or (B, T-1, C) float32 on the CPU, the same on every rank; 0 in rows not asked for.
@@ -188,7 +347,7 @@ class RewardedModule(PolicyModule):
         world, rank = self.trainer.world_size, self.global_rank
         if len(wanted):
             lengths = experience.lengths[wanted].tolist()
-            bins = world * math.ceil(sum(lengths) / (world * self.hparams["max_tokens_per_forward"]))
+            bins = world * math.ceil(sum(lengths) / (world * self.max_tokens_per_forward))
             # Every rank runs equally many forward passes: a sharded model gathers its weights in each.
             bins = max(min(bins, len(wanted) // world * world), 1)
             shares = split_groups_by_tokens(
@@ -209,44 +368,17 @@ class RewardedModule(PolicyModule):
             model.train(training)
         return all_reduce(total).cpu()
 
-    # ------------------------------------------------------------------ penalties and scale
-
-    def process_rewards(self, experience: Experience) -> Experience:
-        """With the rewards that are learned from; override for another order or another penalty.
-
-        Args:
-            experience: The whole iteration, the same on every rank. Called once for each: running moments move here.
-        """
-        hparams, rewards, earned = self.hparams, experience.rewards, experience.token_rewards
-        rewards = stop_properly_penalty(rewards, experience.truncated, coef=hparams["stop_properly_coef"])
-        rewards = missing_eos_penalty(rewards, experience.truncated, penalty=hparams["missing_eos_penalty"])
-        if hparams["normalize_rewards"]:
-            self.reward_moments = self.reward_moments.update(rewards)
-            mean, std = self.reward_moments.mean, self.reward_moments.std
-            rewards = normalize_rewards(rewards, mean, std)
-            # What a token earned is a difference of rewards: it has a scale, and no mean.
-            earned = None if earned is None else normalize_rewards(earned, mean, std, shift_mean=False)
-        if hparams["reward_clip"] is not None:
-            rewards = clip_rewards(rewards, low=-hparams["reward_clip"], high=hparams["reward_clip"])
-        return dataclasses.replace(experience, rewards=rewards, token_rewards=earned)
-
-    def mask_truncated_samples(self, experience: Experience) -> Experience:
-        """Without the tokens of answers that were cut off, if nothing is to be learned from them.
-
-        Args:
-            experience: The whole iteration, with advantages.
-        """
-        if not self.hparams["mask_truncated"]:
-            return experience
-        return dataclasses.replace(experience, action_mask=experience.action_mask & ~experience.truncated[:, None])
+    # ------------------------------------------------------------------ checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remember the running moments."""
+        """Save the running moments, and the KL coefficient that was reached."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["reward_moments"] = self.reward_moments.plain()
+        checkpoint["kl_coef"] = self.kl_coef
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with the running moments."""
+        """Continue with the running moments and the KL coefficient."""
         super().on_load_checkpoint(checkpoint)
+        self.kl_coef = checkpoint.get("kl_coef", self.kl_coef)
         if "reward_moments" in checkpoint:
             self.reward_moments = RewardMoments.of(checkpoint["reward_moments"])

@@ -13,7 +13,7 @@ from rl_runs import digits, setup_run
 from torch import Tensor
 
 import rlhfkit.losses
-from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec, presets
+from rlhfkit import GRPOModule, KLControl, PPOModule, RolloutCallback, SamplingSpec, presets
 from rlhfkit.data import Experience
 from rlhfkit.losses import (
     LossOutput,
@@ -183,7 +183,7 @@ def test_the_kl_coefficient_moves_towards_its_target_and_is_remembered(tmp_path:
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator="k3", mask=batch.action_mask)
             seen.append((float(kl.sum() / batch.action_mask.sum()), pl_module.kl_coef))
 
-    arguments = {"kl_coef": 0.1, "kl_target": 1e-3, "kl_horizon": 100, "lr": 1e-2}
+    arguments = {"kl_coef": 0.1, "kl_control": KLControl(target=1e-3, horizon=100), "lr": 1e-2}
     trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments, callbacks=[Keep()], max_epochs=3)
     trainer.fit(module, data)
     expected = 0.1
@@ -224,14 +224,16 @@ def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_f
     assert module.hparams["advantages"] == f"{__name__}.my_estimator"
     again = GRPOModule(**module.hparams)
     rewards = torch.tensor([1.0, 3.0])
-    assert again.estimate(rewards, torch.zeros(2)).tolist() == [2.0, 6.0]
+    assert again.advantage_function.estimate(rewards, torch.zeros(2), torch.ones(2)).tolist() == [2.0, 6.0]
     for local in (lambda rewards, group: rewards, functools.partial(pass_at_k_advantages, k=2)):
         nameless = GRPOModule("anywhere", advantages=local)
         with pytest.raises(ValueError, match=r"advantages was the function .* pass it again"):
             GRPOModule(**nameless.hparams)
     pairs = torch.zeros(4, dtype=torch.int64)
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    torch.testing.assert_close(nameless.estimate(rewards, pairs), pass_at_k_advantages(rewards, pairs, k=2))
+    torch.testing.assert_close(
+        nameless.advantage_function.estimate(rewards, pairs, torch.ones(4)), pass_at_k_advantages(rewards, pairs, k=2)
+    )
 
 
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule, OnPolicyModule])
@@ -259,7 +261,6 @@ def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_
         return given.rewards
 
     module = kind("anywhere", advantages=look, kl_coef=0.1, kl_in_reward=True)
-    module.reference_logprobs = lambda experience: batch.ref_logprobs
     filled = OnPolicyModule.compute_advantages(module, batch)
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
@@ -357,7 +358,8 @@ def test_every_knob_shows_in_the_hyperparameters() -> None:
         ({"kl_in_reward": "answer", "kl_coef": 0.1}, "'token' or 'sequence', got 'answer'"),
         ({"kl_estimator": "k1", "kl_coef": 0.1}, r"gradient of mean 0.*use 'k2' or 'k3', or kl_in_reward=True"),
         ({"correction": "tiss"}, "correction must be one of tis"),
-        ({"kl_target": 0.1}, "kl_target"),
+        ({"kl_control": {"target": 0.1}}, r"KLControl\(target=0.1\) needs a positive kl_coef"),
+        ({"kl_control": {"goal": 0.1}}, "KLControl has no goal; it has target, horizon, early_stop"),
         ({"gamma": 1.5}, "gamma must be a finite number of at least 0 and at most 1, got 1.5"),
         ({"clip_low": -1.0}, "clip_low"),
         ({"aggregation": "mean"}, "mean"),

@@ -10,7 +10,7 @@ import torch
 from rl_runs import digits, setup_run
 from torch import Tensor
 
-from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, KLControl, PPOModule, RolloutCallback, SamplingSpec
 
 from ..ppo_cases import logprobs_of
 
@@ -51,14 +51,14 @@ def test_updates_stop_where_the_distance_passes_the_limit_and_begin_again(tmp_pa
     trainer, made, data, _ = setup_run(
         tmp_path,
         module=module,
-        module_arguments={"lr": 1e-3, "kl_early_stop": LIMIT, "weight_decay": 0.1},
+        module_arguments={"lr": 1e-3, "kl_control": KLControl(early_stop=LIMIT), "weight_decay": 0.1},
         data_arguments={"rollout_batch_size": 8, "micro_batch_size": 4},  # four updates of two micro-batches
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[watch],
     )
     trainer.fit(made, data)
     watch.policies.append(made.policy)
-    watch.moments.append(watch.moments[-1] if made.kl_early_stop.stopped else [])
+    watch.moments.append(watch.moments[-1] if made.kl_early_stopping.stopped else [])
     made_updates, expected_stops = 0, 0
     for first in (0, 4):
         stopped = False

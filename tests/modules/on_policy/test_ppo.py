@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhfkit import Experience, PPOModule, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import Experience, KLControl, PPOModule, Prompt, RewardProcessing, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model, scalar_output
 from rlhfkit.rewards import ModelReward
 
@@ -50,7 +50,7 @@ class Shaped:
 
 
 SHAPING: dict[str, Any] = {
-    "missing_eos_penalty": 0.3, "normalize_rewards": True, "reward_clip": 1.5, "normalize_values": True
+    "reward_processing": RewardProcessing(missing_eos_penalty=0.3, normalize=True, clip=1.5), "normalize_values": True
 }  # fmt: skip
 
 
@@ -87,11 +87,11 @@ def test_three_iterations_are_the_loop_by_hand(tmp_path: Path, shaped: bool) -> 
 def test_the_critic_learns_the_returns_of_the_kl_coefficient_that_the_advantages_have() -> None:
     rows = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
     batch = experience()
-    arguments = {"kl_coef": 0.5, "kl_target": 1e-3, "kl_horizon": 6, "whiten_advantages": False, "lam": 1.0}
-    module = PPOModule("anywhere", **arguments)
-    module.reference_logprobs = lambda experience: batch.ref_logprobs
+    control = KLControl(target=1e-3, horizon=6)
+    module: Any = PPOModule("anywhere", kl_coef=0.5, kl_control=control, whiten_advantages=False, lam=1.0)
     module.critic = torch.nn.Identity()
-    module.sharded = lambda *arguments: rows.where(batch.action_mask, 0.0)
+    module.add_logprobs = lambda experience: experience
+    module.distributed_forward = lambda *arguments: rows.where(batch.action_mask, 0.0)
     prepared = module.prepare(batch)
     assert prepared.advantages is not None
     assert prepared.returns is not None
@@ -173,10 +173,10 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
         ({"value_clip": 0.0}, "clip"),
         ({"shared_backbone": True, "critic": "elsewhere"}, "leave critic and critic_warmup_steps out"),
         ({"shared_backbone": True, "critic_warmup_steps": 1}, "leave critic and critic_warmup_steps out"),
-        ({"reward_clip": 0.0}, "reward_clip must be a finite number above 0 or None"),
-        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty"),
-        ({"stop_properly_coef": 1.5}, "stop_properly_coef"),
-        ({"kl_early_stop": 0.0}, "kl_early_stop"),
+        ({"reward_processing": {"clip": 0.0}}, r"RewardProcessing\.clip must be a finite number above 0 or None"),
+        ({"reward_processing": {"missing_eos_penalty": -1.0}}, "missing_eos_penalty"),
+        ({"reward_processing": {"stop_properly_coef": 1.5}}, "stop_properly_coef"),
+        ({"kl_control": {"early_stop": 0.0}}, "early_stop"),
         ({"ptx_coef": -0.1}, "ptx_coef"),
     ],
 )

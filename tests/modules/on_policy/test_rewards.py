@@ -12,7 +12,7 @@ from rl_runs import digits, setup_run
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 
-from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec
 from rlhfkit.losses import discounted_returns, group_advantages, whiten
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules import presets
@@ -85,7 +85,8 @@ def test_a_reward_model_with_other_tokens_or_without_a_head_is_refused(tmp_path:
 
 def test_rewards_are_penalised_then_normalised_over_all_so_far_then_clipped() -> None:
     module = PPOModule(
-        "anywhere", stop_properly_coef=0.5, missing_eos_penalty=0.25, normalize_rewards=True, reward_clip=1.0
+        "anywhere",
+        reward_processing=RewardProcessing(stop_properly_coef=0.5, missing_eos_penalty=0.25, normalize=True, clip=1.0),
     )
     seen: list[float] = []
     for rewards in ([1.0, 0.0, 0.5, 0.2, 0.9, math.nan], [3.0, -2.0, 0.0, 0.0, 1.0, 1.0]):
@@ -101,7 +102,7 @@ def test_rewards_are_penalised_then_normalised_over_all_so_far_then_clipped() ->
     assert {-1.0, 1.0} & set(got)
     checkpoint: dict[str, Any] = {"state_dict": {}}
     module.on_save_checkpoint(checkpoint)
-    other = PPOModule("anywhere", normalize_rewards=True)
+    other = PPOModule("anywhere", reward_processing=RewardProcessing(normalize=True))
     other.configure_model = lambda: None  # type: ignore[method-assign]  # there is no such model
     other.on_load_checkpoint(checkpoint)
     assert all(torch.equal(*pair) for pair in zip(other.reward_moments, module.reward_moments, strict=True))
