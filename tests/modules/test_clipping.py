@@ -11,7 +11,7 @@ from strategies import ranks
 
 from rlhfkit import RolloutCallback, SamplingSpec
 
-from .ppo_cases import ARGUMENTS, PlainSGD
+from .on_policy.ppo_cases import ARGUMENTS, PlainSGD
 
 CLIP = 0.05
 """Below the norms of both gradients, which differ by far."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhfkit import GRPOModule, KLControl, PPOModule, RolloutCallback, SamplingSpec
 
-from ..ppo_cases import logprobs_of
+from .ppo_cases import logprobs_of
 
 LIMIT = 2e-2
 

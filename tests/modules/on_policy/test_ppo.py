@@ -19,7 +19,7 @@ from rlhfkit import Experience, KLControl, PPOModule, Prompt, RewardProcessing, 
 from rlhfkit.models.heads import load_scalar_model, scalar_output
 from rlhfkit.rewards import ModelReward
 
-from ..ppo_cases import ARGUMENTS, ByHand, Keep, PlainSGD, check_moved_alike
+from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainSGD, check_moved_alike
 from .test_base import experience
 
 

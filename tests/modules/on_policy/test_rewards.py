@@ -18,7 +18,7 @@ from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules import presets
 from rlhfkit.rewards import ModelReward, WeightedSum
 
-from ..ppo_cases import PlainSGD
+from .ppo_cases import PlainSGD
 from .test_base import experience
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from rlhfkit import KLControl, LoRA, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec, SFTDataModule
 from rlhfkit.models import load_causal_lm, policy_output
 
-from .on_policy.test_rewards import reward_model
 from .ppo_cases import PlainSGD
+from .test_rewards import reward_model
 
 EVERYTHING: dict[str, Any] = {
     "ptx_coef": 0.2, "kl_control": KLControl(target=0.01, horizon=100, early_stop=5e-3), "kl_coef": 0.05,
@@ -231,7 +231,7 @@ def test_two_ranks_and_their_engines_score_decide_and_learn_as_one_rank(tmp_path
     for case in CASES:
         tiny_model(tmp_path / case / "model")
     alone = train_on_ranks(tmp_path, "auto", 1)
-    for result in ranks.run("modules.test_ppo_runs:train_on_ranks", 2, tmp_path, strategy=None, world=2):
+    for result in ranks.run("modules.on_policy.test_ppo_runs:train_on_ranks", 2, tmp_path, strategy=None, world=2):
         for case, got in result.items():
             expected = alone[case]
             assert got["tokens"] == expected["tokens"], case

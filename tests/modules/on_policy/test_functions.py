@@ -26,7 +26,7 @@ from rlhfkit.losses import (
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 
-from .on_policy.test_base import experience
+from .test_base import experience
 
 INPUTS = ["logprobs", "old_logprobs", "advantages", "mask"]
 COMMON = {"weights", "aggregation", "denominator", "max_length"}
