@@ -12,7 +12,7 @@ from rlhfkit.distributed import full_parameters, get_world_size, is_sharded
 from rlhfkit.models import has_adapter, load_causal_lm, unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.preference.reference_cache import (
+from rlhfkit.modules.precompute import (
     AnswerLogprobs,
     Pairs,
     cached_reference,

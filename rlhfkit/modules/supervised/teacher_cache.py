@@ -15,7 +15,7 @@ from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.distributed import all_reduce
 from rlhfkit.models import unwrap
 from rlhfkit.models.distillation import teacher_logits
-from rlhfkit.modules.preference.reference_cache import kept_on_disk, model_fingerprint, token_batches
+from rlhfkit.modules.precompute import kept_on_disk, model_fingerprint, token_batches
 
 if TYPE_CHECKING:
     from rlhfkit.modules.supervised.distillation import DistillationModule
