@@ -1,4 +1,4 @@
-"""``PolicyModule``: what every module with a language model shares: loading, optimizer, saving, forward, logging."""
+"""``PolicyModule``, the base of all modules: loads the model, makes the optimizer, saves, and logs."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import aggregate
+from rlhfkit.losses import LossOutput, aggregate
 from rlhfkit.models import (
     LoRA,
     PolicyOutput,
@@ -27,32 +27,34 @@ from rlhfkit.models.load import Quantization, context_length, load_config, preci
 from rlhfkit.models.lora import save_initial_adapter
 from rlhfkit.models.row_check import ROW_TOLERANCES, UnpaddedBatch, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
-from rlhfkit.modules.clipping import clip_each_child
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
-from rlhfkit.modules.optim import SCHEDULES, learning_rate_factor
+from rlhfkit.modules.optim import SCHEDULES, Schedule, clip_each_child, learning_rate_factor
 from rlhfkit.validation import check_integer, check_number
 
 
 class PolicyModule(CheckpointMixin):
     """A LightningModule around one causal language model, ``self.policy``.
 
-    Subclasses write ``training_step`` (and usually a short ``loss``). Automatic optimization; the network is built in
+    Subclasses write ``training_step`` and usually a short ``loss``. Optimization is automatic. The network is built in
     ``configure_model``, so that sharded strategies can build it sharded.
 
+    Each argument is an attribute of the same name (``model`` and other names of models: ``model_name``, ...), which the
+    code reads; ``hparams`` hold plain copies for checkpoints and loggers.
+
     Args:
-        model: Folder or hub name of the policy; a folder that holds an adapter is trained on.
+        model: Folder or hub name of the policy. If the folder holds an adapter, training continues with it.
         lr: Peak learning rate of AdamW.
         weight_decay: AdamW's decoupled weight decay.
         betas: AdamW's two averaging factors (0.9 and 0.95: OpenRLHF's default).
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: ``constant``, ``linear`` or ``cosine`` (both decay to 0 at the end of training) after warm-up.
+        lr_schedule: After warm-up: ``constant``, or ``linear`` or ``cosine`` decay to 0 at the end of training.
         attention: Transformers' ``attn_implementation``; ``None``: packed attention where the model allows it.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters and freeze the policy's own weights; checkpoints hold the adapters only.
         quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA); needs ``lora``.
-        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, logged as ``aux_loss``,
-            and of a critic that is one (0.001 in Transformers' configurations of Mixtral and Qwen); 0: none.
-        trust_remote_code: Run Python code that comes with the model. Off unless asked.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, policy or critic, logged as
+            ``aux_loss`` (0.001 in Transformers' configurations of Mixtral and Qwen); 0: not computed.
+        trust_remote_code: Run Python code that comes with the model.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -61,7 +63,7 @@ class PolicyModule(CheckpointMixin):
     policy: nn.Module
     reference: nn.Module
     batch_types: ClassVar[tuple[type, ...]] = ()
-    """Kinds of batches that it learns from; others, subclasses too, are refused. Empty: whatever comes."""
+    """Types of batches that the module trains on; others, subclasses included, are refused. Empty: any type."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class PolicyModule(CheckpointMixin):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int = 0,
-        lr_schedule: str = "constant",
+        lr_schedule: Schedule = "constant",
         attention: str | None = None,
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
@@ -89,8 +91,7 @@ class PolicyModule(CheckpointMixin):
         check_integer("warmup_steps", warmup_steps, minimum=0)
         if lr_schedule not in SCHEDULES:
             raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
-        check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 is no such loss")
-        # For checkpoints and loggers only: code reads the attributes below.
+        check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 leaves the loss out")
         self.save_hyperparameters()
         self.model_name = model
         self.lr = lr
@@ -129,12 +130,12 @@ class PolicyModule(CheckpointMixin):
 
     @property
     def vocabulary_size(self) -> int | None:
-        """Tokens that the model knows."""
+        """Number of tokens that the model has embeddings of; ``None``: not in its configuration."""
         return getattr(self.model_config.get_text_config(), "vocab_size", None)
 
     @property
     def context_length(self) -> int | None:
-        """Tokens that the model can see; ``None``: any number."""
+        """Number of tokens that the model can attend to; ``None``: no limit."""
         return context_length(self.model_config)
 
     @property
@@ -144,7 +145,7 @@ class PolicyModule(CheckpointMixin):
 
     def build_policy(self) -> nn.Module:
         """Load the policy; override to wrap or change it."""
-        return load_causal_lm(
+        model: nn.Module = load_causal_lm(
             self.model_name,
             dtype=self.model_dtype,
             attention=self.attention,
@@ -153,9 +154,10 @@ class PolicyModule(CheckpointMixin):
             quantization=self.quantization,
             trust_remote_code=self.trust_remote_code,
         )
+        return model
 
     def configure_model(self) -> None:
-        """Build the network once; Lightning calls this again before validation."""
+        """Build the network, once: Lightning calls this again before validation."""
         if hasattr(self, "policy"):
             return
         self.policy = self.build_policy()
@@ -163,14 +165,12 @@ class PolicyModule(CheckpointMixin):
             return
         if has_adapter(self.policy):
             save_initial_adapter(self.policy)
-            return
-        self.reference = self.build_policy().requires_grad_(False).eval()
-        # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
-        warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+        else:
+            self.reference = freeze(self.build_policy())
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss asks for :meth:`reference_model`; override it."""
+        """Whether the loss uses :meth:`reference_model`; override it to get one."""
         return False
 
     @property
@@ -184,7 +184,7 @@ class PolicyModule(CheckpointMixin):
 
     @contextmanager
     def reference_model(self) -> Iterator[nn.Module]:
-        """The model that training started from, for a while: a frozen copy, or the policy without its adapters.
+        """Give access to the model that training started from: a frozen copy, or the policy without its adapters.
 
         Example::
 
@@ -198,13 +198,13 @@ class PolicyModule(CheckpointMixin):
                 yield self.policy
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Refuse what a DataModule of another kind gives: fine-tuned on pairs, a model would learn rejected answers.
+        """Check the type of the batch, and, of the first one, that its rows do not attend to one another.
 
-        The first batch of a fit is also checked for rows that see one another, see :meth:`row_problems`.
+        An ``SFTModule`` that accepted batches of pairs would learn rejected answers.
 
         Raises:
-            TypeError: If the batch is none of ``batch_types``.
-            RuntimeError: If what the policy says of a row depends on the other rows.
+            TypeError: If the type of the batch is not in ``batch_types``.
+            RuntimeError: If log-probs of a row depend on the other rows, see :meth:`row_problems`.
         """
         if self.batch_types and type(batch) not in self.batch_types:
             known = " or ".join(kind.__name__ for kind in self.batch_types)
@@ -219,14 +219,15 @@ class PolicyModule(CheckpointMixin):
                 raise RuntimeError(f"{'; '.join(problems)}. Load the model with attention='sdpa' to train it")
 
     def row_problems(self, batch: PaddedBatch) -> list[str]:
-        """Compare a random row of a batch alone with the same row among the others. A collective: two forward passes.
+        """Compare the policy's output for a random row alone with that for the row in its batch.
+
+        A collective of two forward passes.
 
         Args:
-            batch: This rank's, of at least one row.
+            batch: This rank's batch, of at least one row.
 
         Returns:
-            For each rank on which what the policy says of the row depends on the other rows, which row it is and how
-            far the two are apart; the same on every rank.
+            A description for each rank on which the two differ: which row, and by how much. The same on every rank.
         """
         # The first row of a packed batch comes before all others and cannot have seen them.
         row = random.Random(f"{self.trainer.global_step} {self.global_rank}").randrange(1, max(len(batch), 2))
@@ -234,22 +235,22 @@ class PolicyModule(CheckpointMixin):
         training = self.policy.training
         self.policy.eval()
         with self.trainer.precision_plugin.forward_context():
-            far = row_difference(self.policy, batch, row)
+            difference = row_difference(self.policy, batch, row)
         self.policy.train(training)
-        mine = torch.tensor([row, far], dtype=torch.float64, device=self.device)
+        mine = torch.tensor([row, difference], dtype=torch.float64, device=self.device)
         found = cast(Tensor, self.all_gather(mine)).reshape(-1, 2).tolist()
         tolerance = ROW_TOLERANCES[precision_dtype(self.trainer.precision, compute=True)]
         return [
-            f"row {int(row)} of a batch of rank {rank} differs by {far:.2g} a token from what it is alone "
+            f"row {int(row)} of a batch of rank {rank} differs by {difference:.2g} a token from what it is alone "
             f"(allowed: {tolerance:g}): sequences of a batch see one another"
-            for rank, (row, far) in enumerate(found)
-            if math.isfinite(far) and far > tolerance  # a policy that has diverged is somebody else's to report
+            for rank, (row, difference) in enumerate(found)
+            if math.isfinite(difference) and difference > tolerance  # NaN of a diverged policy is reported elsewhere
         ]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimizer trains: one group for each child with parameters that require a gradient.
+        """Parameter groups of the optimizer: one for each child with parameters that require a gradient.
 
-        Add ``"lr"`` to a group for a learning rate of its own.
+        Add ``"lr"`` to a group to give it its own learning rate.
         """
         groups = {
             name: [parameter for parameter in child.parameters() if parameter.requires_grad]
@@ -258,8 +259,8 @@ class PolicyModule(CheckpointMixin):
         return [{"params": parameters, "name": name} for name, parameters in groups.items() if parameters]
 
     def configure_optimizers(self) -> Any:
-        """AdamW over everything that requires a gradient, with warm-up and decay per optimizer step."""
-        if self._trainer is not None:  # NaN would make every gradient NaN, and Lightning takes it
+        """AdamW over :meth:`parameter_groups`, with warm-up and decay per optimizer step."""
+        if self._trainer is not None:  # Lightning accepts NaN, which would make every gradient NaN
             clip = self.trainer.gradient_clip_val
             check_number("Trainer(gradient_clip_val=...)", clip, minimum=0, optional=True, infinite=True)
         optimizer = torch.optim.AdamW(
@@ -284,51 +285,79 @@ class PolicyModule(CheckpointMixin):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip policy, critic and other children each by its own norm, as the engines of ``rlhf_zero*`` do."""
+        """Clip each child by the norm of its own gradient, see :func:`~rlhfkit.modules.optim.clip_each_child`."""
         clip_each_child(self, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or cast the module, but keep float32 buffers in float32, as DeepSpeed does, and float32 adapters.
+        """Move or cast the module, but keep float32 buffers and float32 adapters in float32, as DeepSpeed does.
 
-        Lightning's ``bf16-true`` casts buffers too, among them the frequencies of rotary embeddings: in 16 bits the
-        angle of token 1,000 is wrong by whole radians, and the engine, which casts no buffer, disagrees.
+        Lightning's ``bf16-true`` also casts buffers, among them the frequencies of rotary embeddings: in 16 bits the
+        angle of token 1,000 is wrong by whole radians, and an engine, which casts no buffers, would disagree.
         """
         before = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
         adapters = [(one, one.data) for name, one in self.named_parameters() if ".lora_" in name]
-        result = super()._apply(fn, recurse)
+        result = cast(Any, super())._apply(fn, recurse)  # torch does not annotate it
         for matrix, values in adapters:
             if values.dtype == torch.float32 and matrix.dtype in (torch.float16, torch.bfloat16):
                 matrix.data = values.to(matrix.device)
         for name, buffer in before.items():
             home, _, leaf = name.rpartition(".")
             owner = self.get_submodule(home)
-            cast = owner._buffers[leaf]
-            if cast is not None and cast.dtype in (torch.float16, torch.bfloat16):
-                owner._buffers[leaf] = buffer.to(cast.device)
+            moved = owner._buffers[leaf]
+            if moved is not None and moved.dtype in (torch.float16, torch.bfloat16):
+                owner._buffers[leaf] = buffer.to(moved.device)
         return result
 
     # ------------------------------------------------------------------ forward
 
     @property
     def balances_routers(self) -> bool:
-        """Whether the forward pass that comes has to give the router's loss: in training, where it has a weight."""
+        """Whether forward passes must return the router's loss: in training, if it has a weight."""
         return bool(self.router_aux_loss_coef) and torch.is_grad_enabled()
 
+    def with_router_loss(
+        self, result: LossOutput, router_loss: Tensor | None, mask: Tensor, *, name: str = "aux_loss"
+    ) -> LossOutput:
+        """Add the load-balancing loss of a mixture of experts, in training and if it has a weight.
+
+        It is a mean over the tokens of a micro-batch and not linear in them, so, unlike the losses it is added to, it
+        depends on how an optimizer step is split into micro-batches.
+
+        Args:
+            result: A loss and its metrics.
+            router_loss: Scalar, the router's loss of the micro-batch.
+            mask: Trained tokens; a micro-batch without any does not train the router.
+            name: Name of the metric that is added.
+
+        Raises:
+            ValueError: If the router's loss has a weight and is ``None``.
+        """
+        if not self.balances_routers:
+            return result
+        if router_loss is None:
+            raise ValueError(
+                f"router_aux_loss_coef={self.router_aux_loss_coef} weights a router's loss, and the forward pass gave "
+                "none: an overridden policy_output() or scores() has to ask for it "
+                "(router_aux_loss=self.balances_routers, or self.read)"
+            )
+        loss = result.loss + self.router_aux_loss_coef * router_loss * mask.any()
+        return LossOutput(loss, {**result.metrics, name: router_loss.detach()})
+
     def token_mean(self, values: Tensor, batch: Experience) -> Tensor:
-        """Mean over the trained tokens of the whole optimizer step, all micro-batches and ranks, as this batch's share.
+        """This batch's share of the mean over the trained tokens of the optimizer step, all micro-batches and ranks.
 
         Args:
             values: (B, T-1).
-            batch: Gives the mask and the count.
+            batch: The micro-batch, which has the mask and the count of tokens.
 
         Returns:
-            Scalar; Lightning's average over micro-batches and ranks is the exact mean.
+            Scalar, whose average over micro-batches and ranks, which Lightning takes, is the exact mean.
         """
         return aggregate(values, batch.action_mask, "token-mean", batch.token_denominator)
 
     @torch.no_grad()
     def token_logprobs(self, token_ids: Tensor) -> Tensor:
-        """Log-probs at temperature 1 of given sequences. A collective under sharded strategies.
+        """Log-probs at temperature 1 of sequences. A collective under sharded strategies.
 
         Args:
             token_ids: (B, T) int64, no padding.
@@ -338,16 +367,16 @@ class PolicyModule(CheckpointMixin):
         """
         batch = UnpaddedBatch(token_ids.to(self.device))
         training = self.policy.training
-        self.policy.eval()  # an engine has no dropout
+        self.policy.eval()  # engines have no dropout
         with self.trainer.precision_plugin.forward_context():
             out: PolicyOutput = policy_output(self.policy, batch, torch.ones_like(batch.input_ids[:, 1:]).bool())
         self.policy.train(training)
         return out.logprobs.cpu()
 
     def log_means(self, metrics: Mapping[str, Tensor]) -> None:
-        """Log scalars as plain means over the micro-batches of the epoch (in reinforcement learning: the iteration).
+        """Log scalars as plain means over micro-batches and ranks of the epoch (in reinforcement learning: iteration).
 
-        Right for losses and whatever else has the ``denominator`` of its optimizer step, over all ranks.
+        Exact for losses and other values that are divided by the ``denominator`` of their optimizer step.
 
         Args:
             metrics: Detached scalars by name.
@@ -357,15 +386,15 @@ class PolicyModule(CheckpointMixin):
     def log_metrics(
         self, metrics: Mapping[str, Tensor], weight: Tensor | float, *, prefix: str = "", suffix: str = ""
     ) -> None:
-        """Log what a loss says of one micro-batch, over the epoch (in training or validation) and all ranks.
+        """Log metrics of a micro-batch, reduced over the epoch (of training or validation) and all ranks.
 
-        Each :class:`~rlhfkit.losses.Metric` reduces as it says; a plain scalar as a mean.
+        A :class:`~rlhfkit.losses.Metric` defines its reduction; plain scalars are averaged.
 
         Args:
             metrics: Detached scalars by name.
-            weight: Scalar, what plain ones are the means of: trained tokens, or pairs, of the micro-batch.
+            weight: Weight of this micro-batch in the average of plain scalars: its trained tokens, or pairs.
             prefix: Put before each name.
-            suffix: Put behind it.
+            suffix: Put after each name.
         """
         if self._trainer is None:
             return
@@ -373,26 +402,34 @@ class PolicyModule(CheckpointMixin):
         for name, metric in as_metrics(metrics, weight, self.device).items():
             key = f"{prefix}{name}{suffix}"
             begun, epoch_metric = self._epoch_metrics.get(key, (None, None))
-            if epoch_metric is None or begun != stage:  # an epoch that broke off leaves something behind
+            if epoch_metric is None or begun != stage:  # an interrupted epoch left its values
                 epoch_metric = EpochMetric(metric).to(self.device)
                 self._epoch_metrics[key] = (stage, epoch_metric)
             epoch_metric.update(metric)
             self.log(key, epoch_metric, on_step=False, on_epoch=True, batch_size=1, metric_attribute="_epoch_metrics")
 
     def log_step(self, metrics: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
-        """Log what a loss says of one micro-batch, over those of its optimizer step and all ranks.
+        """Log metrics of a micro-batch, reduced over the micro-batches of its optimizer step and all ranks.
 
-        They are put together and logged when the step is made.
+        They are logged just before the optimizer's step.
 
         Args:
             metrics: Detached scalars by name, the same names in every micro-batch; ``loss`` is on the progress bar.
-            weight: Scalar, what plain ones are the means of. 1: shares of a mean over the step, as the loss is.
+            weight: Weight of this micro-batch in the average of plain scalars; 1 for the loss and other shares of a
+                mean over the step.
         """
         if self._trainer is not None:
             step = (id(self.trainer), self.trainer.global_step)
             self._step_metrics.add(step, as_metrics(metrics, weight, self.device))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Log what the micro-batches of the step have said."""
+        """Log the metrics that :meth:`log_step` collected."""
         for name, value in self._step_metrics.take().items():
             self.log(name, value, prog_bar=name == "loss", on_step=True, on_epoch=False, batch_size=1)
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Prepare a model that is never trained: no gradients, eval mode."""
+    # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
+    warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+    return model.requires_grad_(False).eval()

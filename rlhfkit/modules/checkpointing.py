@@ -1,4 +1,4 @@
-"""``CheckpointMixin``: what of a module goes into checkpoints, and how its models become Hugging Face folders."""
+"""``CheckpointMixin``: contents of a module's checkpoints, and saving its models as Hugging Face folders."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -15,17 +15,17 @@ from rlhfkit.checkpoints.resume import attach
 from rlhfkit.models import ScalarModel, unwrap
 from rlhfkit.models.lora import frozen_weight_names, save_adapter
 from rlhfkit.models.weights.files import save_weights
+from rlhfkit.protocols import callbacks_of
 from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
 
 CLASSES = "module_classes"
-"""Key of a checkpoint: names of the module's class and its bases, for whoever makes it again."""
+"""Key of a checkpoint: names of the module's class and its bases, by which ``rlhfkit export`` builds it again."""
 
 
 class CheckpointMixin(L.LightningModule):
-    """The saving half of :class:`~rlhfkit.modules.base.PolicyModule`.
+    """Checkpoints and exports of a module whose children are Hugging Face models, built in ``configure_model``.
 
-    Its children are Hugging Face models, built by name in ``configure_model``. What can be loaded again by name is left
-    out of checkpoints.
+    Weights that can be loaded again by name are left out of checkpoints.
     """
 
     frozen_children: ClassVar[tuple[str, ...]] = ("reference",)
@@ -33,25 +33,24 @@ class CheckpointMixin(L.LightningModule):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that is written beside a model."""
-        # Abstract: whoever mixes this in has one.
-        raise NotImplementedError(f"{type(self).__name__} has to say what its tokenizer is")
+        """The tokenizer that is saved with a model; abstract."""
+        raise NotImplementedError(f"{type(self).__name__} has to define tokenizer")
 
     @property
     def hparams_initial(self) -> Any:
-        """What loggers write down: the hyperparameters as checkpoints hold them, all plain values."""
+        """The hyperparameters that loggers write: as in checkpoints, all plain values."""
         return copy.deepcopy(self.hparams)
 
     def save_pretrained(
         self, folder: str | Path, *, child: str = "policy", adapter: bool = False, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write a child and its tokenizer so that ``from_pretrained`` and every engine can load them. A collective.
+        """Save a child and its tokenizer for ``from_pretrained`` and engines. A collective.
 
         Args:
             folder: Made when missing.
-            child: Which of the module's models.
-            adapter: Write its LoRA adapter alone, for peft, instead of merging it into the weights.
-            dtype: Type of the written weights; ``None``: their own.
+            child: Name of the child.
+            adapter: Save only its LoRA adapter, for peft, instead of merging it into the weights.
+            dtype: Type of the saved weights; ``None``: their own.
 
         Returns:
             The folder.
@@ -81,7 +80,7 @@ class CheckpointMixin(L.LightningModule):
         return Path(folder)
 
     def loaded_by_name(self) -> Callable[[str], bool]:
-        """A test of names of the state: of a frozen child, or of a frozen weight beside adapters?"""
+        """Return a test whether a name in the state dict is of a frozen child or of a frozen weight beside adapters."""
         children = tuple(f"{child}." for child in self.frozen_children)
         frozen = {f"{child}.{name}" for child, m in self.named_children() for name in frozen_weight_names(m)}
 
@@ -92,26 +91,23 @@ class CheckpointMixin(L.LightningModule):
         return by_name
 
     def configure_callbacks(self) -> list[Callback]:
-        """Bring along what makes checkpoints exact and whole; see :class:`~rlhfkit.checkpoints.ExactResume`.
+        """Add :class:`~rlhfkit.checkpoints.ExactResume`, which makes resumed runs exact.
 
-        A module that brings callbacks of its own returns ``[*super().configure_callbacks(), ...]``.
+        A subclass with callbacks of its own returns ``[*super().configure_callbacks(), ...]``.
         """
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        return [] if any(isinstance(callback, ExactResume) for callback in callbacks) else [ExactResume()]
+        there = any(isinstance(callback, ExactResume) for callback in callbacks_of(self.trainer))
+        return [] if there else [ExactResume()]
 
     def setup(self, stage: str) -> None:
-        """Add :class:`~rlhfkit.checkpoints.ExactResume` if :meth:`configure_callbacks` was overridden and lost it.
+        """Add :class:`~rlhfkit.checkpoints.ExactResume` if an overridden :meth:`configure_callbacks` did not.
 
-        A module that overrides both calls ``super()`` in one of them.
-
-        Args:
-            stage: Not used.
+        A subclass that overrides both calls ``super()`` in one of them.
         """
         if self._trainer is not None:
             attach(self._trainer, self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave out what is loaded by name: frozen children, and what adapters leave as it was. Note the classes."""
+        """Remove the weights that are loaded by name, and save the names of the classes."""
         ours = [
             kind for kind in type(self).__mro__ if issubclass(kind, CheckpointMixin) and kind is not CheckpointMixin
         ]
@@ -121,19 +117,14 @@ class CheckpointMixin(L.LightningModule):
         checkpoint["state_dict"] = {name: value for name, value in state.items() if not by_name(name)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network if nobody has, so that ``load_from_checkpoint`` has something to fill."""
+        """Build the network if it is not built yet, as in ``load_from_checkpoint``."""
         self.configure_model()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; frozen children and the weights beside adapters may be missing, everything else must fit.
-
-        Args:
-            state_dict: Weights by name.
-            strict: Raise when names do not fit.
-            assign: See :meth:`torch.nn.Module.load_state_dict`.
+        """Load weights; those that are loaded by name may be missing. Arguments are those of ``torch.nn.Module``.
 
         Raises:
-            RuntimeError: If names do not fit; it lists them.
+            RuntimeError: If ``strict`` and names are missing or unknown; it lists them.
         """
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         by_name = self.loaded_by_name()

@@ -1,4 +1,4 @@
-"""What micro-batches say, put together over an optimizer step or an epoch, and over ranks."""
+"""Metrics of micro-batches, reduced over an optimizer step or an epoch and over all ranks."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -14,10 +14,10 @@ _START: dict[Combination, float] = {"sum": 0.0, "max": -torch.inf, "min": torch.
 
 
 class EpochMetric(torchmetrics.Metric):
-    """A :class:`~rlhfkit.losses.Metric` over the micro-batches of an epoch, for ``LightningModule.log``.
+    """A :class:`~rlhfkit.losses.Metric` reduced over the micro-batches of an epoch, for ``LightningModule.log``.
 
     Args:
-        example: The first of them; says what it is computed from, and where.
+        example: The metric of the first micro-batch, which has the reduction and the device.
     """
 
     full_state_update = False
@@ -30,15 +30,11 @@ class EpochMetric(torchmetrics.Metric):
         self.add_state("state", default=start, dist_reduce_fx=example.combine)
 
     def update(self, metric: Metric) -> None:
-        """Take one micro-batch.
-
-        Args:
-            metric: Of it.
-        """
+        """Add one micro-batch."""
         self.state = combined(self.state, metric.state.to(self.state), self.combine)
 
     def compute(self) -> Tensor:
-        """Over all micro-batches and ranks. A collective."""
+        """The value over all micro-batches and ranks. A collective."""
         return self.finish(all_reduce(self.state.clone(), self.combine)).float()
 
 
@@ -50,11 +46,11 @@ class StepMetrics:
         self._step: object = None
 
     def add(self, step: object, metrics: Mapping[str, Metric]) -> None:
-        """Take one micro-batch.
+        """Add one micro-batch.
 
         Args:
-            step: Tells optimizer steps apart; what is left of one that broke off is forgotten.
-            metrics: By name; the same names in each.
+            step: Identifies the optimizer step; metrics of another one, which was interrupted, are dropped.
+            metrics: Metrics by name, the same names in every micro-batch.
         """
         if step != self._step:
             self._step, self._metrics = step, {}
@@ -63,7 +59,7 @@ class StepMetrics:
             self._metrics[name] = metric if before is None else before.merge(metric)
 
     def take(self) -> dict[str, Tensor]:
-        """All of them over all ranks, and begin anew. A collective: one exchange for each way of combining."""
+        """Return the values over all ranks and reset. A collective: one exchange for each kind of reduction."""
         metrics, self._metrics = self._metrics, {}
         values: dict[str, Tensor] = {}
         for combine in _START:
@@ -71,18 +67,18 @@ class StepMetrics:
             if not chosen:
                 continue
             states = all_reduce(torch.cat([_precise(one.state) for one in chosen.values()]), combine)
-            parts = states.split([len(one.state) for one in chosen.values()])
+            parts = torch.split(states, [len(one.state) for one in chosen.values()])
             values |= {name: one.finish(part).float() for (name, one), part in zip(chosen.items(), parts, strict=True)}
         return {name: values[name] for name in metrics}
 
 
 def as_metrics(metrics: Mapping[str, Any], weight: Tensor | float, device: torch.device) -> dict[str, Metric]:
-    """Metrics by name, those that are plain numbers as means.
+    """Make metrics of plain scalars, which are averaged, and move all of them to a device.
 
     Args:
-        metrics: Scalars by name.
-        weight: What plain ones are the means of (tokens, pairs); scalar.
-        device: Where they are put together.
+        metrics: Scalars and metrics by name.
+        weight: Scalar, weight of the plain scalars in their averages (tokens, pairs).
+        device: Where they are reduced.
     """
     found = {}
     for name, value in metrics.items():
@@ -94,5 +90,5 @@ def as_metrics(metrics: Mapping[str, Any], weight: Tensor | float, device: torch
 
 
 def _precise(state: Tensor) -> Tensor:
-    """In float64, where the device has it: an epoch has many tokens."""
+    """Convert to float64, where the device has it: an epoch has many tokens."""
     return state if state.device.type == "mps" else state.double()

@@ -34,7 +34,6 @@ from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, PolicyLoss
 from rlhfkit.modules.on_policy.kl_control import KLEarlyStopping, skip_update
 from rlhfkit.modules.on_policy.rewards import RewardedModule
-from rlhfkit.modules.router_loss import with_router_loss
 from rlhfkit.protocols import PretrainingSource, datamodule_of
 from rlhfkit.validation import check_number
 
@@ -298,8 +297,7 @@ class OnPolicyModule(RewardedModule):
 
     def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Add the load-balancing loss of a mixture of experts to :meth:`loss`; subclasses add a critic's loss."""
-        coef = self.router_aux_loss_coef
-        return with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.action_mask, coef)
+        return self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.action_mask)
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Compute the policy's loss on one micro-batch; the one method to override for another objective.

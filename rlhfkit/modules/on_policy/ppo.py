@@ -25,7 +25,6 @@ from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.kl_control import skip_update
 from rlhfkit.modules.on_policy.rewards import KLPlace
-from rlhfkit.modules.router_loss import with_router_loss
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -280,8 +279,7 @@ class PPOModule(OnPolicyModule):
         result = LossOutput(loss, {**policy.metrics, **value.metrics, **metrics})
         if self.shared_backbone or self._critic_router_loss is None:
             return result
-        router_loss, coef = self._critic_router_loss, self.router_aux_loss_coef
-        return with_router_loss(result, router_loss, batch.action_mask, coef, name="value/aux_loss")
+        return self.with_router_loss(result, self._critic_router_loss, batch.action_mask, name="value/aux_loss")
 
     def value_loss(self, batch: Experience, values: Tensor) -> LossOutput:
         """Compute the critic's loss; override for another.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
@@ -25,7 +24,7 @@ from rlhfkit.losses import (
     token_rewards,
 )
 from rlhfkit.models import load_scalar_model, load_tokenizer, policy_output, reward_output
-from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.base import PolicyModule, freeze
 from rlhfkit.modules.functions import options
 from rlhfkit.modules.on_policy.kl_control import KLControl
 from rlhfkit.validation import check_integer, check_number
@@ -171,8 +170,6 @@ class RewardedModule(PolicyModule):
         super().configure_model()
         if self.reward_model_name is not None and not hasattr(self, "reward_model"):
             self.reward_model = self.build_reward_model()
-            # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
-            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
     def build_reward_model(self) -> nn.Module:
         """Load the reward model, frozen; override to wrap or change it.
@@ -190,7 +187,7 @@ class RewardedModule(PolicyModule):
         model = load_scalar_model(
             name, new_head=False, dtype=self.model_dtype, attention=self.attention, trust_remote_code=trust
         )
-        return model.requires_grad_(False).eval()
+        return freeze(model)
 
     @property
     def scores_samples(self) -> bool:

@@ -1,6 +1,5 @@
-"""``PreferenceModule``: what all modules that learn from pairs of answers share, whatever the loss."""
+"""``PreferenceModule``: the base of the modules that learn from pairs of answers."""
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -11,28 +10,19 @@ from rlhfkit.losses import LossOutput, sequence_logprobs
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.router_loss import with_router_loss
 
 
 class PreferenceModule(PolicyModule):
-    """A policy that learns which of two answers is better.
+    """A policy that learns which of two answers is better; a subclass defines the :meth:`loss`.
 
-    A subclass says what the loss is (:meth:`loss`). Losses are means over the pairs of the whole optimizer step,
-    whatever the micro-batches, ranks, padding or packing. Logged for the pairs of each step, as everybody names them:
-    ``loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (share of pairs
-    whose chosen answer has the larger reward), ``logps/chosen``, ``logps/rejected`` (nats per answer); with ``_epoch``
-    behind the name as exact means over the pairs of the epoch, and with ``val/`` in front over the validation pairs.
-
-    Args:
-        model: Folder or hub name of the policy.
-        lr: Peak learning rate (1e-6: TRL's default for DPO).
-        **kwargs: See :class:`PolicyModule`.
+    Losses are means over the pairs of the whole optimizer step, independent of micro-batches, ranks, padding and
+    packing. Logged for the pairs of each step: ``loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``,
+    ``rewards/accuracies`` (share of pairs whose chosen answer has the larger reward), ``logps/chosen``,
+    ``logps/rejected`` (nats per answer); with the suffix ``_epoch`` as exact means over the pairs of the epoch, and
+    with the prefix ``val/`` over the validation pairs.
     """
 
     batch_types = (PreferenceBatch,)
-
-    def __init__(self, model: str, *, lr: float = 1e-6, **kwargs: Any) -> None:
-        super().__init__(model, lr=lr, **kwargs)
 
     def build_policy(self) -> nn.Module:
         """Load the policy without dropout, which would add noise to the comparison of two answers."""
@@ -43,38 +33,29 @@ class PreferenceModule(PolicyModule):
     # ------------------------------------------------------------------ one micro-batch
 
     def prepare(self, batch: PreferenceBatch) -> PreferenceBatch:
-        """Fill in what the loss needs beside the policy's own log-probs; nothing here.
-
-        Args:
-            batch: B pairs.
-        """
+        """Add what the loss needs besides the policy's log-probs, e.g. those of a reference; here nothing."""
         return batch
 
     def policy_output(self, batch: PreferenceBatch) -> PolicyOutput:
-        """Log-probs of the tokens of both answers; what they have in common goes through the model once."""
+        """Log-probs of the tokens of both answers; tokens that both begin with go through the model once."""
         return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
 
     def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
-        """One number per answer from those of its tokens; of the policy and of a reference alike.
+        """Log-prob of each answer from those of its tokens, under the policy or a reference.
 
         Args:
             batch: B pairs.
             logprobs: (2B, T-1).
 
         Returns:
-            (2B,) sums over the tokens of the answer.
+            (2B,) sums over the tokens of each answer.
         """
         return sequence_logprobs(logprobs, batch.loss_mask)
 
     def pair_arguments(self, batch: PreferenceBatch, out: PolicyOutput) -> dict[str, Any]:
-        """What all pair losses take: log-probs and lengths of both answers, and the size of the optimizer step.
+        """Keyword arguments that all losses of pairs take, for example :func:`~rlhfkit.losses.simpo_loss`.
 
-        Args:
-            batch: B pairs.
-            out: What the current policy says about them.
-
-        Returns:
-            Keyword arguments of, for example, :func:`~rlhfkit.losses.simpo_loss`.
+        Log-probs and lengths of both answers, and the number of pairs of the optimizer step.
         """
         logps, lengths = self.answer_logprobs(batch, out.logprobs), batch.loss_mask.sum(-1)
         return {
@@ -87,31 +68,39 @@ class PreferenceModule(PolicyModule):
             "denominator": batch.pair_denominator,
         }
 
-    @abstractmethod
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
+        """The loss of one micro-batch; the one method to override for another objective.
 
         Args:
-            batch: B pairs, as :meth:`prepare` has filled them in.
-            out: What the current policy says about them.
+            batch: B pairs, after :meth:`prepare`.
+            out: Result of :meth:`policy_output`.
         """
+        return self._pair_loss(**self.pair_arguments(batch, out))
+
+    def _pair_loss(self, **arguments: Any) -> LossOutput:
+        """The loss of pairs, from :meth:`pair_arguments`."""
+        raise NotImplementedError(f"{type(self).__name__} has to define loss()")
+
+    def _check_loss(self, **arguments: Any) -> None:
+        """Compute the loss of one pair, which shows bad arguments now instead of an hour into the run."""
+        zero, one = torch.zeros(1), torch.ones(1)
+        self._pair_loss(chosen=zero, rejected=zero, chosen_lengths=one, rejected_lengths=one, **arguments)
 
     # ------------------------------------------------------------------ hooks
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
-        """One micro-batch."""
-        pairs = int(batch.pair_mask.sum())  # before the forward pass, which the device would be waited for after
+        """Compute and log the loss of one micro-batch."""
+        pairs = int(batch.pair_mask.sum())  # before the forward pass: afterwards this would wait for the device
         batch = self.prepare(batch)
         out = self.policy_output(batch)
-        coef = self.router_aux_loss_coef
-        result = with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask, coef)
+        result = self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask)
         self.log_step({"loss": result.loss.detach()})
         self.log_step(result.metrics, pairs)
         self.log_metrics(result.metrics, pairs, suffix="_epoch")
         return result.loss
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Mean loss and metrics over the validation pairs."""
+        """Log mean loss and metrics over the validation pairs."""
         pairs = int(batch.pair_mask.sum())
         batch = self.prepare(batch)
         result = self.loss(batch, self.policy_output(batch))

@@ -1,4 +1,4 @@
-"""``DPOModule``: direct preference optimisation (Rafailov et al., 2023, arXiv:2305.18290) and its family."""
+"""``DPOModule``: direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and its variants."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,43 +11,53 @@ from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExamples
 from rlhfkit.losses import LossOutput, dpo_loss, length_desensitized_logprobs, wpo_weights
 from rlhfkit.losses.preference.dpo import LossTypes
 from rlhfkit.losses.preference.variants import SORTS_THE_BATCH, Divergence
-from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.models import LoRA, PolicyOutput, policy_output
 from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.reference import ReferenceModule
 from rlhfkit.validation import check_number
 
 
 class DPOModule(PreferenceModule, ReferenceModule):
-    """A policy that learns from preference pairs, tied to a reference model.
+    """Direct preference optimization: learning from preference pairs, regularized towards a reference model.
 
-    The reference is where the policy starts: a frozen copy, the policy without its adapters, or log-probs computed once
-    before training, see :class:`ReferenceModule`.
+    The reference is the model that training starts from: a frozen copy, the policy without its adapters, or log-probs
+    computed once before training, see :class:`ReferenceModule`. :class:`PreferenceModule` lists the metrics.
 
-    Override :meth:`loss` for another objective, or give ``loss_type`` a function of
-    :class:`~rlhfkit.losses.PreferencePairs`::
+    Override :meth:`loss` for another objective, or pass a function of :class:`~rlhfkit.losses.PreferencePairs` as
+    ``loss_type``::
 
         DPOModule("Qwen/Qwen3-0.6B", loss_type={"sigmoid": 1.0, "sft": 0.2}, precompute_ref_log_probs=True)
 
     Args:
         model: Folder or hub name of the policy.
-        beta: β, strength of the tie to the reference; 0.1 as in the paper, TRL and OpenRLHF.
+        lr: Peak learning rate (1e-6: TRL's default).
+        beta: β, strength of the regularization towards the reference; 0.1 as in the paper, TRL and OpenRLHF.
         loss_type: A name from :data:`~rlhfkit.losses.PAIR_LOSSES`, a function or its dotted name, or a mapping of those
-            to weights (TRL's ``loss_weights``). ``aot`` and ``aot_unpaired`` sort the pairs of a micro-batch, so they
-            alone depend on its size.
+            to weights (TRL's ``loss_weights``). ``aot`` and ``aot_unpaired`` sort the pairs of a micro-batch and so
+            depend on its size.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
-        divergence: Regulariser of f-DPO (TRL's ``f_divergence_type``), see
-            :func:`~rlhfkit.losses.divergence_score`.
+        divergence: Divergence of f-DPO (TRL's ``f_divergence_type``), see :func:`~rlhfkit.losses.divergence_score`.
         divergence_alpha: α of ``divergence="alpha"``.
         discopop_temperature: τ of ``discopop``.
         nll_coef: Weight of the negative log-likelihood per token of each chosen answer (iterative RPO; OpenRLHF's
             ``nll_loss_coef``).
-        ld_alpha: Weight of tokens behind the length that both answers share, in [0, 1] (LD-DPO, Liu et al., 2024,
-            arXiv:2409.06411); ``None``: they count fully.
-        use_weighting: Weigh pairs by how likely the policy is to write them (WPO, Zhou et al., 2024,
+        ld_alpha: Weight, in [0, 1], of an answer's tokens beyond the length of the shorter answer (LD-DPO, Liu et al.,
+            2024, arXiv:2409.06411); ``None``: 1.
+        use_weighting: Weight pairs by the policy's probability of writing them (WPO, Zhou et al., 2024,
             arXiv:2406.11827). Costs a second forward pass without gradient.
-        reference_free: No reference: its log-probs are taken as 0.
-        **kwargs: See :class:`ReferenceModule` and :class:`PreferenceModule`.
+        reference_free: Use no reference; its log-probs are taken as 0.
+        ref_model: Folder or hub name of the reference; ``None``: ``model``.
+        precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
+        **kwargs: More about the reference, see :class:`ReferenceModule`, and rarer settings of optimizer and model, see
+            :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or two of them contradict each other.
@@ -57,6 +67,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         self,
         model: str,
         *,
+        lr: float = 1e-6,
         beta: float = 0.1,
         loss_type: LossTypes = "sigmoid",
         label_smoothing: float = 0.0,
@@ -67,10 +78,30 @@ class DPOModule(PreferenceModule, ReferenceModule):
         ld_alpha: float | None = None,
         use_weighting: bool = False,
         reference_free: bool = False,
+        ref_model: str | None = None,
+        precompute_ref_log_probs: bool = False,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
         self.reference_free = reference_free  # before super(), which asks uses_reference
-        super().__init__(model, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            ref_model=ref_model,
+            precompute_ref_log_probs=precompute_ref_log_probs,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            **kwargs,
+        )
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("divergence_alpha", divergence_alpha)
@@ -92,25 +123,12 @@ class DPOModule(PreferenceModule, ReferenceModule):
         self.ld_alpha = ld_alpha
         self.use_weighting = use_weighting
         self._sorts = bool(SORTS_THE_BATCH.intersection(self.loss_types))
-        if reference_free and (self.precompute_ref_log_probs or self.ref_model_name is not None):
+        if reference_free and (precompute_ref_log_probs or ref_model is not None):
             raise ValueError("reference_free uses no reference: leave ref_model and precompute_ref_log_probs out")
-        self._check_loss()
+        reference = None if reference_free else torch.zeros(1)
+        self._check_loss(ref_chosen=reference, ref_rejected=reference, weights=torch.ones(1) if use_weighting else None)
 
-    def _check_loss(self) -> None:
-        """Evaluate the loss of one pair: every bad knob shows here, not an hour into the run."""
-        zero, one = torch.zeros(1), torch.ones(1)
-        reference = None if self.reference_free else zero
-        self._dpo_loss(
-            chosen=zero,
-            rejected=zero,
-            ref_chosen=reference,
-            ref_rejected=reference,
-            chosen_lengths=one,
-            rejected_lengths=one,
-            weights=one if self.use_weighting else None,
-        )
-
-    def _dpo_loss(self, **arguments: Any) -> LossOutput:
+    def _pair_loss(self, **arguments: Any) -> LossOutput:
         return dpo_loss(
             **arguments,
             beta=self.beta,
@@ -127,15 +145,11 @@ class DPOModule(PreferenceModule, ReferenceModule):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference model has to be at hand during training."""
+        """Whether a reference model is evaluated during training."""
         return super().uses_reference and not self.reference_free
 
     def precompute(self, examples: Any) -> None:
-        """Give pairs their reference log-probs, unless they have them.
-
-        Args:
-            examples: What is behind a loader, or one source of a mixture.
-        """
+        """Give preference pairs their reference log-probs, unless they have them."""
 
         def logprobs(model: nn.Module, batch: PreferenceBatch) -> Tensor:
             return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
@@ -147,14 +161,14 @@ class DPOModule(PreferenceModule, ReferenceModule):
     # ------------------------------------------------------------------ one micro-batch
 
     def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
-        """One number per answer from those of its tokens; of the policy and of the reference alike.
+        """Log-prob of each answer, in which tokens beyond the shorter answer's length have the weight ``ld_alpha``.
 
         Args:
             batch: B pairs.
             logprobs: (2B, T-1).
 
         Returns:
-            (2B,) sums over the tokens of the answer, in which those behind the shared length count ``ld_alpha``.
+            (2B,).
         """
         alpha = self.ld_alpha
         if alpha is None:
@@ -164,10 +178,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         return length_desensitized_logprobs(logprobs, batch.loss_mask, shared, alpha=alpha)
 
     def prepare(self, batch: PreferenceBatch) -> PreferenceBatch:
-        """Fill in the reference's log-probs, unless they came with the data.
-
-        Args:
-            batch: B pairs.
+        """Add the reference's log-probs, unless they came with the data.
 
         Raises:
             RuntimeError: If they were to be computed before training and the pairs do not have them.
@@ -189,28 +200,21 @@ class DPOModule(PreferenceModule, ReferenceModule):
         return policy_output(self.policy, batch, batch.loss_mask, temperature=0.5).logprobs
 
     def pair_weights(self, batch: PreferenceBatch, out: PolicyOutput) -> Tensor:
-        """Weights of WPO: how likely the policy itself is to write both answers, per token.
+        """(B,) weights of WPO: the policy's probability per token of writing both answers.
 
-        It needs ``log Σ_v p_v²`` over the vocabulary: that is ``2 log p_t - log p'_t`` for any token t, where p' is
+        They need ``log Σ_v p_v²`` over the vocabulary, which is ``2 log p_t - log p'_t`` for any token t, where p' is
         the distribution at temperature 1/2.
-
-        Args:
-            batch: B pairs.
-            out: What the current policy says about them.
-
-        Returns:
-            (B,).
         """
         logprobs = out.logprobs.detach()
         weights = wpo_weights(logprobs, batch.loss_mask, 2 * logprobs - self.sharpened_logprobs(batch))
         return batch.chosen(weights) * batch.rejected(weights)
 
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
+        """The loss of one micro-batch; the one method to override for another objective.
 
         Args:
-            batch: B pairs, with the reference's log-probs.
-            out: What the current policy says about them.
+            batch: B pairs, after :meth:`prepare`.
+            out: Result of :meth:`policy_output`.
         """
         arguments = self.pair_arguments(batch, out)
         if batch.ref_logprobs is not None and not self.reference_free:
@@ -219,9 +223,9 @@ class DPOModule(PreferenceModule, ReferenceModule):
         if self.use_weighting:
             arguments["weights"] = self.pair_weights(batch, out)
         if not self._sorts:
-            return self._dpo_loss(**arguments)
-        arguments.pop("mask")  # these sort the batch: either all its pairs count, or it trains nothing
-        result = self._dpo_loss(**arguments)
+            return self._pair_loss(**arguments)
+        arguments.pop("mask")  # these losses sort the batch: either all of its pairs count, or it trains nothing
+        result = self._pair_loss(**arguments)
         return LossOutput(result.loss * batch.pair_mask.any(), result.metrics)
 
     def predict_step(self, batch: PreferenceBatch, batch_idx: int) -> dict[str, Tensor]:
@@ -240,6 +244,6 @@ class DPOModule(PreferenceModule, ReferenceModule):
 
 
 def _pair_loss(name: Any) -> Any:
-    """A named loss stays a name; a dotted name becomes what it stands for."""
+    """Import a loss given by a dotted name; names of rlhfkit's own losses stay names."""
     dotted = isinstance(name, str) and ("." in name or name.startswith("<"))
     return resolve_function(name, "loss_type") if dotted else name

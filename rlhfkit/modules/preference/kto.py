@@ -1,10 +1,10 @@
-"""``KTOModule``: Kahneman–Tversky optimisation (Ethayarajh et al., 2024, arXiv:2402.01306)."""
+"""``KTOModule``: Kahneman–Tversky optimization (Ethayarajh et al., 2024, arXiv:2402.01306)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import TokenBatch
@@ -13,24 +13,23 @@ from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch, Unpair
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
 from rlhfkit.losses.preference.kto import KTOLossType
-from rlhfkit.models import policy_output
+from rlhfkit.models import LoRA, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.functions import function_name
+from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.preference.reference import ReferenceModule, data_sets
-from rlhfkit.modules.router_loss import with_router_loss
 from rlhfkit.validation import check_number
 
 ADVISED_RATIO = (1.0, 1.5)
-"""Between which the paper puts ``λ_D n_D / (λ_U n_U)``, see :func:`~rlhfkit.losses.kto_loss`."""
+"""The paper's range for ``λ_D n_D / (λ_U n_U)``, see :func:`~rlhfkit.losses.kto_loss`."""
 
 
 class KTOModule(ReferenceModule):
-    """A policy that learns from single answers, each labelled desirable or not.
+    """Kahneman–Tversky optimization: learning from single answers, each labelled desirable or not.
 
-    The reference point, an estimate of ``KL(π ‖ π_ref)``, is exact over the optimizer step: its first micro-batch
-    brings the mismatched pairs of all of them, they go through the policy once without gradient, and their sum is taken
-    over all ranks before the first loss. So neither it nor the gradient depends on micro-batches, ranks, padding or
-    packing.
+    The reference point, an estimate of ``KL(π ‖ π_ref)``, is exact over the optimizer step: the first micro-batch has
+    the mismatched pairs of the whole step, which go through the policy once without gradient and are summed over all
+    ranks before the first loss. So neither it nor the gradient depends on micro-batches, ranks, padding or packing.
 
     Override :meth:`loss` for another objective on the same log-probs.
 
@@ -38,19 +37,28 @@ class KTOModule(ReferenceModule):
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's default).
         beta: β of the loss; 0.1 as in the paper and TRL.
-        desirable_weight: λ_D, weight of the desirable answers. Unbalanced data is warned of, with a value that fits.
-        undesirable_weight: λ_U.
+        desirable_weight: λ_D, weight of the desirable answers. For unbalanced data a warning suggests a value.
+        undesirable_weight: λ_U, weight of the other answers.
         loss_type: ``kto``, or ``apo_zero_unpaired`` (D'Oosterlinck et al., 2024, arXiv:2408.06266), which needs no
             reference point and so no mismatched pairs.
-        **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`. With ``precompute_ref_log_probs`` a step costs
-            the gradient pass and one pass without gradient for the reference point.
+        ref_model: Folder or hub name of the reference; ``None``: ``model``.
+        precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
+            A step then costs the gradient pass and one pass without gradient for the reference point.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
+        **kwargs: More about the reference, see :class:`ReferenceModule`, and rarer settings of optimizer and model, see
+            :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
     """
 
     kl: Tensor
-    """() float32, reference point of the optimizer step that is running."""
+    """() float32, reference point of the current optimizer step."""
     batch_types = (UnpairedBatch,)
 
     def __init__(
@@ -62,9 +70,29 @@ class KTOModule(ReferenceModule):
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         loss_type: KTOLossType = "kto",
+        ref_model: str | None = None,
+        precompute_ref_log_probs: bool = False,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            ref_model=ref_model,
+            precompute_ref_log_probs=precompute_ref_log_probs,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            **kwargs,
+        )
         check_number("beta", beta, above=0)
         check_number("desirable_weight", desirable_weight, minimum=0)
         check_number("undesirable_weight", undesirable_weight, minimum=0)
@@ -72,15 +100,15 @@ class KTOModule(ReferenceModule):
         self.desirable_weight = desirable_weight
         self.undesirable_weight = undesirable_weight
         self.loss_type = loss_type
-        # A buffer, so that a checkpoint inside an accumulation window has it.
+        # A buffer, so that a checkpoint within an optimizer step contains it.
         self.register_buffer("kl", torch.zeros(()))
         self._validation_kl = torch.zeros(())
         self._sums = torch.zeros(6)
-        # One tiny evaluation shows every bad knob of the loss here, not an hour into the run.
+        # Computing the loss of one answer shows bad arguments now instead of an hour into the run.
         self._kto_loss(torch.zeros(1), torch.zeros(1), torch.ones(1).bool(), self.kl)
 
     def build_policy(self) -> nn.Module:
-        """Load the policy without dropout: its log-probs are compared with the reference's."""
+        """Load the policy without dropout, because its log-probs are compared with the reference's."""
         policy = super().build_policy()
         disable_dropout(policy)
         return policy
@@ -88,45 +116,27 @@ class KTOModule(ReferenceModule):
     # ------------------------------------------------------------------ the reference
 
     def precompute(self, examples: Any) -> None:
-        """Give answers and mismatched ones their reference log-probs; the prompt of both is computed once.
-
-        Args:
-            examples: What is behind a loader, or one source of a mixture.
-        """
+        """Give answers and their mismatched ones reference log-probs; the prompt of both is computed once."""
         if isinstance(examples, UnpairedExamples) and examples.ref_logprobs is None:
-            summed = function_name(type(self).answer_logprobs)
-            examples.ref_logprobs = self.computed_reference(_WithMismatched(examples), self._answers_of, summed)
+            measure = function_name(type(self).answer_logprobs)
+            examples.ref_logprobs = self.computed_reference(_WithMismatched(examples), self._answer_logprobs, measure)
 
     # ------------------------------------------------------------------ forward
 
     def answer_logprobs(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
-        """Log-prob of each completion; override it for another measure.
-
-        Args:
-            batch: B sequences.
-            logprobs: (B, T-1) of their tokens.
-
-        Returns:
-            (B,) sums over the completion's tokens.
-        """
+        """(B,) log-prob of each completion from those of its tokens, (B, T-1); override it for another measure."""
         return sequence_logprobs(logprobs, batch.loss_mask)
 
-    def _answers_of(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+    def _answer_logprobs(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """(B,) log-probs of completions under a model."""
         return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: ReferencedBatch) -> Tensor:
-        """Log-prob of each completion under the reference model, unless it came with the data.
-
-        Args:
-            batch: B sequences.
-
-        Returns:
-            (B,).
+        """(B,) log-prob of each completion under the reference model, taken from the batch if it has them.
 
         Raises:
-            RuntimeError: If it was to be computed before training and the batch does not have it.
+            RuntimeError: If they were to be computed before training and the batch does not have them.
         """
         if batch.ref_logprobs is not None:
             return batch.ref_logprobs
@@ -136,11 +146,11 @@ class KTOModule(ReferenceModule):
                 "UnpairedPreferenceDataModule, or an UnpairedLoader"
             )
         with self.reference_model() as reference:
-            return self._answers_of(reference, batch)
+            return self._answer_logprobs(reference, batch)
 
     @torch.no_grad()
     def kl_estimate(self, mismatched: Sequence[ReferencedBatch]) -> Tensor:
-        """Reference point of the loss, over all ranks. A collective.
+        """The reference point of the loss, over all ranks. A collective.
 
         Args:
             mismatched: This rank's mismatched pairs of an optimizer step.
@@ -159,18 +169,18 @@ class KTOModule(ReferenceModule):
         sums = torch.zeros(2, device=self.device)
         for batch in mismatched:
             counted = batch.loss_mask.any(-1)
-            policy = self._answers_of(self.policy, batch)
+            policy = self._answer_logprobs(self.policy, batch)
             sums += kto_kl_sums(policy, self.reference_logprobs(batch), counted)
         return kto_kl_estimate(all_reduce(sums))
 
     def loss(self, batch: UnpairedBatch, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
+        """The loss of one micro-batch; the one method to override for another objective.
 
         Args:
             batch: B labelled answers.
-            logprobs: (B,) under the policy.
-            ref_logprobs: (B,) under the reference model.
-            kl: Scalar, the reference point of the step; without meaning for ``apo_zero_unpaired``.
+            logprobs: (B,) log-probs under the policy.
+            ref_logprobs: (B,) log-probs under the reference model.
+            kl: Scalar, the reference point of the step; not used by ``apo_zero_unpaired``.
         """
         mask, denominator = batch.loss_mask.any(-1), batch.sequence_denominator
         return self._kto_loss(logprobs, ref_logprobs, batch.desirable, kl, mask=mask, denominator=denominator)
@@ -202,18 +212,18 @@ class KTOModule(ReferenceModule):
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self) -> None:
-        """Compute what the reference says, if it is not to be held; compare the classes' weights with their counts."""
+        """Compute the reference's log-probs if they are precomputed, and check the weights of the two classes."""
         super().on_train_start()
         parts = [part for part in data_sets(self.trainer.train_dataloader) if isinstance(part, UnpairedExamples)]
         labels = [wanted for part in parts for wanted in part.desirable]
         self.check_weights(sum(labels), len(labels) - sum(labels))
 
     def check_weights(self, desirable: int, undesirable: int) -> None:
-        """Warn of weights that let one class drown the other.
+        """Warn if one class outweighs the other by more than the paper advises.
 
         Args:
             desirable: Number of desirable answers in the data.
-            undesirable: Number of the others.
+            undesirable: Number of the other answers.
         """
         good, bad = self.desirable_weight, self.undesirable_weight
         if not (desirable and undesirable and good and bad):
@@ -230,37 +240,36 @@ class KTOModule(ReferenceModule):
         )
 
     def training_step(self, batch: UnpairedBatch, batch_idx: int) -> Tensor:
-        """One micro-batch; the first of an optimizer step estimates the reference point of all."""
+        """Compute and log the loss of one micro-batch; the first of an optimizer step estimates its reference point."""
         if self._has_reference_point and batch_idx % self.trainer.accumulate_grad_batches == 0:
             self.kl.copy_(self.kl_estimate(batch.mismatched))
-        coef = self.router_aux_loss_coef
         out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
         result = self._evaluated(batch, self.answer_logprobs(batch, out.logprobs), self.kl)
-        result = with_router_loss(result, out.router_aux_loss, batch.loss_mask, coef)
+        result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         self.log_step({"loss": result.loss.detach()})
-        if coef:
+        if "aux_loss" in result.metrics:
             self.log_step({"aux_loss": result.metrics["aux_loss"]}, batch.loss_mask.sum())
         return result.loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Log the means over the answers of the step."""
+        """Log means over the answers of the step."""
         super().on_before_optimizer_step(optimizer)
         self.log_dict(self._class_metrics(self.kl), on_step=True, on_epoch=False, batch_size=1)
 
     def on_validation_epoch_start(self) -> None:
-        """Count anew."""
+        """Set the sums of training aside."""
         self._training_sums, self._sums = self._sums, torch.zeros(6)
 
     def validation_step(self, batch: UnpairedBatch, batch_idx: int) -> None:
-        """Mean loss over the validation answers; the first micro-batch estimates the reference point of all."""
+        """Log the mean loss over the validation answers; the first batch estimates the reference point of all."""
         if self._has_reference_point and batch_idx == 0:
             self._validation_kl = self.kl_estimate(batch.mismatched)
-        logprobs = self._answers_of(self.policy, batch)
+        logprobs = self._answer_logprobs(self.policy, batch)
         loss = self._evaluated(batch, logprobs, self._validation_kl.to(self.device)).loss
         self.log("val/loss", loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the means over the validation answers."""
+        """Log means over the validation answers."""
         metrics = self._class_metrics(self._validation_kl)
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, batch_size=1)
         self._sums = self._training_sums
@@ -283,12 +292,12 @@ class KTOModule(ReferenceModule):
     def predict_step(self, batch: UnpairedBatch, batch_idx: int) -> Tensor:
         """(B,) implicit rewards ``β (log π(y|x) - log π_ref(y|x))``."""
         with torch.no_grad():
-            logratio = self._answers_of(self.policy, batch) - self.reference_logprobs(batch)
+            logratio = self._answer_logprobs(self.policy, batch) - self.reference_logprobs(batch)
         return self.beta * logratio.cpu()
 
 
 class _WithMismatched:
-    """Each answer and its mismatched one as a pair, for the pass that computes what the reference says."""
+    """Each answer and its mismatched one as a pair, to compute their reference log-probs together."""
 
     def __init__(self, examples: UnpairedExamples) -> None:
         self.examples = examples
@@ -303,7 +312,7 @@ class _WithMismatched:
 
 
 def _class_sums(metrics: Mapping[str, Tensor]) -> Tensor:
-    """(6,) sums behind the means of :func:`~rlhfkit.losses.kto_loss`: rewards, log-probs and counts of both classes."""
+    """(6,) sums from the means of :func:`~rlhfkit.losses.kto_loss`: rewards, log-probs and counts of both classes."""
     counts = torch.stack([metrics["count/chosen"], metrics["count/rejected"]]).float()
     rewards = torch.stack([metrics["rewards/chosen"], metrics["rewards/rejected"]]).float()
     logps = torch.stack([metrics["logps/chosen"], metrics["logps/rejected"]]).float()

@@ -1,47 +1,60 @@
-"""``ReferenceModule``: a policy and its reference model, which is held, computed once before training, or moves."""
+"""``ReferenceModule``: a policy with a reference model, which is held in memory, precomputed or moved."""
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.distributed import full_parameters, get_world_size, is_sharded
+from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
+from rlhfkit.distributed import all_reduce, full_parameters, get_world_size, is_sharded
 from rlhfkit.models import has_adapter, load_causal_lm, unwrap
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.precompute import (
-    AnswerLogprobs,
-    Pairs,
-    cached_reference,
-    compute_reference,
-    model_fingerprint,
-)
+from rlhfkit.modules.base import PolicyModule, freeze
+from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number
+
+
+class Pairs(Protocol):
+    """A data set of two answers each; :class:`~rlhfkit.data.formats.preferences.PreferenceExamples` is one."""
+
+    lengths: list[int]
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        ...
+
+    def __getitem__(self, index: int, /) -> PreferenceExample:
+        """One pair."""
+        ...
+
+
+AnswerLogprobs = Callable[[nn.Module, PreferenceBatch], Tensor]
+"""(2B,) log-probs of the answers of a batch under a model."""
 
 
 class ReferenceModule(PolicyModule):
     """A :class:`PolicyModule` that is compared with a reference model on data that is known before training.
 
-    The reference is where the policy starts, and there are three ways to it: a frozen copy (the default), the policy
-    with its adapters switched off (with ``lora=...``; no copy is held), or log-probs computed once before training and
-    kept on disk (``precompute_ref_log_probs``; no copy is held either). ``ref_model`` names another one, and
-    ``ref_model_sync_steps`` lets the copy follow the policy.
+    The reference is the model that training starts from, in one of three forms: a frozen copy (the default), the policy
+    with its adapters switched off (with ``lora=...``; no copy), or log-probs computed once before training and cached
+    on disk (``precompute_ref_log_probs``; no copy). ``ref_model`` names another reference, and
+    ``ref_model_sync_steps`` moves the copy towards the policy.
 
     Args:
         model: Folder or hub name of the policy.
-        ref_model: Folder or hub name of the reference; ``None``: where the policy starts.
-        precompute_ref_log_probs: Compute what the reference says about all data once, before training. The data must
-            be in memory: a DataModule of ours, not a stream.
-        ref_cache: Folder where that is kept; ``None``: ``reference_logprobs`` in the Trainer's ``default_root_dir``.
-        ref_model_sync_steps: τ: every so many optimizer steps the reference moves towards the policy (TR-DPO,
-            Gorbatovski et al., 2024, arXiv:2404.09656; TRL uses 512); ``None``: it never moves.
+        ref_model: Folder or hub name of the reference; ``None``: ``model``.
+        precompute_ref_log_probs: Compute the reference's log-probs of all data once, before training. Needs a
+            DataModule of rlhfkit that holds the data in memory.
+        ref_cache: Folder for these log-probs; ``None``: ``reference_logprobs`` in the Trainer's ``default_root_dir``.
+        ref_model_sync_steps: Move the reference towards the policy every so many optimizer steps (τ of TR-DPO,
+            Gorbatovski et al., 2024, arXiv:2404.09656; 512 in TRL); ``None``: never.
         ref_model_mixup_alpha: α of that move, ``ref ← α policy + (1 - α) ref``; 0.6 as in the paper and TRL.
         max_tokens_per_forward: Tokens per forward pass of ``precompute_ref_log_probs``.
-        **kwargs: See :class:`PolicyModule`.
+        **kwargs: Optimizer and loading of the model, see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or there is no reference model to move.
@@ -69,46 +82,40 @@ class ReferenceModule(PolicyModule):
         self.ref_model_sync_steps = ref_model_sync_steps
         self.ref_model_mixup_alpha = ref_model_mixup_alpha
         self.max_tokens_per_forward = max_tokens_per_forward
-        if self._moves and not self.uses_reference:
+        if ref_model_sync_steps is not None and not self.uses_reference:
             raise ValueError(
                 "ref_model_sync_steps moves a reference model, and with precompute_ref_log_probs or reference_free "
-                "none is held: leave one of them out"
+                "there is none: leave one of them out"
             )
-        self._at_start = True  # the policy is still what it was loaded as
+        self._policy_is_initial = True
 
     # ------------------------------------------------------------------ the model
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference model has to be at hand during training."""
+        """Whether a reference model is evaluated during training."""
         return not self.precompute_ref_log_probs
 
     @property
     def needs_reference(self) -> bool:
-        """Whether that is the model that the policy starts from."""
+        """Whether that is the model that training starts from."""
         return self.uses_reference and self.ref_model_name is None
 
-    @property
-    def _moves(self) -> bool:
-        return self.ref_model_sync_steps is not None
-
     def configure_model(self) -> None:
-        """Build the policy, and the reference model where one has to be at hand."""
+        """Build the policy, and the reference model if it is used during training."""
         super().configure_model()
         if self.uses_reference and self.ref_model_name is not None and not hasattr(self, "reference"):
             self.reference = self.build_reference()
-            # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
-            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
-        if self._moves and (has_adapter(self.policy) or not hasattr(self, "reference")):
+        if self.ref_model_sync_steps is not None and (has_adapter(self.policy) or not hasattr(self, "reference")):
             raise ValueError(
                 "ref_model_sync_steps moves a full copy of the policy, and here there is none (adapters are trained, "
-                "or no reference model is held): leave it out"
+                "or no reference model is used): leave it out"
             )
 
     def build_reference(self) -> nn.Module:
-        """Load the reference model, frozen."""
+        """Load the reference model, frozen and without dropout."""
         if self.ref_model_name is None:
-            return self.build_policy().requires_grad_(False).eval()
+            return freeze(self.build_policy())
         reference = load_causal_lm(
             self.ref_model_name,
             dtype=self.model_dtype,
@@ -116,93 +123,126 @@ class ReferenceModule(PolicyModule):
             trust_remote_code=self.trust_remote_code,
         )
         disable_dropout(reference)
-        return reference.requires_grad_(False).eval()
+        return freeze(reference)
 
     # ------------------------------------------------------------------ computed before training
 
     def precompute(self, examples: Any) -> None:
-        """Give a data set its reference log-probs by :meth:`computed_reference`, unless it has them; override it.
+        """Give a data set its reference log-probs by :meth:`computed_reference`; subclasses override it.
 
         Args:
-            examples: What is behind a loader, or one source of a mixture.
+            examples: Data set of a loader, or one source of a mixture; one of another type is left as it is.
         """
 
     def computed_reference(self, pairs: Pairs, logprobs: AnswerLogprobs, *details: Any) -> Tensor:
-        """What the reference says about all pairs, from disk where it is known. A collective.
+        """Log-probs of all answers under the reference, from the cache if they are there. A collective.
 
         Args:
-            pairs: N pairs of answers.
-            logprobs: What is kept of a batch.
-            *details: Whatever else the numbers depend on, with a telling ``repr``.
+            pairs: N pairs of answers, the same on every rank.
+            logprobs: Computes those of a batch under a model.
+            *details: Whatever else the numbers depend on, identified by its ``repr``.
 
         Returns:
-            (N, 2) float32.
+            (N, 2) float32 on the CPU.
         """
-        name = self.ref_model_name or self.model_name
-        limit = self.max_tokens_per_forward
-        folder = Path(self.ref_cache or Path(self.trainer.default_root_dir) / "reference_logprobs")
 
-        def key() -> Iterator[Any]:
-            yield from (model_fingerprint(name), str(self.trainer.precision), *details)
+        def key() -> list[Any]:
+            answers = (answer for i in range(len(pairs)) for answer in (pairs[i].chosen, pairs[i].rejected))
+            model = model_fingerprint(self.ref_model_name or self.model_name)
+            return [tokens_fingerprint(answers), model, str(self.trainer.precision), *details]
 
         def compute() -> Tensor:
             # Until training starts the policy is the reference; a resumed run loads it once more.
-            here = self._at_start and self.ref_model_name is None
-            model = self.policy if here else self.build_reference().to(self.device)
-            return compute_reference(pairs, model, logprobs, self.trainer, max_tokens=limit)
+            same = self._policy_is_initial and self.ref_model_name is None
+            model = self.policy if same else self.build_reference().to(self.device)
+            return compute_reference(pairs, model, logprobs, self.trainer, max_tokens=self.max_tokens_per_forward)
 
-        return cached_reference(pairs, key, folder, self.trainer, compute)
+        folder = Path(self.ref_cache or Path(self.trainer.default_root_dir) / "reference_logprobs")
+        what = f"reference log-probs of {len(pairs)} pairs"
+        found: Tensor = load_or_compute(key, folder, self.trainer, compute, what)
+        return found
 
-    def _precompute_behind(self, loaders: Any) -> None:
+    def _precompute_all(self, loaders: Any) -> None:
         if self.precompute_ref_log_probs:
             for examples in data_sets(loaders):
                 self.precompute(examples)
 
     def on_train_start(self) -> None:
-        """Compute what the reference says, before the policy moves."""
-        self._precompute_behind(self.trainer.train_dataloader)
-        self._precompute_behind(self.trainer.val_dataloaders)
-        self._at_start = False
+        """Compute the reference's log-probs before the policy changes."""
+        self._precompute_all(self.trainer.train_dataloader)
+        self._precompute_all(self.trainer.val_dataloaders)
+        self._policy_is_initial = False
 
     def on_validation_start(self) -> None:
-        """Compute what the reference says about validation data, unless that is known."""
-        self._precompute_behind(self.trainer.val_dataloaders)
+        """Compute the reference's log-probs of validation data that has none."""
+        self._precompute_all(self.trainer.val_dataloaders)
 
     def on_predict_start(self) -> None:
-        """Compute what the reference says about this data, unless that is known."""
-        self._precompute_behind(self.trainer.predict_dataloaders)
+        """Compute the reference's log-probs of data that has none."""
+        self._precompute_all(self.trainer.predict_dataloaders)
 
     # ------------------------------------------------------------------ moving
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, and let the reference follow when it is time."""
+        """Make the step, and move the reference every ``ref_model_sync_steps``."""
         super().optimizer_step(*args, **kwargs)
         steps = self.ref_model_sync_steps
         if steps is not None and (self.trainer.global_step + 1) % steps == 0:  # Lightning counts this step afterwards
             mix_into(self.reference, self.policy, self.ref_model_mixup_alpha)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A reference that moves is saved; one that does not is loaded again by name."""
+        """Save the reference if it moves; otherwise it is loaded again by name."""
         super().on_save_checkpoint(checkpoint)
-        if self._moves:
+        if self.ref_model_sync_steps is not None:
             checkpoint["reference"] = reference_weights(self.reference, keep=self.global_rank == 0)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network if nobody has, and bring the reference to where it was."""
+        """Build the network if it is not built yet, and restore a reference that moves."""
         super().on_load_checkpoint(checkpoint)
-        self._at_start = False
-        if self._moves and "reference" in checkpoint:
+        self._policy_is_initial = False
+        if self.ref_model_sync_steps is not None and "reference" in checkpoint:
             load_reference_weights(self.reference, checkpoint["reference"])
 
 
 def data_sets(loaders: Any) -> list[Any]:
-    """The data sets behind one loader or several; a mixture stands for its sources.
-
-    Args:
-        loaders: As the Trainer holds them.
-    """
+    """The data sets of one loader or several, as the Trainer holds them; for a mixture, its sources."""
     found = [getattr(one, "examples", None) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])]
     return [source for examples in found for source in getattr(examples, "sources", [examples])]
+
+
+@torch.no_grad()
+def compute_reference(
+    examples: Pairs, model: nn.Module, logprobs: AnswerLogprobs, trainer: L.Trainer, *, max_tokens: int
+) -> Tensor:
+    """Log-probs of all answers under a model, each rank computing its share. A collective.
+
+    Args:
+        examples: N pairs, the same on every rank.
+        model: The reference.
+        logprobs: Computes those of a batch under a model.
+        trainer: The running Trainer.
+        max_tokens: Tokens per forward pass.
+
+    Returns:
+        (N, 2) float32 on the CPU, chosen and rejected, the same on every rank.
+    """
+    from tqdm.auto import tqdm
+
+    device, world, rank = trainer.strategy.root_device, trainer.world_size, trainer.global_rank
+    total = torch.zeros(len(examples), 2, device=device)
+    batches = token_batches(examples.lengths, max_tokens)
+    training = model.training
+    model.eval()
+    for first in tqdm(range(0, len(batches), world), desc="Reference log-probs", disable=rank > 0, leave=False):
+        # Every rank runs equally many forward passes: a sharded model gathers its weights in each.
+        rows = batches[min(first + rank, len(batches) - 1)]
+        batch: PreferenceBatch = collate_preferences([examples[row] for row in rows]).to(device)
+        with trainer.precision_plugin.forward_context():
+            values = logprobs(model, batch)
+        if first + rank < len(batches):
+            total[rows] = values.float().view(-1, 2)
+    model.train(training)
+    return all_reduce(total).cpu()
 
 
 @torch.no_grad()
@@ -211,7 +251,7 @@ def mix_into(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
 
     Args:
         reference: Changed in place; bare or wrapped.
-        policy: Of the same architecture.
+        policy: A model of the same architecture.
         alpha: In [0, 1].
     """
     for old, new in zip(unwrap(reference).parameters(), unwrap(policy).parameters(), strict=True):
@@ -224,7 +264,7 @@ def reference_weights(reference: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
     Args:
         reference: Bare or wrapped.
-        keep: Whether this rank wants them; the others only take part.
+        keep: Whether this rank gets them; the others only take part.
     """
     weights = {}
     for name, tensor in ModuleWeights(reference, check_finite=False):
@@ -235,11 +275,11 @@ def reference_weights(reference: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_reference_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Inverse of :func:`reference_weights`, on all ranks. A collective.
+    """Set the weights that :func:`reference_weights` returned, on all ranks. A collective.
 
     Args:
         reference: Changed in place; bare or wrapped.
-        weights: Of rank 0; the other ranks' may be empty.
+        weights: Those of rank 0 are used; the other ranks' may be empty.
     """
     for name, parameter in unwrap(reference).named_parameters():
         with full_parameters([parameter], modifier_rank=0):

@@ -1,41 +1,38 @@
 """Preference modules without a reference model: ``SimPOModule``, ``CPOModule`` and ``ORPOModule``.
 
-The formulas and their papers stand in :mod:`rlhfkit.losses.preference.reference_free`.
+The formulas and their papers are in :mod:`rlhfkit.losses.preference.reference_free`.
 """
 
 from typing import Any
 
-import torch
-
-from rlhfkit.data.formats.preferences import PreferenceBatch
 from rlhfkit.losses import LossOutput, alphapo_loss, cpo_loss, orpo_loss
 from rlhfkit.losses.preference.reference_free import CPOLossType
-from rlhfkit.models import PolicyOutput
+from rlhfkit.models import LoRA
+from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.validation import check_number
 
-_ONE_PAIR = {
-    "chosen": torch.zeros(1),
-    "rejected": torch.zeros(1),
-    "chosen_lengths": torch.ones(1),
-    "rejected_lengths": torch.ones(1),
-}
-"""A pair whose loss shows every bad knob when a module is constructed, not an hour into the run."""
-
 
 class SimPOModule(PreferenceModule):
-    """SimPO (Meng et al., 2024, arXiv:2405.14734): the length-averaged log-prob is the reward.
+    """SimPO (Meng et al., 2024, arXiv:2405.14734), whose reward is the log-prob averaged over the answer's tokens.
 
     See :func:`~rlhfkit.losses.alphapo_loss`.
 
     Args:
         model: Folder or hub name of the policy.
+        lr: Peak learning rate (1e-6: TRL's default for DPO).
         beta: β; the paper uses 2.0 to 2.5. TRL's class default, 0.1, is DPO's.
         gamma: γ, the margin in units of the reward (TRL's ``simpo_gamma``); the paper's values lie between 0.3 and 1.6.
-        alpha: Bends the reward: AlphaPO (Gupta et al., 2025, arXiv:2501.03884); 0 is SimPO.
+        alpha: Shape of the reward in AlphaPO (Gupta et al., 2025, arXiv:2501.03884); 0 is SimPO.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
-        nll_coef: Weight of the mean negative log-likelihood per token of the chosen answers; above 0 it is CPO-SimPO.
-        **kwargs: See :class:`PreferenceModule`.
+        nll_coef: Weight of the mean negative log-likelihood per token of the chosen answers; above 0: CPO-SimPO.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
+        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -45,14 +42,31 @@ class SimPOModule(PreferenceModule):
         self,
         model: str,
         *,
+        lr: float = 1e-6,
         beta: float = 2.0,
         gamma: float = 1.0,
         alpha: float = 0.0,
         label_smoothing: float = 0.0,
         nll_coef: float = 0.0,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            **kwargs,
+        )
         check_number("beta", beta, above=0)
         check_number("gamma", gamma, minimum=0)
         check_number("alpha", alpha)
@@ -63,9 +77,9 @@ class SimPOModule(PreferenceModule):
         self.alpha = alpha
         self.label_smoothing = label_smoothing
         self.nll_coef = nll_coef
-        self._loss(**_ONE_PAIR)
+        self._check_loss()
 
-    def _loss(self, **arguments: Any) -> LossOutput:
+    def _pair_loss(self, **arguments: Any) -> LossOutput:
         return alphapo_loss(
             **arguments,
             beta=self.beta,
@@ -75,28 +89,26 @@ class SimPOModule(PreferenceModule):
             nll_coef=self.nll_coef,
         )
 
-    def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
-
-        Args:
-            batch: B pairs.
-            out: What the current policy says about them.
-        """
-        return self._loss(**self.pair_arguments(batch, out))
-
 
 class CPOModule(PreferenceModule):
-    """CPO (Xu et al., 2024, arXiv:2401.08417): DPO against a uniform reference, plus cross-entropy on chosen answers.
+    """CPO (Xu et al., 2024, arXiv:2401.08417): DPO with a uniform reference, plus cross-entropy of chosen answers.
 
     See :func:`~rlhfkit.losses.cpo_loss`.
 
     Args:
         model: Folder or hub name of the policy.
+        lr: Peak learning rate (1e-6: TRL's default for DPO).
         beta: β; 0.1 as in the paper and TRL.
         loss_type: Contrastive term: ``sigmoid`` (the paper's), ``hinge`` or ``ipo``.
-        label_smoothing: ε in [0, 0.5), only for ``sigmoid``.
-        nll_coef: Weight of the cross-entropy; 1 as in the paper (TRL's ``cpo_alpha``).
-        **kwargs: See :class:`PreferenceModule`.
+        label_smoothing: ε in [0, 0.5), the probability that a label is wrong; only for ``sigmoid``.
+        nll_coef: Weight of the cross-entropy; 1 as in the paper (``cpo_alpha`` in TRL).
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
+        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -106,13 +118,30 @@ class CPOModule(PreferenceModule):
         self,
         model: str,
         *,
+        lr: float = 1e-6,
         beta: float = 0.1,
         loss_type: CPOLossType = "sigmoid",
         label_smoothing: float = 0.0,
         nll_coef: float = 1.0,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            **kwargs,
+        )
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
         check_number("nll_coef", nll_coef, minimum=0)
@@ -120,9 +149,9 @@ class CPOModule(PreferenceModule):
         self.loss_type = loss_type
         self.label_smoothing = label_smoothing
         self.nll_coef = nll_coef
-        self._loss(**_ONE_PAIR)
+        self._check_loss()
 
-    def _loss(self, **arguments: Any) -> LossOutput:
+    def _pair_loss(self, **arguments: Any) -> LossOutput:
         return cpo_loss(
             **arguments,
             beta=self.beta,
@@ -131,41 +160,56 @@ class CPOModule(PreferenceModule):
             nll_coef=self.nll_coef,
         )
 
-    def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
-
-        Args:
-            batch: B pairs.
-            out: What the current policy says about them.
-        """
-        return self._loss(**self.pair_arguments(batch, out))
-
 
 class ORPOModule(PreferenceModule):
     """ORPO (Hong et al., 2024, arXiv:2403.07691): supervised fine-tuning with a penalty on the odds ratio.
 
-    It starts from a base model and needs no fine-tuning before. See :func:`~rlhfkit.losses.orpo_loss`.
+    It starts from a base model, without a stage of fine-tuning before. See :func:`~rlhfkit.losses.orpo_loss`.
 
     Args:
         model: Folder or hub name of the policy.
+        lr: Peak learning rate (1e-6: TRL's default for DPO).
         beta: Weight of the odds-ratio term, the paper's λ; 0.1 as in the paper and TRL.
-        **kwargs: See :class:`PreferenceModule`.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
+        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
     """
 
-    def __init__(self, model: str, *, beta: float = 0.1, **kwargs: Any) -> None:
-        super().__init__(model, **kwargs)
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 1e-6,
+        beta: float = 0.1,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            lr=lr,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            **kwargs,
+        )
         check_number("beta", beta, above=0)
-        orpo_loss(**_ONE_PAIR, beta=beta)
         self.beta = beta
+        self._check_loss()
 
-    def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
-
-        Args:
-            batch: B pairs.
-            out: What the current policy says about them.
-        """
-        return orpo_loss(**self.pair_arguments(batch, out), beta=self.beta)
+    def _pair_loss(self, **arguments: Any) -> LossOutput:
+        return orpo_loss(**arguments, beta=self.beta)

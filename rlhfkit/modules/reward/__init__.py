@@ -1,5 +1,5 @@
-"""Models that judge: reward models on pairs (Bradley-Terry), process reward models on steps.
+"""Training of reward models on pairs (Bradley-Terry) and of process reward models on steps.
 
-May import: modules' own ground (``base.py``, ``functions.py`` ...), models, data, losses.
-Start at :mod:`rlhfkit.modules.reward.reward_model`; ``base.py`` holds what both share.
+May import: the files of ``modules/``, models, data, losses.
+Start at :mod:`rlhfkit.modules.reward.reward_model`; ``base.py`` has what both share.
 """

@@ -1,4 +1,4 @@
-"""``ScalarModule``: what modules that train a :class:`~rlhfkit.models.ScalarModel` share."""
+"""``ScalarModule``: the base of the modules that train a reward model, and ``Calibration`` of its predictions."""
 
 from typing import Any, ClassVar
 
@@ -10,30 +10,29 @@ from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_scalar_model
 from rlhfkit.models.heads import scalar_forward
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.reward.calibration import Calibration
-from rlhfkit.modules.router_loss import with_router_loss
 from rlhfkit.validation import check_number
+
+BINS = 20
+"""Bins of predicted probability."""
 
 
 class ScalarModule(PolicyModule):
-    """Training and validation of a model that says numbers instead of tokens.
+    """Training and validation of a :class:`~rlhfkit.models.ScalarModel`, whose outputs are numbers instead of tokens.
 
-    The model is ``self.policy``, the name that all modules, strategies and exporters know it by. A subclass says what
-    it reads off the model (:meth:`scores`), how that is trained (:meth:`loss`), and which probabilities it claims
-    (:meth:`claims`).
+    The model is ``self.policy``, the name by which strategies and exporters know it. A subclass defines which outputs
+    are used (:meth:`scores`), the :meth:`loss`, and the probabilities that they predict (:meth:`claims`).
 
     Args:
         model: Folder or hub name of a causal language model, or of a classifier of the right kind.
-        lr: Peak learning rate.
-        head_std: Spread of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
-        **kwargs: See :class:`PolicyModule`.
+        head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
+        **kwargs: Optimizer and loading of the model, see :class:`PolicyModule`.
     """
 
     stepwise: ClassVar[bool] = False
-    """Whether steps are judged, and not whole sequences."""
+    """Whether steps are scored instead of whole sequences."""
 
-    def __init__(self, model: str, *, lr: float, head_std: float | None = None, **kwargs: Any) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+    def __init__(self, model: str, *, head_std: float | None = None, **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
         check_number("head_std", head_std, minimum=0, optional=True)
         self.head_std = head_std
         self._router_loss: Tensor | None = None  # of the last forward pass
@@ -58,71 +57,70 @@ class ScalarModule(PolicyModule):
         return model
 
     def read(self, batch: TokenBatch, mask: Tensor) -> Tensor:
-        """What the model says at some tokens; in training, the load of a mixture of experts is balanced with it.
+        """Raw outputs of the model at some tokens; in training also computes the router's loss.
 
         Args:
             batch: B sequences.
-            mask: (B, T) bool, the tokens that are read.
+            mask: (B, T) bool, the tokens.
 
         Returns:
-            (B, T) float32, raw; 0 elsewhere.
+            (B, T) float32; 0 at other tokens.
         """
         out = scalar_forward(self.policy, batch, mask, router_aux_loss=self.balances_routers)
         self._router_loss = out.router_aux_loss
         return out.values
 
-    # ------------------------------------------------------------------ what a subclass says
-    # Abstract. A LightningModule is no abc.ABC, and a user's half-written subclass may be built and looked at, so each
-    # raises when it is asked.
+    # ------------------------------------------------------------------ abstract
+    # A LightningModule is no abc.ABC, so an incomplete subclass can be built; these raise when they are called.
 
     def scores(self, batch: Any) -> Tensor:
-        """What the model says about a batch, by :meth:`read`."""
+        """Outputs of the model that the loss uses, by :meth:`read`."""
         raise NotImplementedError(f"{type(self).__name__} has to define scores()")
 
     def loss(self, batch: Any, out: Tensor) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
+        """The loss of one micro-batch.
 
         Args:
             batch: B sequences.
-            out: From :meth:`scores`.
+            out: Result of :meth:`scores`.
         """
         raise NotImplementedError(f"{type(self).__name__} has to define loss()")
 
     def claims(self, batch: Any, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities that the model gives to events, and whether they happened: (N,) each, of the counted ones."""
+        """(N,) predicted probabilities of events, and (N,) whether they happened."""
         raise NotImplementedError(f"{type(self).__name__} has to define claims()")
 
     # ------------------------------------------------------------------ steps
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        """One micro-batch."""
+        """Compute and log the loss of one micro-batch."""
         self._router_loss = None
         out = self.scores(batch)
         result = self.loss(batch, out)
         count = len(self.claims(batch, out.detach())[0])
         learned = torch.tensor(count > 0, device=out.device)
-        result = with_router_loss(result, self._router_loss, learned, self.router_aux_loss_coef)
+        result = self.with_router_loss(result, self._router_loss, learned)
         self.log_step({"loss": result.loss.detach()})
         self.log_metrics(result.metrics, count)
         return result.loss
 
     def on_validation_epoch_start(self) -> None:
-        """Begin to count."""
+        """Reset accuracy and calibration."""
         self._calibration = Calibration(self.device)
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Mean loss over the validation data; the rest is counted."""
+        """Log the mean loss over the validation data, and count the rest."""
         out = self.scores(batch)
         self.count(batch, out)
         result = self.loss(batch, out)
         self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
 
     def count(self, batch: Any, out: Tensor) -> None:
-        """Add a validation batch to what is logged at the end of the epoch.
+        """Add a validation batch to accuracy and calibration, which are logged at the end of the epoch.
 
         Args:
             batch: B sequences.
-            out: From :meth:`scores`.
+            out: Result of :meth:`scores`.
         """
         self._calibration.add(*self.claims(batch, out))
 
@@ -136,3 +134,38 @@ class ScalarModule(PolicyModule):
         total = self.trainer.strategy.reduce(values, reduce_op="sum")
         assert isinstance(total, Tensor)
         return total
+
+
+class Calibration:
+    """Accuracy, expected calibration error and Brier score of predicted probabilities.
+
+    The expected calibration error is that of Guo et al. (2017, arXiv:1706.04599, equation 3) with 20 equal bins of the
+    predicted probability; the Brier score (1950) is ``mean (p - y)²``. All are computed from sums, so adding the sums
+    of all ranks gives the values over all data.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.sums = torch.zeros(BINS, 5, dtype=torch.float64, device=device)
+        """(20, 5): in each bin the number of cases, and the sums of p, y, (p - y)² and of correct predictions."""
+
+    def add(self, probability: Tensor, outcome: Tensor) -> None:
+        """Count cases.
+
+        Args:
+            probability: (N,) predicted p.
+            outcome: (N,) y: 0 or 1, or a known probability.
+        """
+        p, y = probability.detach().double(), outcome.detach().double()
+        correct = ((p >= 0.5) == (y > 0.5)).double()
+        case = torch.stack([torch.ones_like(p), p, y, (p - y).square(), correct], -1)
+        self.sums.index_add_(0, (p * BINS).long().clamp(max=BINS - 1), case)
+
+    def metrics(self) -> dict[str, float]:
+        """``accuracy``, ``ece`` and ``brier``, each in [0, 1]; 0 without cases."""
+        count, p, y, squares, correct = self.sums.unbind(-1)
+        total = count.sum().clamp(min=1.0)
+        return {
+            "accuracy": float(correct.sum() / total),
+            "ece": float((p - y).abs().sum() / total),
+            "brier": float(squares.sum() / total),
+        }

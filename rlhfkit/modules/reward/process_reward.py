@@ -1,4 +1,4 @@
-"""``ProcessRewardModule``: a model that judges every step of an answer."""
+"""``ProcessRewardModule``: a process reward model, which scores every step of an answer."""
 
 from typing import Any, ClassVar
 
@@ -7,52 +7,85 @@ from torch import Tensor
 
 from rlhfkit.data.formats.stepwise import StepwiseBatch
 from rlhfkit.losses import LossOutput, process_reward_loss
+from rlhfkit.models import LoRA
+from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.reward.base import ScalarModule
 
 
 class ProcessRewardModule(ScalarModule):
-    """A process reward model: the probability that a step is good, read at the step's last token.
+    """A process reward model, which predicts at the last token of each step the probability that the step is good.
 
     Let's Verify Step by Step, Lightman et al. (2023, arXiv:2305.20050), with hard labels; Math-Shepherd, Wang et al.
     (2023, arXiv:2312.08935), with soft ones. The loss is the mean over the steps of the whole optimizer step.
 
     The model is saved as a token classifier with two labels, of which 1 is *good* (TRL's format). It is trained on the
-    difference of the two outputs, which is all that their softmax depends on: value and gradient are those of
-    cross-entropy on two labels. Unlike OpenRLHF's, no words of the vocabulary are spent on verdicts, so the (N, V)
-    logits of a language model are never computed, and the same model can judge at any token.
+    difference of the two outputs, which is all that their softmax depends on, so value and gradient are those of
+    cross-entropy on two labels. Unlike OpenRLHF's models, it does not use words of the vocabulary as labels, so the
+    (N, V) logits of a language model are never computed, and it can score a step at any token.
 
     Args:
         model: Folder or hub name of a causal language model, or of a token classifier with two labels.
         lr: Peak learning rate (1e-6: OpenRLHF's default for process reward models).
-        **kwargs: See :class:`~rlhfkit.modules.reward.base.ScalarModule`.
+        head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
+        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
     """
 
     stepwise: ClassVar[bool] = True
 
     batch_types = (StepwiseBatch,)
 
-    def __init__(self, model: str, *, lr: float = 1e-6, **kwargs: Any) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 1e-6,
+        head_std: float | None = None,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            lr=lr,
+            head_std=head_std,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            **kwargs,
+        )
 
     def scores(self, batch: StepwiseBatch) -> Tensor:
-        """(B, T-1) float32 on the next-token axis: log-odds that the step is good which ends at token t+1."""
+        """(B, T-1) float32 on the next-token axis: log-odds that the step that ends at token t+1 is good."""
         return self.read(batch, batch.step_ends)[:, 1:]
 
     def loss(self, batch: StepwiseBatch, out: Tensor) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
+        """The loss of one micro-batch; the one method to override for another objective.
 
         Args:
             batch: B sequences.
-            out: From :meth:`scores`.
+            out: Result of :meth:`scores`.
         """
         return process_reward_loss(out, batch.labels, batch.loss_mask, denominator=batch.token_denominator)
 
     def claims(self, batch: StepwiseBatch, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Probability that a step is good, and its label."""
+        """Predicted probability that each step is good, and its label."""
         return out[batch.loss_mask].sigmoid(), batch.labels[batch.loss_mask]
 
     def predict_step(self, batch: StepwiseBatch, batch_idx: int) -> list[Tensor]:
-        """The probability that each step of each sequence is good."""
+        """Probabilities that the steps of each sequence are good."""
         with torch.no_grad():
             good = self.scores(batch).sigmoid()
         return [row[mask].cpu() for row, mask in zip(good, batch.loss_mask, strict=True)]

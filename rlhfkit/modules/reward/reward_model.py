@@ -1,4 +1,4 @@
-"""``RewardModule``: a reward model from preferences, by Bradley and Terry."""
+"""``RewardModule``: a Bradley-Terry reward model, trained on preference pairs."""
 
 from typing import Any
 
@@ -8,33 +8,40 @@ from torch import Tensor
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.preferences import PreferenceBatch
 from rlhfkit.losses import LossOutput, bradley_terry_loss
-from rlhfkit.models import reward_output, unwrap
+from rlhfkit.models import LoRA, reward_output, unwrap
 from rlhfkit.models.heads import last_tokens
+from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.reward.base import ScalarModule
 from rlhfkit.validation import check_number
 
 MIN_STD = 1e-8
-"""Least standard deviation that rewards are divided by (OpenRLHF's)."""
+"""Smallest standard deviation that rewards are divided by (OpenRLHF's)."""
 
 
 class RewardModule(ScalarModule):
-    """A reward model: the number at the last token is higher for the answer that is preferred.
+    """A reward model, whose output at the last token is larger for the preferred answer.
 
-    The loss is the mean over the pairs of the whole optimizer step, less the margin where the data has one (Llama 2,
+    The loss is the mean over the pairs of the whole optimizer step, with the margin where the data has one (Llama 2,
     Touvron et al., 2023, arXiv:2307.09288, section 3.2.2).
 
-    Every validation epoch sets mean and standard deviation of the rewards of all validation answers in the model's
-    configuration (``mean`` and ``std``, as OpenRLHF names them). They are saved with the model and shift and scale what
-    :meth:`predict_step` and :class:`~rlhfkit.rewards.model.ModelReward` give; loss and metrics are of raw rewards.
-    Without validation data there are none, and rewards stay raw.
+    Every validation epoch stores mean and standard deviation of the rewards of all validation answers in the model's
+    configuration (``mean`` and ``std``, OpenRLHF's names). They are saved with the model and normalize the rewards of
+    :meth:`predict_step` and :class:`~rlhfkit.rewards.model.ModelReward`; loss and metrics are of raw rewards. Without
+    validation data, rewards stay raw.
 
     Args:
-        model: Folder or hub name of a causal language model, or of a reward model to go on with.
+        model: Folder or hub name of a causal language model, or of a reward model to continue with.
         lr: Peak learning rate (9e-6: OpenRLHF's default for reward models).
-        centering: Weight of the squared sum of both rewards, which keeps rewards near 0; off by default, TRL suggests
-            0.01.
+        centering: Weight of the squared sum of both rewards, which keeps rewards near 0; TRL suggests 0.01.
         label_smoothing: Probability that a preference is wrong, below 0.5; 0 in TRL and OpenRLHF.
-        **kwargs: See :class:`~rlhfkit.modules.reward.base.ScalarModule`.
+        head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
+        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -43,9 +50,33 @@ class RewardModule(ScalarModule):
     batch_types = (PreferenceBatch,)
 
     def __init__(
-        self, model: str, *, lr: float = 9e-6, centering: float = 0.0, label_smoothing: float = 0.0, **kwargs: Any
+        self,
+        model: str,
+        *,
+        lr: float = 9e-6,
+        centering: float = 0.0,
+        label_smoothing: float = 0.0,
+        head_std: float | None = None,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            head_std=head_std,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            **kwargs,
+        )
         check_number("centering", centering, minimum=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         self.centering = centering
@@ -56,7 +87,7 @@ class RewardModule(ScalarModule):
         return self.read(batch, last_tokens(batch)).sum(-1)
 
     def loss(self, batch: PreferenceBatch, out: Tensor) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
+        """The loss of one micro-batch; the one method to override for another objective.
 
         Args:
             batch: B pairs in 2B rows.
@@ -73,35 +104,30 @@ class RewardModule(ScalarModule):
         )
 
     def claims(self, batch: PreferenceBatch, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Probability (at least 1/2) that the answer with the higher reward is preferred, and whether it is."""
+        """Predicted probability (at least 1/2) that the answer with the larger reward is preferred, and if it is."""
         difference = (batch.chosen(out) - batch.rejected(out))[batch.pair_mask]
         return difference.abs().sigmoid(), difference > 0  # a tie is wrong
 
     def predict_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        """The reward of each sequence, (B,), shifted and scaled by the configuration's mean and standard deviation."""
+        """(B,) rewards, normalized by the configuration's mean and standard deviation."""
         with torch.no_grad():
             return reward_output(self.policy, batch, normalized=True).cpu()
 
     # ------------------------------------------------------------------ mean and standard deviation
 
     def on_validation_epoch_start(self) -> None:
-        """Begin to count."""
+        """Reset accuracy, calibration and moments."""
         super().on_validation_epoch_start()
         self._moments = torch.zeros(3, dtype=torch.float64, device=self.device)
 
     def count(self, batch: PreferenceBatch, out: Tensor) -> None:
-        """Add a validation batch to accuracy, calibration and moments.
-
-        Args:
-            batch: B pairs in 2B rows.
-            out: (2B,) raw rewards.
-        """
+        """Add a validation batch to accuracy, calibration and moments."""
         super().count(batch, out)
         rewards = out[batch.pair_mask.repeat_interleave(2)].double()
         self._moments += torch.stack([torch.ones_like(rewards), rewards, rewards.square()]).sum(-1)
 
     def on_validation_epoch_end(self) -> None:
-        """Log what was counted, and set mean and standard deviation in the configuration."""
+        """Log accuracy, calibration and moments, and store the moments in the configuration."""
         super().on_validation_epoch_end()
         count, total, squares = self.sum_over_ranks(self._moments).tolist()
         if self.trainer.sanity_checking or count < 2:
@@ -113,7 +139,7 @@ class RewardModule(ScalarModule):
 
     @property
     def constants(self) -> tuple[float, float] | None:
-        """Mean and standard deviation that normalise rewards, from the model's configuration; ``None``: none yet."""
+        """Mean and standard deviation in the model's configuration, which normalize rewards; ``None``: none yet."""
         config: Any = unwrap(self.policy).config
         mean, std = getattr(config, "mean", None), getattr(config, "std", None)
         return None if mean is None or std is None else (mean, std)
@@ -124,16 +150,16 @@ class RewardModule(ScalarModule):
         config.mean, config.std = values or (None, None)
 
     def on_fit_start(self) -> None:
-        """Forget the constants of an earlier training: they are not those of what comes out of this one."""
+        """Remove the constants of an earlier training, unless it is resumed: they do not fit the new weights."""
         if self.trainer.ckpt_path is None:
             self.constants = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the constants, which are part of no weight."""
+        """Save the normalization constants."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["reward_constants"] = self.constants
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the constants back."""
+        """Restore the normalization constants."""
         super().on_load_checkpoint(checkpoint)
         self.constants = checkpoint["reward_constants"]

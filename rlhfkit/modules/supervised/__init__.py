@@ -1,5 +1,5 @@
-"""Learning from given answers: supervised fine-tuning (also dynamic: DFT) and distillation from a frozen teacher.
+"""Learning from texts: supervised fine-tuning (SFT, DFT) and distillation from a frozen teacher.
 
-May import: modules' own ground (``base.py``, ``functions.py`` ...), models, data, losses.
-Start at :mod:`rlhfkit.modules.supervised.sft`; the teacher and its cache serve distillation.
+May import: the files of ``modules/``, models, data, losses.
+Start at :mod:`rlhfkit.modules.supervised.sft`.
 """

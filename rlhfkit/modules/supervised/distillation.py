@@ -1,31 +1,37 @@
-"""``DistillationModule``: a student learns the next-token distributions of a teacher (Hinton et al., 2015)."""
+"""``DistillationModule``: train a student on the next-token distributions of a teacher (Hinton et al., 2015)."""
 
 from collections.abc import Callable
-from typing import Any
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.batch import TokenBatch
-from rlhfkit.data.formats.distilled import DistilledBatch
+from rlhfkit.data.batch import TokenBatch, collate_tokens
+from rlhfkit.data.formats.distilled import DistilledBatch, DistilledExamples, collate_distilled
+from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
+from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
+from rlhfkit.models import LoRA, unwrap
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.functions import function_name, resolve_function
-from rlhfkit.modules.router_loss import with_router_loss
+from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
 from rlhfkit.modules.supervised.teacher import load_teacher
-from rlhfkit.modules.supervised.teacher_cache import precompute_teacher
 from rlhfkit.validation import check_integer, check_number
 
 
 class DistillationModule(PolicyModule):
-    """A policy that learns to say what a teacher says, at the tokens the data marks.
+    """Knowledge distillation: a policy learns a teacher's next-token distributions at the tokens that the data marks.
 
-    ``(1 - c) * cross-entropy + c * divergence``, each the mean over the trained tokens of the whole optimizer step,
-    whatever the micro-batches, ranks, padding or packing. The teacher is a frozen model beside the student, or its K
-    likeliest tokens are computed once before training and kept on disk (``precompute_teacher``; no second model is held
-    then). Student and teacher must have the same tokens. Logits exist for ``chunk_size`` tokens at a time.
+    The loss is ``(1 - c) * cross-entropy + c * divergence``, each the mean over the trained tokens of the whole
+    optimizer step, independent of micro-batches, ranks, padding and packing. The teacher is a frozen model beside the
+    student, or its K likeliest tokens are computed once before training and cached on disk (``precompute_teacher``; the
+    teacher is not kept then). Student and teacher must have the same tokens. Logits exist for ``chunk_size`` tokens at
+    a time.
 
     Override :meth:`compare` for another objective on the logits of both.
 
@@ -36,15 +42,21 @@ class DistillationModule(PolicyModule):
         divergence: ``forward_kl``, ``reverse_kl``, ``jsd``, a function of the log-probs of student and teacher, or its
             dotted name; see :func:`~rlhfkit.losses.distillation_loss`.
         temperature: τ, divides the logits of both; 1 as in GKD and TRL.
-        teacher_weight: w of ``jsd``; 0.5 as in GKD and TRL (their β).
+        teacher_weight: Weight of the teacher in ``jsd``; 0.5 as in GKD and TRL (their β).
         distillation_coef: c in [0, 1]; 1 leaves the cross-entropy out (OpenRLHF's ``kd_coef`` is 0.4).
-        top_k: Compare the teacher's K likeliest tokens only; all when ``None``.
-        remainder: What becomes of the others: ``bucket`` makes them one category, ``renormalize`` leaves them out.
+        top_k: Compare only the teacher's K likeliest tokens; ``None``: all.
+        remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
         precompute_teacher: Compute the teacher's K likeliest tokens of all examples before training; needs ``top_k``.
-        teacher_cache: Folder of these; ``None``: ``teacher_logprobs`` in the Trainer's ``default_root_dir``.
+        teacher_cache: Folder for them; ``None``: ``teacher_logprobs`` in the Trainer's ``default_root_dir``.
         chunk_size: Trained tokens whose logits exist at a time; changes memory and speed, not the result.
         max_tokens_per_forward: Tokens per forward pass of ``precompute_teacher``.
-        **kwargs: See :class:`PolicyModule`.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``, of student and teacher.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
+        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range; when the models are loaded, if their tokens differ.
@@ -70,9 +82,25 @@ class DistillationModule(PolicyModule):
         teacher_cache: str | None = None,
         chunk_size: int = 1024,
         max_tokens_per_forward: int = 16384,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            **kwargs,
+        )
         check_number("temperature", temperature, above=0)
         check_number("teacher_weight", teacher_weight, minimum=0, maximum=1)
         check_number("distillation_coef", distillation_coef, minimum=0, maximum=1)
@@ -94,13 +122,13 @@ class DistillationModule(PolicyModule):
         self.teacher_cache = teacher_cache
         self.chunk_size = chunk_size
         self.max_tokens_per_forward = max_tokens_per_forward
-        # One tiny evaluation shows every bad knob of the loss here, not an hour into the run.
+        # Computing the loss of one token shows bad arguments now instead of an hour into the run.
         rows = torch.zeros(1, max(top_k or 0, 2))
         ids = torch.arange(rows.shape[1])[None] if precompute_teacher else None
         self.compare(rows, (rows, ids), torch.zeros(1, dtype=torch.int64), None)
 
     def configure_model(self) -> None:
-        """Build the student, and the teacher unless what it says is computed before training."""
+        """Build the student, and the teacher unless its outputs are computed before training."""
         super().configure_model()
         if not self.precompute_teacher and not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
@@ -109,7 +137,7 @@ class DistillationModule(PolicyModule):
         """Load the teacher, frozen.
 
         Raises:
-            ValueError: If its tokens are not the student's.
+            ValueError: If it has other tokens than the student.
         """
         return load_teacher(self.teacher_name, self)
 
@@ -122,15 +150,15 @@ class DistillationModule(PolicyModule):
 
         Args:
             student: (m, V) logits.
-            teacher: (m, V) logits and ``None``; or (m, K) log-probs and the token ids that they are of.
-            tokens: (m,) int64, what the data says.
+            teacher: (m, V) logits and ``None``; or (m, K) log-probs and their token ids.
+            tokens: (m,) int64, the tokens of the data.
             denominator: What the sums over tokens are divided by.
 
         Returns:
             (2,) the summed divergence and cross-entropy, both divided; the latter is 0 if it has no part in the loss.
         """
         values, ids = teacher
-        if ids is None:  # one family pads its vocabulary to different sizes; no token has these ids
+        if ids is None:  # models of one family pad their vocabulary to different sizes; no token has these ids
             size = min(student.shape[-1], values.shape[-1])
             student, values = student[..., :size], values[..., :size]
         mask = torch.ones_like(tokens, dtype=torch.bool)[None]
@@ -152,18 +180,11 @@ class DistillationModule(PolicyModule):
         return torch.stack([divergence, cross_entropy_loss(logprobs[None], mask, denominator=denominator).loss])
 
     def loss(self, batch: TokenBatch) -> LossOutput:
-        """The objective of one micro-batch and its parts.
-
-        Args:
-            batch: B sequences.
-
-        Returns:
-            The loss, and as metrics the parts it is made of, as shares of the step's means.
-        """
+        """The loss of one micro-batch; its metrics are divergence and cross-entropy, as shares of the step's means."""
         mask = batch.loss_mask
         teacher = self.teacher_rows(batch)
         denominator = batch.token_denominator or max(float(mask.sum()), 1.0)
-        (divergence, cross_entropy), balance = compare_logits(
+        (divergence, cross_entropy), router_loss = compare_logits(
             self.policy,
             batch,
             mask,
@@ -175,19 +196,14 @@ class DistillationModule(PolicyModule):
         parts = {"distillation/divergence": divergence.detach()}
         if share < 1.0:
             parts["distillation/cross_entropy"] = cross_entropy.detach()
-        coef = self.router_aux_loss_coef if self.balances_routers else 0.0
-        return with_router_loss(
-            LossOutput(share * divergence + (1.0 - share) * cross_entropy, parts), balance, mask, coef
-        )
+        result = LossOutput(share * divergence + (1.0 - share) * cross_entropy, parts)
+        return self.with_router_loss(result, router_loss, mask)
 
     def teacher_rows(self, batch: TokenBatch) -> TeacherRows:
-        """What the teacher says about the trained tokens of a batch.
-
-        Args:
-            batch: B sequences.
+        """The teacher's outputs for the trained tokens of a batch.
 
         Raises:
-            RuntimeError: If it was to be computed before training and the batch does not have it.
+            RuntimeError: If they were to be computed before training and the batch does not have them.
         """
         if isinstance(batch, DistilledBatch):
             return lambda part: (batch.teacher_logprobs[part], batch.teacher_ids[part])
@@ -198,31 +214,86 @@ class DistillationModule(PolicyModule):
             )
         return teacher_logits(self.teacher, batch, batch.loss_mask)
 
+    # ------------------------------------------------------------------ the teacher, before training
+
+    def _precompute(self, loaders: Any) -> None:
+        """Replace the examples of our loaders by ones with the teacher's likeliest tokens. A collective."""
+        if not self.precompute_teacher:
+            return
+        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+            if isinstance(loader, StepLoader) and loader.collate is collate_tokens:
+                examples = cast(TokenizedDataset, loader.examples)
+                loader.examples = DistilledExamples(examples, *self._load_or_compute(examples))
+                loader.collate = collate_distilled
+
+    def _load_or_compute(self, examples: TokenizedDataset) -> tuple[Tensor, Tensor]:
+        """:meth:`teacher_top_k`, from the cache if it is there; else by a teacher that is loaded for this pass only."""
+        count = len(examples.lengths)
+
+        def key() -> list[Any]:
+            data = tokens_fingerprint(examples[index] for index in range(count))
+            return [data, model_fingerprint(self.teacher_name), self.top_k, str(self.trainer.precision)]
+
+        def compute() -> tuple[Tensor, Tensor]:
+            return self.teacher_top_k(examples, self.build_teacher().to(self.device))
+
+        folder = Path(self.teacher_cache or Path(self.trainer.default_root_dir) / "teacher_logprobs")
+        what = f"the teacher's {self.top_k} likeliest tokens of {count} examples"
+        found: tuple[Tensor, Tensor] = load_or_compute(key, folder, self.trainer, compute, what)
+        return found
+
+    @torch.no_grad()
+    def teacher_top_k(self, examples: TokenizedDataset, teacher: nn.Module) -> tuple[Tensor, Tensor]:
+        """The teacher's K likeliest tokens at every trained token, each rank computing its share. A collective.
+
+        Args:
+            examples: Tokenised sequences, the same on every rank.
+            teacher: A frozen model.
+
+        Returns:
+            (all trained tokens, K) float32 log-probs over the whole vocabulary and int32 ids, on the CPU, the same on
+            every rank.
+        """
+        from tqdm.auto import tqdm
+
+        world, rank, top_k = self.trainer.world_size, self.global_rank, cast(int, self.top_k)
+        student: Any = unwrap(self.policy)
+        vocabulary = student.config.get_text_config().vocab_size  # the teacher's may be padded further
+        ends = list(accumulate(examples.targets))
+        logprobs = torch.zeros(ends[-1], top_k)
+        ids = torch.zeros(ends[-1], top_k, dtype=torch.int32)
+        batches = token_batches(examples.lengths, self.max_tokens_per_forward)
+        for chosen in tqdm(batches[rank::world], desc="Teacher log-probs", disable=rank > 0, leave=False):
+            batch = collate_tokens([examples[row] for row in chosen]).to(self.device)
+            places = torch.cat([torch.arange(ends[row] - examples.targets[row], ends[row]) for row in chosen])
+            with self.trainer.precision_plugin.forward_context():
+                rows = teacher_logits(teacher, batch, batch.loss_mask)
+                for start in range(0, len(places), self.chunk_size):
+                    part = slice(start, start + self.chunk_size)
+                    best = rows(part)[0][:, :vocabulary].float().log_softmax(-1).topk(top_k, -1)
+                    logprobs[places[part]], ids[places[part]] = best.values.cpu(), best.indices.int().cpu()
+        return all_reduce(logprobs.to(self.device)).cpu(), all_reduce(ids.to(self.device)).cpu()
+
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self) -> None:
-        """Let the teacher speak once, if it is not to be held."""
+        """Compute the teacher's outputs for all data, if they are precomputed."""
         self._precompute(self.trainer.train_dataloader)
         self._precompute(self.trainer.val_dataloaders)
 
     def on_validation_start(self) -> None:
-        """The same for validation data."""
+        """Compute the teacher's outputs for validation data, if they are precomputed."""
         self._precompute(self.trainer.val_dataloaders)
 
-    def _precompute(self, loaders: Any) -> None:
-        if self.precompute_teacher:
-            for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
-                precompute_teacher(loader, self)
-
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        """One micro-batch."""
+        """Compute and log the loss of one micro-batch."""
         loss, parts = self.loss(batch)
         self.log_step({"loss": loss.detach()})
         self.log_means({f"{name}_epoch": value for name, value in parts.items()})
         return loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Mean loss over the validation tokens."""
+        """Log the mean loss over the validation tokens."""
         loss, parts = self.loss(batch)
         self.log("val/loss", loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
         self.log_means({f"val/{name}": value for name, value in parts.items()})

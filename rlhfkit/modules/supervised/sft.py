@@ -1,6 +1,6 @@
 """``SFTModule`` and ``DFTModule``: supervised fine-tuning on the tokens that the data marks.
 
-What is learned is a matter of the data (:class:`rlhfkit.SFTDataModule`): completions, the assistant's turns, or whole
+The data decides which tokens those are (:class:`rlhfkit.SFTDataModule`): completions, the assistant's turns, or whole
 texts as in pretraining.
 """
 
@@ -11,59 +11,86 @@ from torch import Tensor
 
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss, dft_loss
-from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.models import LoRA, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.router_loss import with_router_loss
+from rlhfkit.modules.optim import Schedule
 
 
 class SFTModule(PolicyModule):
-    """A policy that imitates.
+    """Supervised fine-tuning by cross-entropy.
 
-    The loss is the mean over the trained tokens of the whole optimizer step, whatever the micro-batches, ranks, padding
-    or packing. Override :meth:`loss` for another objective on the same log-probs, as :class:`DFTModule` does.
+    The loss is the mean over the trained tokens of the whole optimizer step, independent of micro-batches, ranks,
+    padding and packing. Override :meth:`loss` for another objective on the same log-probs, as :class:`DFTModule` does.
 
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (5e-6: OpenRLHF's default for SFT).
-        **kwargs: See :class:`PolicyModule`.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
+        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
     """
 
     batch_types = (TokenBatch,)
 
-    def __init__(self, model: str, *, lr: float = 5e-6, **kwargs: Any) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 5e-6,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            lr=lr,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            **kwargs,
+        )
 
     def policy_output(self, batch: TokenBatch) -> PolicyOutput:
-        """Log-probs of the trained tokens."""
+        """Log-probs of the trained tokens under the policy."""
         return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
 
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
-        """The objective of one micro-batch; the one method to override for another.
+        """The loss of one micro-batch; the one method to override for another objective.
 
         Args:
             batch: B sequences.
-            out: What the current policy says about them.
+            out: Result of :meth:`policy_output`.
         """
         return cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        """One micro-batch."""
+        """Compute and log the loss of one micro-batch."""
         out = self.policy_output(batch)
-        coef = self.router_aux_loss_coef
-        result = with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask, coef)
+        result = self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask)
         self.log_step({"loss": result.loss.detach()})
         self.log_metrics(result.metrics, batch.loss_mask.sum(), suffix="_epoch")
         return result.loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Mean loss and perplexity over the validation tokens, the same however they are split."""
+        """Log mean loss and negative log-likelihood over the validation tokens, however they are split into batches."""
         out = self.policy_output(batch)
         nll = cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator).loss
         losses = {"val/loss": self.loss(batch, out).loss, "val/nll": nll}
         self.log_dict(losses, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
 
     def on_validation_epoch_end(self) -> None:
-        """Perplexity, which is no mean over batches."""
+        """Log the perplexity, which is not a mean over batches."""
         nll = self.trainer.callback_metrics.get("val/nll")
         if nll is not None:
             self.log("val/perplexity", nll.exp())
@@ -82,10 +109,5 @@ class DFTModule(SFTModule):
     """
 
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
-        """The objective of one micro-batch.
-
-        Args:
-            batch: B sequences.
-            out: What the current policy says about them.
-        """
+        """The loss of one micro-batch, see :meth:`SFTModule.loss`."""
         return dft_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)

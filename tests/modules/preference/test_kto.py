@@ -133,7 +133,7 @@ class Given(KTOModule):
 
     given: dict[int, dict[str, torch.Tensor]]
 
-    def _answers_of(self, model: Any, batch: ReferencedBatch) -> torch.Tensor:
+    def _answer_logprobs(self, model: Any, batch: ReferencedBatch) -> torch.Tensor:
         logprobs = self.given[int(batch.input_ids[0, 0])]["policy" if model is None else model]
         return torch.where(batch.loss_mask, logprobs, 0.0).sum(-1)
 
@@ -164,7 +164,7 @@ def test_loss_reference_point_and_metrics_are_those_of_trl(case: dict[str, Any],
     if module._has_reference_point:
         kl = module.kl_estimate([ReferencedBatch(**batches[mismatched])])
         assert float(kl) == pytest.approx(case["metrics"]["kl"], rel=1e-6)
-    logprobs = module._answers_of(module.policy, batch)
+    logprobs = module._answer_logprobs(module.policy, batch)
     assert float(module._evaluated(batch, logprobs, kl).loss) == pytest.approx(case["loss"], rel=1e-6)
     metrics = module._class_metrics(kl)
     for name, value in case["metrics"].items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from modules import scalar_cases
 from rlhfkit import PreferenceDataModule, RewardModule
 from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
-from rlhfkit.modules.reward.calibration import Calibration
+from rlhfkit.modules.reward.base import Calibration
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["reward_model"]
 
