@@ -1,4 +1,4 @@
-"""SFT, DPO and KTO beside TRL: throughput and memory on the same model, token ids and machine; one JSON line.
+"""SFT, DPO and KTO compared with TRL: throughput and memory on the same model, token ids and machine; one JSON line.
 
     python benchmarks/offline.py                                   # ours only, if TRL cannot be imported
     PYTHONPATH=trl_folder python benchmarks/offline.py             # pip install --no-deps -t trl_folder trl accelerate
@@ -7,7 +7,7 @@
 A Qwen3 of 25 million random parameters (32,000 words, width 384, 8 layers), float32, no gradient checkpointing, AdamW,
 equal batch sizes. Data are words of a vocabulary with one token each, so both libraries see the same token ids. Two
 epochs are trained and the second is timed, in which each example is seen once. Each variant runs in a process of its
-own, all variants in turn, repeat by repeat, so that a change of the machine's load meets all of them.
+own, all variants in turn, repeat by repeat, so that a change of the load of the machine affects all of them.
 
 Tasks: ``sft`` in tokens per second (ours: packed; TRL: ``trl`` padded, ``trl_padding_free``, and ``trl_packed``; the
 last two let samples see one another on a CPU), ``dpo`` in pairs per second (with a reference model; ``_precomputed``

@@ -4,7 +4,7 @@
     python benchmarks/strategy.py --hidden 512 --layers 8 --rounds 5
 
 A random Llama of the asked size learns random tokens in fp32 on one rank. The variants run in turn, round by round, in
-one process, so that a change of the machine's load meets all of them:
+one process, so that a change of the load of the machine affects all of them:
 
 - ``lightning``: Lightning's single-device strategy;
 - ``deepspeed``: a bare loop over one DeepSpeed engine with the same configuration, no Trainer. The yardstick;

@@ -1,11 +1,11 @@
-"""A toy world small enough for two CPU cores: additions, a character tokenizer, and a model of 345,000 parameters.
+"""A task small enough for two CPU cores: additions, a character tokenizer, and a model of 345,000 parameters.
 
 ``python tutorials/arithmetic.py runs/arithmetic`` writes
 
 - ``model/``: a randomly initialised Llama and its tokenizer, loadable with ``from_pretrained``;
 - ``demonstrations.jsonl``: ``{"question": "17+25=", "answer": "42"}``, for supervised fine-tuning, and
-  ``validation.jsonl``, 200 more to tell when it should end;
-- ``train.jsonl`` and ``heldout.jsonl``: prompts for reinforcement learning, and 300 that nothing is ever trained on.
+  ``validation.jsonl``, 200 more for early stopping;
+- ``train.jsonl`` and ``heldout.jsonl``: prompts for reinforcement learning, and 300 that are never trained on.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def save_model(folder: Path, seed: int) -> None:
 
 
 def save_questions(folder: Path, seed: int) -> None:
-    """Write all additions, shuffled and split into what is trained on and what is held out."""
+    """Write all additions, shuffled and split into training and held-out files."""
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     random.Random(seed).shuffle(pairs)
     rows = [json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a, b in pairs]
@@ -69,15 +69,7 @@ def save_questions(folder: Path, seed: int) -> None:
 
 
 def make(folder: Path, seed: int = 0) -> Path:
-    """Write model and data.
-
-    Args:
-        folder: Where; made when missing.
-        seed: Of the weights and of the split.
-
-    Returns:
-        The folder.
-    """
+    """Write model and data into a folder, which is returned; the seed is that of the weights and of the split."""
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder / "model", seed)
     save_questions(folder, seed)

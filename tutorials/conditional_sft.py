@@ -1,7 +1,8 @@
-"""Conditional SFT: learn from good and bad answers alike, with their reward in the prompt; then ask for good ones.
+"""Conditional SFT: train on good and bad answers alike, with their reward in the prompt; then ask for good ones.
 
-SteerLM (arXiv:2310.05344) and OpenRLHF's conditional SFT: nothing is thrown away, and the model can be steered.
-``python tutorials/conditional_sft.py`` prints the accuracy on held-out additions when good and when bad is asked for.
+SteerLM (arXiv:2310.05344) and OpenRLHF's conditional SFT: no sample is discarded, and the reward in the prompt steers
+the model. ``python tutorials/conditional_sft.py`` prints the accuracy on held-out additions when good and when bad
+answers are asked for.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from rlhfkit import SamplingSpec
 from rlhfkit.data.recipes import bin_rewards, condition_prompts
 
 TEMPLATE = "{level}={prompt}"
-"""The toy tokenizer knows digits, + and =. For a real model e.g. ``"{prompt}\\nquality:{level}\\n"``."""
+"""The tokenizer knows digits, + and =. For a real model e.g. ``"{prompt}\\nquality:{level}\\n"``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A decision transformer: each step is learned with the return that followed it, and the highest return is asked for.
+"""A decision transformer: each step is trained with the return that followed it; then the highest return is asked for.
 
 Each character of an answer is a step with reward 0 when right and -1 when wrong, so the highest return is 0. From each
 step on, an answer is an example of how to get its return-to-go (Chen et al., 2021, arXiv:2106.01345): the wrong answer
@@ -16,11 +16,11 @@ from rlhfkit import SamplingSpec
 from rlhfkit.data.recipes import condition_prompts, returns_to_go
 
 TEMPLATE = "{wrong}={prompt}"
-"""The return without its sign: the toy tokenizer knows digits, + and = only."""
+"""The return without its sign: the tokenizer knows only digits, + and =."""
 
 
 def steps(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A sampled answer from each of its steps on, the end of the answer being the last step."""
+    """Yield the rest of a sampled answer from each of its steps on; the last step is the end of the answer."""
     text = line["completion"]
     rewards = [float(step == right) - 1 for step, right in zip_longest([*text, ""], [*line["answer"], ""])]
     for said, to_go in enumerate(returns_to_go(rewards)[: len(text) + 1]):

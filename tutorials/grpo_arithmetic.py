@@ -1,8 +1,8 @@
-"""The demo: a small language model learns to add, first a little by imitation, then by reinforcement.
+"""The demo: a small language model learns to add, first by supervised fine-tuning, then by reinforcement learning.
 
-``make demo`` runs this. It makes a model and data (tutorials/arithmetic.py), fine-tunes the model until it is mediocre,
-and then lets GRPO take over with nothing but "right" or "wrong" (tutorials/grpo_arithmetic.yaml). At the end it prints
-how many additions that were never trained on the model gets right, before and after.
+``make demo`` runs this. It makes a model and data (tutorials/arithmetic.py), fine-tunes the model until it gets some
+additions right, and trains it with GRPO, whose only reward is whether the answer is right
+(tutorials/grpo_arithmetic.yaml). At the end it prints the accuracy on held-out additions, before and after.
 """
 
 import argparse
@@ -34,8 +34,8 @@ from rlhfkit.rewards import exact_match
 HERE = Path(__file__).parent
 
 
-def imitate(folder: Path) -> Path:
-    """Supervised fine-tuning to a mediocre start: it ends as soon as the validation loss falls below 0.57 nats."""
+def supervised_start(folder: Path) -> Path:
+    """Supervised fine-tuning, stopped as soon as the validation loss falls below 0.57 nats: a mediocre start."""
     module = SFTModule(str(folder / "model"), lr=2e-3, warmup_steps=50)
     data = SFTDataModule(
         str(folder / "demonstrations.jsonl"),
@@ -70,7 +70,7 @@ def heldout_accuracy(folder: Path, model: Path) -> float:
 
 
 def quiet_trainer(folder: Path, **arguments: object) -> L.Trainer:
-    """A Trainer that writes nothing."""
+    """A Trainer that prints and saves nothing."""
     return L.Trainer(
         default_root_dir=folder,
         gradient_clip_val=1.0,
@@ -95,11 +95,11 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
 
-    torch.set_num_threads(1)  # for a model this small a second core costs more than it brings
+    torch.set_num_threads(1)  # a second thread slows down a model this small
     began = time.perf_counter()
     folder = arithmetic.make(arguments.folder, arguments.seed)
     L.seed_everything(arguments.seed, verbose=False)
-    start = imitate(folder)
+    start = supervised_start(folder)
     before = heldout_accuracy(folder, start)
     print(f"after supervised fine-tuning: {before:.1%} of the held-out additions right; now GRPO", flush=True)
 

@@ -1,7 +1,7 @@
 """Iterative DPO: sample answers, pair the best with the worst of each question, train on the pairs, and again.
 
-Each round samples from the policy of the last one, which is also its reference. Where one token decides, DPO alone may
-make both answers unlikely, so the likelihood of the chosen one is learned too: iterative RPO (Pang et al., 2024,
+Each round samples from the policy of the last one, which is also its reference. Where answers differ in one token, DPO
+alone may make both unlikely, so the likelihood of the chosen one is maximised too: iterative RPO (Pang et al., 2024,
 arXiv:2404.19733). ``python tutorials/iterative_dpo.py`` prints the accuracy on held-out additions before and after.
 """
 

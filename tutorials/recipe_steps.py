@@ -1,7 +1,7 @@
 """Steps that the recipes share: a mediocre model to start from, scored completions, fine-tuning, and accuracy.
 
 The recipes are rejection_sampling.py, iterative_dpo.py, conditional_sft.py and decision_transformer.py; each is a loop
-of generate, score, choose and train, on the toy world of arithmetic.py.
+of generate, score, select and train, on the additions of arithmetic.py.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import datasets
 import lightning as L
 import torch
 import transformers
-from grpo_arithmetic import imitate, quiet_trainer
+from grpo_arithmetic import quiet_trainer, supervised_start
 
 from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.cli.generate import generate
@@ -27,16 +27,16 @@ from rlhfkit.rewards import exact_match
 
 
 class Start(NamedTuple):
-    """What a recipe begins with."""
+    """The start of a recipe."""
 
     folder: Path
     """Where everything is written."""
     model: Path
     """Gets about 60% of the additions right."""
     questions: list[dict[str, Any]]
-    """To learn from: rows with ``question`` and ``answer``."""
+    """For training: rows with ``question`` and ``answer``."""
     heldout: list[dict[str, Any]]
-    """Likewise, never learned from."""
+    """The same columns; never trained on."""
     samples: int
     """Completions per question."""
     rounds: int
@@ -44,7 +44,7 @@ class Start(NamedTuple):
 
 
 def start(about: str | None, arguments: Sequence[str] | None, *, samples: int = 8, rounds: int = 1) -> Start:
-    """Read the command line; make the data, and the model by a little supervised fine-tuning."""
+    """Read the command line; make the data, and a model by short supervised fine-tuning."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/recipes"), help="where everything is written")
     parser.add_argument("--samples", type=int, default=samples, help="completions per question")
@@ -55,17 +55,17 @@ def start(about: str | None, arguments: Sequence[str] | None, *, samples: int = 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    torch.set_num_threads(1)  # for a model this small a second core costs more than it brings
+    torch.set_num_threads(1)  # a second thread slows down a model this small
     L.seed_everything(options.seed, verbose=False)
     folder = options.folder
     if not (folder / "sft").exists():
-        imitate(arithmetic.make(folder, options.seed))
+        supervised_start(arithmetic.make(folder, options.seed))
     rows = [read_lines(folder / name) for name in ("train.jsonl", "heldout.jsonl")]
     return Start(folder, folder / "sft", *rows, options.samples, options.rounds)
 
 
 def scored(model: Path, rows: Sequence[Any], folder: Path, sampling: SamplingSpec) -> list[dict[str, Any]]:
-    """Completions of the rows' questions, with reward 1 where they are right and 0 where not."""
+    """Generate answers to the questions of the rows, and score them: 1 if right, 0 if not."""
     samples, judged = folder / "samples.jsonl", folder / "scored.jsonl"
     generate(str(model), rows, samples, prompt="question", sampling=sampling, overwrite=True, progress=False)
     score(samples, judged, reward=exact_match, prompt="question", answer="answer", overwrite=True, progress=False)
@@ -73,7 +73,7 @@ def scored(model: Path, rows: Sequence[Any], folder: Path, sampling: SamplingSpe
 
 
 def accuracy(model: Path, rows: Sequence[Any], folder: Path) -> float:
-    """Percentage of questions that the model answers right, greedily."""
+    """Percentage of questions that the model answers right with greedy sampling."""
     greedy = SamplingSpec(group_size=1, max_new_tokens=5, temperature=0.0)
     return 100 * fmean(line["reward"] for line in scored(model, rows, folder, greedy))
 

@@ -1,8 +1,8 @@
-"""An agent learns to use a tool: ask first, then say what it was told. One minute on a CPU, from a random model.
+"""An agent learns to call a tool and to repeat its result. One minute on a CPU, from a random model.
 
-``python tutorials/tool_agent.py`` makes a tiny chat model and a game: each prompt names a drawer, and what lies in it
-(one of ten digits) only the tool ``open_drawer`` knows. The model calls it with ``?`` and answers with the digit.
-Guessing is right one time in ten; a model that asks and then repeats what it read is right always.
+``python tutorials/tool_agent.py`` makes a tiny chat model and a game: each prompt names a drawer, and only the tool
+``open_drawer`` knows the digit in it. The model calls it with ``?`` and answers with the digit. A guess is right one
+time in ten; a model that calls the tool and repeats its result is always right.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def make_model(folder: Path, seed: int) -> Path:
 
 
 def make_prompts(file: Path, rows: int = 400) -> Path:
-    """Drawers and what lies in them, which no prompt says."""
+    """Write names of drawers as prompts, and the digits in them as answers."""
     generator = random.Random(0)
     lines = [{"prompt": generator.choice("ABCDEFGH"), "answer": str(generator.randrange(10))} for _ in range(rows)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -66,12 +66,12 @@ def make_prompts(file: Path, rows: int = 400) -> Path:
 
 
 def question_mark(action: Action) -> list[ToolCall]:
-    """How this model calls its only tool. Grown-up models write JSON, which is what is parsed by default."""
+    """Parse a call of this model, ``?``. By default calls are JSON, which larger models write."""
     return [ToolCall("open_drawer")] if action.text.startswith("?") else []
 
 
 class Drawers(ToolEnvironment):
-    """One drawer: half a point for opening it with the tool, a quarter for any digit then, one for the right one."""
+    """One drawer: reward 0.5 for opening it with the tool, then 0.25 for any digit or 1 for the right one."""
 
     def __init__(self) -> None:
         super().__init__([self.open_drawer], parse=question_mark)
@@ -87,24 +87,24 @@ class Drawers(ToolEnvironment):
         return self.content
 
     async def step(self, action: Action) -> Step:
-        """The tool's result, and a reward for having asked."""
+        """Return the result of the tool, and the reward for the call."""
         step = await super().step(action)
         return step if step.done else Step(step.observation, reward=0.5 * (self.opened == 1), info=step.info)
 
     def answer_reward(self, action: Action) -> float:
-        """Right, a digit at least, or anything else; nothing for a guess without having looked."""
+        """1 for the right digit, 0.25 for another one; 0 if the drawer was not opened."""
         return self.opened * (0.25 * action.text[:1].isdigit() + 0.75 * action.text.startswith(self.content))
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    """Train; the mean reward of the first and of the last five iterations, and the share of episodes that ask."""
+    """Train; return the mean reward of the first and last five iterations, and the share of episodes with a call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/tool_agent"))
     parser.add_argument("--iterations", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=4e-3)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # for a model this small a second core costs more than it brings
+    torch.set_num_threads(1)  # a second thread slows down a model this small
     options.folder.mkdir(parents=True, exist_ok=True)
     model = make_model(options.folder / "model", options.seed)
     data = PromptDataModule(
