@@ -14,8 +14,8 @@ idle ones it can gain little. ``vllm``, where vLLM is installed, has one engine 
 thread; ``vllm_ratio`` is TRL's time, with generation in its own process, over it.
 
 ``elsewhere`` has an engine that takes its time without these cores, as a remote one does: it sleeps ``--slowness``
-times as long as an iteration's training takes, and returns tokens without computing any. A synchronous run costs the sum
-of both, sampling ahead should cost the larger of them: ``async_over_max`` and ``in_flight_over_max`` near 1,
+times as long as an iteration's training takes, and returns tokens without computing any. A synchronous run costs the
+sum of both, sampling ahead should cost the larger of them: ``async_over_max`` and ``in_flight_over_max`` near 1,
 ``sync_over_max`` near 2 (with ``--slowness 1``).
 Prints one line of JSON.
 """
