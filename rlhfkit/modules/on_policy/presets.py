@@ -1,11 +1,8 @@
 """Published relatives of GRPO as arguments of :class:`~rlhfkit.modules.on_policy.grpo.GRPOModule`.
 
-``from rlhfkit import presets``, then ``GRPOModule(model, **presets.DAPO)``; change a knob with
-``**presets.DAPO | {"clip_high": 0.3}``. They are plain dictionaries of the module's arguments. Each names its policy
-loss, whose own defaults are the published clip and aggregation; advantages are GRPO's where none are named.
-
-What a paper does to sampling and rewards is not the module's: DAPO's dynamic sampling is
-``RolloutCallback(dynamic_sampling=...)``, its length penalty :class:`~rlhfkit.rewards.LengthPenalty`.
+``GRPOModule(model, **presets.DAPO)``, or with a change ``**presets.DAPO | {"clip_high": 0.3}``. Each names its policy
+loss, whose defaults are the published clip and aggregation; advantages are GRPO's where none are named. Sampling and
+rewards are set elsewhere: ``RolloutCallback(dynamic_sampling=...)``, :class:`~rlhfkit.rewards.LengthPenalty`.
 """
 
 from collections.abc import Mapping
@@ -20,28 +17,12 @@ Preset = Mapping[str, Any]
 
 
 def no_baseline(rewards: Tensor, group: Tensor) -> Tensor:
-    """The rewards as they are, 0 where missing: the estimator of REINFORCE++, whose baseline is the batch.
-
-    Args:
-        rewards: (B,), NaN where missing.
-        group: Not used.
-
-    Returns:
-        (B,).
-    """
+    """Return the rewards (B,), with 0 where they are missing (NaN): for estimators that whiten over the batch."""
     return rewards.nan_to_num(nan=0.0)
 
 
-def centred(rewards: Tensor, group: Tensor) -> Tensor:
-    """Reward minus the mean of its group.
-
-    Args:
-        rewards: (B,), NaN where missing.
-        group: (B,) ids.
-
-    Returns:
-        (B,).
-    """
+def group_mean_baseline(rewards: Tensor, group: Tensor) -> Tensor:
+    """Subtract the mean of its group from each reward (B,); 0 where the reward is missing (NaN)."""
     return group_advantages(rewards, group, scale="none")
 
 
@@ -50,7 +31,7 @@ def _preset(**arguments: Any) -> Preset:
 
 
 GRPO = _preset(policy_loss="grpo_loss", kl_coef=0.04)
-"""As published: Shao et al. (2024, arXiv:2402.03300)."""
+"""The GRPO of the paper: Shao et al. (2024, arXiv:2402.03300)."""
 DR_GRPO = _preset(policy_loss="dr_grpo_loss", advantage_scale="none")
 """No division by deviation or length: Liu et al. (2025, arXiv:2503.20783). Needs ``max_length``, the longest answer."""
 DAPO = _preset(policy_loss="dapo_loss")
@@ -58,8 +39,8 @@ DAPO = _preset(policy_loss="dapo_loss")
 RLOO = _preset(
     policy_loss="rloo_loss", advantages="rloo_advantages", kl_coef=0.05, kl_estimator="k1", kl_in_reward="sequence"
 )
-"""Leave-one-out baseline: Ahmadian et al. (2024, arXiv:2402.14740); clip and KL of TRL. The KL penalty of an answer is
-subtracted from its reward, and so is part of the baseline of the others."""
+"""Leave-one-out baseline: Ahmadian et al. (2024, arXiv:2402.14740); clip and KL of TRL. The KL penalty is subtracted
+from the reward before the baseline."""
 REINFORCE_PLUS_PLUS = _preset(
     policy_loss="ppo_loss",
     advantages="rlhfkit.modules.on_policy.presets.no_baseline",
@@ -69,15 +50,15 @@ REINFORCE_PLUS_PLUS = _preset(
     kl_estimator="k1",
     kl_in_reward="token",
 )
-"""No group at all: Hu et al. (2025, arXiv:2501.03262); ``SamplingSpec(group_size=1)`` works. KL as in OpenRLHF."""
+"""No groups: Hu et al. (2025, arXiv:2501.03262); ``SamplingSpec(group_size=1)`` works. KL as in OpenRLHF."""
 REINFORCE_PLUS_PLUS_BASELINE = _preset(
     policy_loss="ppo_loss",
-    advantages="rlhfkit.modules.on_policy.presets.centred",
+    advantages="rlhfkit.modules.on_policy.presets.group_mean_baseline",
     whiten_advantages=True,
     kl_coef=0.01,
     kl_estimator="k2",
 )
-"""Group mean as baseline, batch deviation as scale: same paper; KL in the loss, k2, as its authors advise."""
+"""Group mean as baseline, batch deviation as scale (Hu et al.); KL in the loss, k2, as the authors advise."""
 GPG = _preset(policy_loss="gpg_loss", advantages="gpg_advantages")
 """REINFORCE with the group mean as baseline, no ratio and no clip: Chu et al. (2025, arXiv:2504.02546)."""
 GSPO = _preset(policy_loss="gspo_loss")
@@ -95,7 +76,7 @@ VESPO = _preset(policy_loss="vespo_loss")
 CLIP_COV = _preset(policy_loss="clip_cov_loss")
 """No gradient for a few tokens that lower the entropy most: Cui et al. (2025, arXiv:2505.22617)."""
 KL_COV = _preset(policy_loss="kl_cov_loss")
-"""A KL penalty on a few tokens that lower the entropy most: same paper."""
+"""A KL penalty on a few tokens that lower the entropy most: Cui et al. (2025, arXiv:2505.22617)."""
 DPPO = _preset(policy_loss="dppo_loss", advantage_scale="none")
 """A bound on the difference of probabilities to the engine's: Qi et al. (2026, arXiv:2602.04879), in prime-rl's form,
 whose advantages are centred and not scaled."""
@@ -127,4 +108,4 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "decoupled_ppo": DECOUPLED_PPO,
     }
 )
-"""All of them by name."""
+"""All presets by name."""

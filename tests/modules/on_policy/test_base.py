@@ -1,4 +1,7 @@
-"""Knobs of modules that learn from their own samples, against the loss functions called by hand."""
+"""Arguments of modules that learn from their own samples, against the loss functions called by hand.
+
+Covers base.py, grpo.py and presets.py.
+"""
 
 import dataclasses
 import functools
@@ -337,7 +340,7 @@ def test_an_estimator_that_sees_the_whole_iteration_is_a_function_and_survives_c
     assert loaded.hparams["advantages"] == f"{__name__}.shorter_is_better"
 
 
-def test_every_knob_shows_in_the_hyperparameters() -> None:
+def test_every_argument_shows_in_the_hyperparameters() -> None:
     """Also those that only a base class names, so that a run's log says all of what was done."""
     for kind in (GRPOModule, PPOModule):
         module = kind("anywhere", **(presets.DAPO if kind is GRPOModule else {}))
@@ -367,7 +370,7 @@ def test_every_knob_shows_in_the_hyperparameters() -> None:
         ({"kl_estimator": "k9", "kl_coef": 0.1}, "k9"),
     ],
 )
-def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
+def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GRPOModule("anywhere", **arguments)
 

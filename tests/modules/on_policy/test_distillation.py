@@ -236,7 +236,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"kl_coef": 0.1, "kl_in_reward": True}, "kl_in_reward needs a reward_coef"),
     ],
 )
-def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
+def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OnPolicyDistillationModule("anywhere", "elsewhere", **arguments)
 

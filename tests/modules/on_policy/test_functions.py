@@ -1,4 +1,7 @@
-"""Every policy loss of rlhfkit.losses as ``policy_loss`` of a module, against the function called by hand."""
+"""Every policy loss of rlhfkit.losses as ``policy_loss`` of a module, against the function called by hand.
+
+Functions as ``advantages`` are in test_base.py.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -281,7 +284,7 @@ def test_a_run_gives_the_loss_what_its_own_engine_said(tmp_path: Path, preset: M
     assert (preset is presets.DECOUPLED_PPO) == ("rollout_corr/is_mean" in trainer.callback_metrics)
 
 
-def test_a_knob_that_is_named_like_one_of_the_module_belongs_to_the_loss_where_it_is_its_own() -> None:
+def test_an_argument_that_is_named_like_one_of_the_module_belongs_to_the_loss_where_it_is_its_own() -> None:
     batch, logprobs = prepared()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None

@@ -1,4 +1,4 @@
-"""The KL at which the updates of an iteration stop."""
+"""Early stopping at a KL; the coefficient that follows a target is tested in test_base.py."""
 
 import copy
 from pathlib import Path
@@ -84,6 +84,6 @@ def test_updates_stop_where_the_distance_passes_the_limit_and_begin_again(tmp_pa
     assert trainer.global_step == 8  # steps are counted, whoever took part
     share = trainer.callback_metrics["policy/kl_early_stopped"]  # of the last iteration
     assert 0 < share < 1
-    if module is PPOModule:  # the critic goes on
+    if module is PPOModule:  # the critic is still updated
         pairs = zip(watch.critics, watch.critics[1:], strict=False)
         assert all(not torch.equal(one[0], other[0]) for one, other in pairs)

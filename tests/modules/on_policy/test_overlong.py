@@ -1,4 +1,4 @@
-"""Answers that were cut off: what is masked, what is counted, and what the baseline still sees."""
+"""Answers that were cut off: what is masked, what is counted, and what is part of the baseline. Covers rewards.py."""
 
 from pathlib import Path
 from typing import Any

@@ -180,6 +180,6 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
         ({"ptx_coef": -0.1}, "ptx_coef"),
     ],
 )
-def test_a_bad_knob_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
+def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOModule("anywhere", **arguments)

@@ -1,4 +1,4 @@
-"""PPO with everything on: however it is split, stopped and resumed, it is the same run."""
+"""PPO with all options: split over micro-batches or ranks, stopped and resumed, it is the same run. Covers ppo.py."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(
     save = SaveAt(tmp_path / "saved.ckpt", batch=14)  # of 8 an iteration: three updates into the second
     trainer, straight, data, _ = run(tmp_path, arguments, callbacks=[save])
     trainer.fit(straight, data)
-    assert save.stopped  # the policy stands still, and resumed it still does
+    assert save.stopped  # early stopping is in effect, and still is when resumed
     trainer, resumed, data, _ = run(tmp_path, arguments)
     trainer.fit(resumed, data, ckpt_path=str(tmp_path / "saved.ckpt"))
     expected = weights(straight)
@@ -175,7 +175,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 class Sums(L.Callback):
-    """Sums of all weights after each update, and whether the policy had to stand still."""
+    """Sums of all weights after each update, and whether the policy's update was skipped."""
 
     def __init__(self) -> None:
         self.sums: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""PPO with policy and critic on one trunk, and with text mixed in, against the loop by hand."""
+"""PPO with policy and critic on one trunk, and with pretraining text, against a loop by hand. Covers ppo.py."""
 
 import copy
 from pathlib import Path
