@@ -128,8 +128,8 @@ class PPOModule(OnPolicyModule):
         check_integer("critic_warmup_steps", critic_warmup_steps, minimum=0)
         if shared_backbone and (critic is not None or critic_warmup_steps):
             raise ValueError(
-                "with shared_backbone the critic is a head of the policy: it has no model to start from, and cannot learn "
-                "while the policy is not updated; leave critic and critic_warmup_steps out"
+                "with shared_backbone the critic is a head of the policy: it starts from no model of its own and "
+                "cannot learn while the policy is not updated; leave critic and critic_warmup_steps out"
             )
         self.critic_name = critic
         self.critic_lr = critic_lr
