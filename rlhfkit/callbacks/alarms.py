@@ -1,4 +1,4 @@
-"""``Alarm``: a bound on a metric, and what to do when a run crosses it."""
+"""``Alarm``: a bound on a metric, with advice that is logged when a run crosses it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A metric that should stay within bounds."""
+    """Bounds on a metric, and advice."""
 
     metric: str
-    """Name as logged."""
+    """Name under which it is logged."""
     low: float | None = None
-    """Alarming below this."""
+    """Lowest value without an alarm; ``None``: no bound."""
     high: float | None = None
-    """Alarming above this."""
+    """Highest value without an alarm; ``None``: no bound."""
     advice: str
-    """What it means and what to do."""
+    """What the value means and what to do."""
 
-    def rings(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the metric is there and out of bounds; a NaN is.
+    def is_triggered(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether the metric is logged and out of bounds; NaN is out of bounds.
 
         Args:
             metrics: Numbers or scalar tensors by name.
@@ -45,7 +45,7 @@ ROLLOUT_ALARMS = (
         metric="rollout_corr/untruncated_eff_sample_size",
         low=0.3,
         advice="few samples carry most of the weight, the policy that sampled is too far away: lower max_staleness or "
-        "the learning rate, or give the module a correction ('mis' leaves whole samples out)",
+        "the learning rate, or give the module a correction ('mis' masks whole samples)",
     ),
     Alarm(
         metric="rollout/zero_advantage_fraction",
@@ -56,40 +56,28 @@ ROLLOUT_ALARMS = (
     Alarm(
         metric="rollout/truncated_fraction",
         high=0.5,
-        advice="most samples are cut off at max_new_tokens and judged unfinished: raise "
+        advice="most samples are cut off at max_new_tokens and scored unfinished: raise "
         "SamplingSpec(max_new_tokens=...)",
     ),
     Alarm(
         metric="rollout/unscored_fraction",
         high=0.1,
-        advice="the reward returns None for many samples, which are not trained on: look at what it cannot score",
+        advice="the reward returns None for many samples, which are not trained on: check what it cannot score",
     ),
 )
 """Bounds of ``RolloutCallback``. An effective sample size below 0.3 is verl's alarm; the others are ours."""
 
 
 class Alarms:
-    """Warns of each alarm when it first rings.
-
-    Args:
-        alarms: What to look at.
-    """
+    """Logs the advice of each alarm once, when it is first triggered."""
 
     def __init__(self, alarms: Sequence[Alarm]) -> None:
-        self._silent = list(alarms)
+        self._quiet = list(alarms)
 
     def check(self, metrics: Mapping[str, Any], iteration: int) -> list[Alarm]:
-        """Look at an iteration.
-
-        Args:
-            metrics: Of the iteration.
-            iteration: For the message.
-
-        Returns:
-            The alarms that have not rung before.
-        """
-        ringing = [alarm for alarm in self._silent if alarm.rings(metrics)]
-        self._silent = [alarm for alarm in self._silent if alarm not in ringing]
-        for alarm in ringing:
+        """Check the metrics of an iteration and return the alarms that are triggered for the first time."""
+        triggered = [alarm for alarm in self._quiet if alarm.is_triggered(metrics)]
+        self._quiet = [alarm for alarm in self._quiet if alarm not in triggered]
+        for alarm in triggered:
             log.warning("iteration %d: %s is %.3g: %s", iteration, alarm.metric, metrics[alarm.metric], alarm.advice)
-        return ringing
+        return triggered

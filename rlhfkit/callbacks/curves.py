@@ -1,4 +1,4 @@
-"""``TrainingCurves``: one picture of a run, saved as it grows."""
+"""``TrainingCurves``: plot the metrics of a run to a PNG while it trains."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +19,16 @@ DEFAULT_CURVES = (
 
 
 class TrainingCurves(Callback):
-    """Save a PNG of the run's metrics over its iterations, again and again while it grows.
+    """Plot metrics over iterations to a PNG, which is replaced as the run goes on.
 
     Args:
         path: The PNG; relative paths are under ``trainer.log_dir`` (or the working directory without a logger).
-        curves: Panels from left to right: a title, and the metrics drawn in it. What is never logged is left out.
-        title: Of the picture.
-        every_n_iterations: Draw after iterations n, 2n ... and at the end.
+        curves: Panels from left to right: a title, and the metrics in it. Metrics that are never logged are left out.
+        title: Title of the figure.
+        every_n_iterations: Plot after iterations n, 2n ... and at the end.
 
     Attributes:
-        saved: Where the picture is, once there is one.
+        saved: Path of the PNG; ``None`` before it was first written.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class TrainingCurves(Callback):
         self.saved: Path | None = None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remember what validation found."""
+        """Record the metrics of a validation."""
         if not trainer.sanity_checking:
             self._record(trainer, "val/")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remember the last iteration; the means of an epoch are known only after its last hook."""
+        """Record the previous iteration: an epoch's means are known only after its last hook."""
         self._update(trainer, draw=trainer.current_epoch % self.every_n_iterations == 0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the whole run."""
+        """Plot the whole run."""
         self._update(trainer, draw=True)
 
     def _update(self, trainer: L.Trainer, *, draw: bool) -> None:
@@ -81,14 +81,7 @@ class TrainingCurves(Callback):
                     points.append((x, float(value)))
 
     def draw(self, path: Path) -> Path:
-        """Draw everything recorded so far.
-
-        Args:
-            path: The PNG, replaced as a whole.
-
-        Returns:
-            ``path``.
-        """
+        """Plot everything recorded so far to a PNG, which is replaced as a whole; returns its path."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -103,7 +96,7 @@ class TrainingCurves(Callback):
                 x, y = zip(*self.history[name], strict=True)
                 axes.plot(x, y, marker="." if len(x) < 40 else None, label=name)
             drawn = sorted(abs(y) for name in names for _, y in self.history[name] if y)
-            if drawn and drawn[-1] > 100 * drawn[len(drawn) // 2]:  # one spike would flatten all the rest
+            if drawn and drawn[-1] > 100 * drawn[len(drawn) // 2]:  # a spike would flatten everything else
                 axes.set_yscale("symlog", linthresh=drawn[len(drawn) // 2])
             axes.set_title(title, fontsize=10)
             axes.set_xlabel("iteration")
@@ -119,9 +112,9 @@ class TrainingCurves(Callback):
         return path
 
     def state_dict(self) -> dict[str, Any]:
-        """The curves so far, so that a resumed run draws all of them."""
+        """The recorded metrics, so that a resumed run plots all of them."""
         return {"history": {name: [list(point) for point in points] for name, points in self.history.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the curves."""
+        """Restore the recorded metrics."""
         self.history = {name: [(int(x), float(y)) for x, y in points] for name, points in state_dict["history"].items()}

@@ -1,4 +1,4 @@
-"""``RolloutDump``: every sample of a run on disk, to be read or replayed."""
+"""``RolloutDump``: write every sample of a run to disk, to be read or replayed."""
 
 import filecmp
 import re
@@ -14,19 +14,18 @@ from rlhfkit.validation import check_integer
 
 
 class RolloutDump(Callback):
-    """Writes the samples of each iteration as JSON lines: tokens, text, log-probs, versions, rewards.
+    """Write the samples of each iteration as JSON lines: tokens, text, log-probs, versions, rewards.
 
-    They are written before the iteration is trained on, so that those of an iteration in which the run dies are there.
-    Nothing that is there is lost: a run that is resumed inside an iteration leaves the file of that iteration as it is,
-    and other samples for an iteration that has a file already take its name, while the older file becomes
-    ``iteration_000012.replaced-1.jsonl``.
+    They are written before the iteration is trained on, so they exist even if the run dies in that iteration. No file is
+    lost: a run that resumes inside an iteration leaves that iteration's file unchanged, and when a resumed run makes
+    other samples for an iteration, the older file is renamed to ``iteration_000012.replaced-1.jsonl``.
 
-    :class:`~rlhfkit.rollout.ReplayEngine` gives them back to a run, without generating.
+    :class:`~rlhfkit.rollout.ReplayEngine` returns the samples to a run instead of generating.
 
     Args:
-        folder: Where; made when missing.
-        every_n_iterations: Leave out the others.
-        keep: Iterations to keep, the last ones, those of the run that was resumed among them; ``None``: all.
+        folder: Created when missing.
+        every_n_iterations: Write iterations 0, n, 2n ...
+        keep: Number of latest iterations to keep, counted over resumed runs; ``None``: all.
 
     Raises:
         ValueError: If a number is below 1.
@@ -42,13 +41,13 @@ class RolloutDump(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Write the iteration whose training begins; rank 0 has the samples of all ranks."""
+        """Write the iteration whose training begins; rank 0 writes the samples of all ranks."""
         rollouts = RolloutCallback.of(trainer)
         iteration = rollouts.iteration
         if batch_idx or not trainer.is_global_zero or iteration % self.every_n_iterations:
             return
         if not rollouts.samples:
-            return  # a checkpoint brought the rest of an iteration; its samples were written when they were made
+            return  # resumed inside an iteration; its samples were written when it was collected
         path = samples_file(self.folder, iteration)
         if not path.exists():
             save_samples(path, rollouts.samples)
@@ -61,7 +60,7 @@ class RolloutDump(Callback):
 
     @staticmethod
     def _replace(path: Path, rollouts: RolloutCallback) -> None:
-        """Write the samples of an iteration that was written before, by the run that this one goes on with."""
+        """Write the samples of an iteration that the run before the resume has written too."""
         new = path.with_name(f"{path.stem}.new.jsonl")
         save_samples(new, rollouts.samples)
         if filecmp.cmp(path, new, shallow=False):
@@ -75,6 +74,6 @@ class RolloutDump(Callback):
 
 
 def _iterations(folder: Path) -> list[int]:
-    """Iterations that have a file."""
+    """Numbers of the iterations that have a file."""
     found = (re.fullmatch(r"iteration_(\d{6,})\.jsonl", path.name) for path in folder.iterdir())
     return [int(match[1]) for match in found if match]

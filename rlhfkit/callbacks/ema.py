@@ -1,4 +1,4 @@
-"""``EMA``: an exponential moving average of the trained weights, in float32, whatever precision and strategy.
+"""``EMA``: an exponential moving average of the trained weights in float32, under any precision and strategy.
 
 Lightning's ``WeightAveraging`` (2.6) copies the whole LightningModule, frozen children included, averages in the type
 of the weights (in bfloat16 a decay of 0.999 rounds every step away) and cannot follow sharded models.
@@ -23,14 +23,14 @@ from rlhfkit.validation import check_integer, check_number
 
 
 class EMA(L.Callback):
-    """Averages every parameter that is trained; validation and exports see the average, training goes on without it.
+    """Average every trained parameter; validation and exports use the average, training does not.
 
-    After n averaged updates the average is ``Σ_k d^(n-k) w_k / Σ_k d^(n-k)``, k = 1 .. n: corrected for its start, as
-    Adam's moments are. The weights before training have no part in it, so a short run does not give them back.
+    After n averaged updates the average is ``Σ_k d^(n-k) w_k / Σ_k d^(n-k)``, k = 1 .. n, with the bias correction of
+    Adam's moments: the weights before training are not part of it.
 
-    Under ``RLHFDeepSpeedStrategy`` each rank averages and saves its own share, 4 bytes per parameter divided by the
-    number of ranks; under other strategies every rank averages everything. It is part of the checkpoint, and resuming
-    is bitwise.
+    Under ``RLHFDeepSpeedStrategy`` each rank averages and saves its own shard, 4 bytes per parameter divided by the
+    number of ranks; under other strategies every rank averages everything. The average is part of checkpoints, and
+    resuming is bitwise.
 
     Example::
 
@@ -38,18 +38,18 @@ class EMA(L.Callback):
         trainer = L.Trainer(callbacks=[ema, HFExport("last")])
 
     Args:
-        decay: d in [0, 1); 0.999 as in Lightning's ``EMAWeightAveraging``. It looks back about 1 / (1 - d) updates.
+        decay: d in [0, 1); 0.999 as in Lightning's ``EMAWeightAveraging``. It covers about 1 / (1 - d) updates.
         start_step: Optimizer steps before the first one that is averaged.
-        every_n_steps: Average after every so many optimizer steps; the decay counts these.
-        validate: Validate the average within ``fit``. Must be off beside ``RolloutCallback``, which publishes to the
-            engine whatever weights are in place.
-        export: Writes the average, at the times it is told.
-        device: Where the average is kept, for example ``"cpu"``; beside the weights when ``None``.
+        every_n_steps: Average after every n optimizer steps; the decay is per average.
+        validate: Validate the average within ``fit``. Must be false beside ``RolloutCallback``, which syncs whatever
+            weights are in place to the engine.
+        export: Writes the average instead of the weights, when it is due.
+        device: Where the average is kept, for example ``"cpu"``; ``None``: beside the weights.
 
     Raises:
         ValueError: If a number is out of range; at the start of a fit, if ``validate`` meets a ``RolloutCallback``, or
             if a checkpoint's average is of other weights or ranks.
-        TypeError: At the start of a fit, if the weights are sharded by another strategy than ours.
+        TypeError: At the start of a fit, if the weights are sharded by a strategy other than ``RLHFDeepSpeedStrategy``.
     """
 
     def __init__(
@@ -72,28 +72,28 @@ class EMA(L.Callback):
         self.export = export
         self.device = device
         self.updates = 0
-        """How many times the weights were averaged."""
+        """Number of averaged updates."""
         self._average: dict[str, Tensor] = {}
-        self._step = 0  # the last optimizer step that was looked at
+        self._step = 0  # the latest optimizer step that was seen
         self._per_rank = False
         self._swapped = ExitStack()
 
     # ------------------------------------------------------------------ averaging
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check what can be checked before anything runs."""
+        """Refuse callbacks that do not work together."""
         if stage != "fit":
             return
         if self.validate and any(isinstance(callback, RolloutCallback) for callback in callbacks_of(trainer)):
             raise ValueError(
-                "EMA(validate=True) and RolloutCallback do not fit: validation would publish the averaged weights, and "
-                "the next iteration sample from them; use EMA(validate=False) and export the average"
+                "EMA(validate=True) and RolloutCallback do not fit: validation would sync the averaged weights, and "
+                "the next iteration would sample from them; use EMA(validate=False) and export the average"
             )
         if self.export is not None:
             self.export.setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Look at how the weights are laid out; take up the average of a checkpoint."""
+        """Start the average, or check that the average of a checkpoint fits the weights."""
         # RLHFDeepSpeedStrategy writes the callbacks of each rank, others those of rank 0, which then needs everything.
         self._per_rank = isinstance(trainer.strategy, RLHFStrategy)
         shares = {name: self._share(parameter) for name, parameter in self._parameters(pl_module).items()}
@@ -109,7 +109,7 @@ class EMA(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Average when an optimizer step was made and it is due."""
+        """Average after an optimizer step, if it is due."""
         done = trainer.global_step - self.start_step
         if trainer.global_step == self._step:
             return
@@ -126,7 +126,7 @@ class EMA(L.Callback):
         return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
     def _share(self, parameter: Any) -> Tensor:
-        """This rank's part of a parameter, flat, in the parameter's own memory."""
+        """This rank's part of a parameter: a flat view of its memory."""
         if is_sharded(parameter):
             if not self._per_rank:
                 raise TypeError("EMA of weights sharded by ZeRO 3 needs RLHFDeepSpeedStrategy, which saves all shards")
@@ -138,7 +138,7 @@ class EMA(L.Callback):
         return flat[rank * size : (rank + 1) * size]
 
     def _slice(self, flat: Tensor) -> tuple[int, int]:
-        """Elements of a whole parameter that each rank averages, and which of these parts is this rank's."""
+        """Elements of an unsharded parameter that each rank averages, and the number of this rank's part."""
         if not self._per_rank:
             return flat.numel(), 0
         return math.ceil(flat.numel() / dist.get_world_size()), dist.get_rank()
@@ -147,7 +147,7 @@ class EMA(L.Callback):
 
     @contextmanager
     def applied(self, pl_module: L.LightningModule) -> Iterator[None]:
-        """The average in the weights' place, for a while; the very same weights are back afterwards. A collective.
+        """Replace the weights by the average inside the context, and restore them bitwise. A collective.
 
         Example::
 
@@ -155,7 +155,7 @@ class EMA(L.Callback):
                 module.save_pretrained("averaged")
 
         Args:
-            pl_module: The module that is being trained. Nothing happens before the first update.
+            pl_module: The module that is being trained. Its weights stay in place before the first average.
         """
         if not self.updates:
             yield
@@ -170,21 +170,21 @@ class EMA(L.Callback):
 
     @torch.no_grad()
     def _put(self, parameters: Mapping[str, nn.Parameter], shares: Mapping[str, Tensor]) -> None:
-        """Write this rank's shares, and give every rank what it holds of the others'."""
+        """Write this rank's shares, then gather those of the other ranks for parameters that are whole on every rank."""
         for name, parameter in parameters.items():
             share = self._share(parameter)
             share.copy_(shares[name])
             if self._per_rank and not is_sharded(parameter):
-                self._spread(parameter.data.view(-1), share)
-        # Small ones are whole on every rank at ZeRO 3 too.
+                self._gather_slices(parameter.data.view(-1), share)
+        # At ZeRO 3, small parameters are whole on every rank.
         whole: list[Any] = [p for p in parameters.values() if getattr(p, "ds_status", None) is not None]
         whole = [parameter for parameter in whole if parameter.ds_status.name == "AVAILABLE"]
         if whole:
             whole[0].partition(whole)
             whole[0].all_gather(whole)
 
-    def _spread(self, flat: Tensor, share: Tensor) -> None:
-        """Fill in the slices of the other ranks."""
+    def _gather_slices(self, flat: Tensor, share: Tensor) -> None:
+        """Write the slices of all ranks into a parameter."""
         size, _ = self._slice(flat)
         own = nn.functional.pad(share, (0, size - share.numel()))
         slices = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -192,27 +192,27 @@ class EMA(L.Callback):
         flat.copy_(torch.cat(slices)[: flat.numel()])
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the average in place."""
+        """Replace the weights by the average."""
         if self.validate and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._swapped.enter_context(self.applied(pl_module))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the weights back."""
+        """Restore the weights."""
         self._swapped.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Put the weights back, if that needs no rank that may be gone."""
+        """Restore the weights, unless that needs other ranks, which may be gone."""
         if trainer.world_size == 1 or not self._per_rank:
             self._swapped.close()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Export when it is due."""
+        """Export the average if it is due."""
         if self.export is not None and self.export.every_n_epochs is not None:
             with self.applied(pl_module):
                 self.export.on_train_epoch_end(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Export the last average."""
+        """Export the final average."""
         if self.export is not None:
             with self.applied(pl_module):
                 self.export.on_train_end(trainer, pl_module)
@@ -220,13 +220,9 @@ class EMA(L.Callback):
     # ------------------------------------------------------------------ saving
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, this rank's share of it."""
+        """This rank's share of the average."""
         return {"updates": self.updates, "average": self._average if self.updates else {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up an average; it is checked when training starts.
-
-        Args:
-            state_dict: From :meth:`state_dict`.
-        """
+        """Restore the average; it is checked when training starts."""
         self.updates, self._average = state_dict["updates"], dict(state_dict["average"])

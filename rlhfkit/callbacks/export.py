@@ -1,4 +1,4 @@
-"""``HFExport``: the policy as a Hugging Face folder, while training goes on and at its end, from any strategy."""
+"""``HFExport``: save the policy as a Hugging Face folder during and after training, under any strategy."""
 
 import os
 import shutil
@@ -12,21 +12,20 @@ from rlhfkit.validation import check_integer
 
 
 class HFExport(L.Callback):
-    """Write ``module.save_pretrained`` folders that ``from_pretrained`` and vLLM load.
+    """Write folders with ``module.save_pretrained`` that ``from_pretrained`` and vLLM load.
 
-    Must run inside the fit: sharded weights are gathered from engines that are gone afterwards. All ranks take part,
-    rank 0 writes. A folder appears under its name only when it is complete.
+    It runs inside the fit, because sharded weights are gathered from engines that are gone afterwards. All ranks take
+    part, rank 0 writes. A folder gets its name when it is complete.
 
     Args:
-        folder: Where the final model goes.
-        every_n_epochs: Also write ``<folder>-epoch<k>`` after every so many epochs (RL iterations); None: only at the
-            end of training.
+        folder: Folder of the final model.
         adapter: Write the policy's LoRA adapter alone, for peft, instead of merging it into the weights.
-        keep: How many of those to keep; the oldest go first. None: all.
+        every_n_epochs: Also write ``<folder>-epoch<k>`` every n epochs (RL iterations); ``None``: only the final model.
+        keep: Number of latest ``-epoch<k>`` folders to keep; ``None``: all.
 
     Raises:
-        ValueError: When a number is not positive.
-        TypeError: At the start of a fit, when the module has no ``save_pretrained``.
+        ValueError: If a number is below 1.
+        TypeError: At the start of a fit, if the module has no ``save_pretrained``.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class HFExport(L.Callback):
         self.written: list[Path] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check early that there is something to export."""
+        """Check that the module can be exported."""
         if stage == "fit" and not isinstance(pl_module, SavesPretrained):
             raise TypeError(
                 f"HFExport calls save_pretrained(folder) of the LightningModule, which {type(pl_module).__name__} does"
@@ -54,7 +53,7 @@ class HFExport(L.Callback):
             )
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write an intermediate folder when it is due."""
+        """Write ``<folder>-epoch<k>`` when it is due."""
         done = trainer.current_epoch + 1
         if self.every_n_epochs is None or done % self.every_n_epochs:
             return
@@ -67,7 +66,7 @@ class HFExport(L.Callback):
                 shutil.rmtree(oldest, ignore_errors=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the final folder."""
+        """Write the final model."""
         self._write(trainer, pl_module, self.folder)
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule, folder: Path) -> None:

@@ -1,16 +1,18 @@
-"""``NonFiniteGuard``: updates from numbers that are not finite are skipped, and too many of them stop the run."""
+"""``NonFiniteGuard``: skip updates whose loss or gradient is not finite, and stop after too many in a row."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed.tensor
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,27 +24,33 @@ class NonFiniteError(RuntimeError):
     """Too many updates in a row were skipped; the message names the folder with the batches."""
 
 
+@runtime_checkable
+class HasState(Protocol):
+    """A batch that can be written as a dictionary, such as a ``PaddedBatch``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        ...
+
+
 class NonFiniteGuard(Callback):
-    """Skips an update when a loss or gradient is not finite on any rank, and stops after too many in a row.
+    """Skip an update when a loss or gradient is not finite on any rank, and stop after too many in a row.
 
-    A skipped update leaves weights and optimizer state bitwise as they were, on all ranks; learning-rate schedules and
-    ``global_step`` go on. ``RLHFDeepSpeedStrategy`` skips by itself, all engines or none, and this callback only
-    counts and stops; under every other strategy it checks gradients itself and drops them before the optimizer steps.
-    ``skipped_updates`` is logged.
+    A skipped update leaves weights and optimizer state bitwise unchanged on all ranks; learning-rate schedules and
+    ``global_step`` advance. ``RLHFDeepSpeedStrategy`` skips by itself, all engines or none, and this callback only
+    counts and stops; under other strategies it drops the gradients before the optimizer steps. ``skipped_updates`` is
+    logged. An overflow in fp16 is not counted while the dynamic loss scale can still be lowered.
 
-    An overflow that the dynamic loss scale of fp16 can still answer by falling is not counted.
-
-    When the run is stopped, each rank has written the micro-batches of the last skipped update, with which of their
-    losses were finite, to ``<folder>/rank_00000.pt``. The weights have not moved since the row began, so these batches
-    reproduce the problem with the last checkpoint before it::
+    Before the run is stopped, each rank writes the micro-batches of the last skipped update, and which of their losses
+    were finite, to ``<folder>/step=<global_step>/rank_00000.pt``. The weights have not changed since the first of the
+    skipped updates, so these batches reproduce the problem with the last checkpoint before it::
 
         dump = torch.load("non_finite/step=120/rank_00000.pt", weights_only=True)
         batch = Experience.from_state_dict(dump["batches"][0]["batch"])
 
     Args:
-        max_skipped_updates: Stop when this many updates in a row were skipped. 10 by default, our choice: one bad batch
-            is survived, broken weights are not trained on for hours. ``None``: never stop.
-        folder: Where batches are written; ``non_finite`` in the Trainer's ``default_root_dir`` when ``None``.
+        max_skipped_updates: Stop when this many updates in a row were skipped; 10 is our choice. ``None``: never stop.
+        folder: Where batches are written; ``None``: ``non_finite`` in the Trainer's ``default_root_dir``.
 
     Raises:
         ValueError: When ``max_skipped_updates`` is below 1.
@@ -55,7 +63,7 @@ class NonFiniteGuard(Callback):
         self.skipped_updates = 0
         """Skipped updates of this run."""
         self.in_a_row = 0
-        """Skipped updates since the last one that was made."""
+        """Skipped updates since the last one that was not skipped."""
         self._new_window()
 
     def _new_window(self) -> None:
@@ -65,7 +73,7 @@ class NonFiniteGuard(Callback):
         self._stepped = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse Lightning's own DeepSpeed strategies, whose gradients nobody else can see.
+        """Refuse Lightning's own DeepSpeed strategies, which keep gradients out of reach.
 
         Raises:
             MisconfigurationException: Under such a strategy.
@@ -77,7 +85,7 @@ class NonFiniteGuard(Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A new run: nothing was skipped yet."""
+        """Reset the counters."""
         self.skipped_updates = _counted_by_strategy(trainer) or 0
         self.in_a_row = 0
         self._new_window()
@@ -85,19 +93,19 @@ class NonFiniteGuard(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember the micro-batches of the window."""
+        """Remember the micro-batches of the accumulation window."""
         self._window.append({"batch_index": batch_idx, "finite_loss": True, "batch": batch})
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Look at each loss, without waiting for the device."""
+        """Check the loss without waiting for the device."""
         finite = torch.isfinite(loss.detach()).all()
         self._window[-1]["finite_loss"] = finite & self._window[-1]["finite_loss"]
         self._losses = self._losses + (~finite).float()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Drop the gradients when any rank has seen a number that is not finite. A collective.
+        """Drop the gradients if a loss or gradient is not finite on any rank. A collective.
 
-        An optimizer leaves parameters without gradient alone, and their state too.
+        An optimizer skips parameters without gradient, and their state.
         """
         self._stepped = True
         if _counted_by_strategy(trainer) is not None:
@@ -113,7 +121,7 @@ class NonFiniteGuard(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count, log, and stop when it was once too often.
+        """Count skipped updates, log the count, and stop when there are too many in a row.
 
         Raises:
             NonFiniteError: On all ranks, after each has written its micro-batches.
@@ -131,7 +139,7 @@ class NonFiniteGuard(Callback):
             raise NonFiniteError(
                 f"{self.in_a_row} updates in a row were skipped because a loss or gradient was not finite on some rank"
                 f" (global_step {trainer.global_step}). The micro-batches of the last one are in {folder}, one file per"
-                " rank. Look at them, at the learning rate and at the data; weights are as they were before the row."
+                " rank. Check them, the learning rate and the data; the weights are those from before these updates."
             )
         self._new_window()
 
@@ -147,7 +155,7 @@ class NonFiniteGuard(Callback):
 
 
 def plain(value: Any) -> Any:
-    """A value in tensors on the CPU and plain types, so that it loads without running code.
+    """Convert a value to tensors on the CPU and plain types, so that it loads with ``weights_only=True``.
 
     Args:
         value: A ``PaddedBatch`` or anything else with a ``state_dict`` becomes that dictionary, a dataclass one of its
@@ -157,9 +165,9 @@ def plain(value: Any) -> Any:
         return value.detach().cpu()
     if value is None or type(value) in (str, bool, int, float):
         return value
-    if hasattr(value, "tolist"):  # NumPy
+    if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist())
-    if hasattr(value, "state_dict"):
+    if isinstance(value, HasState):
         return plain(value.state_dict())
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
@@ -171,13 +179,13 @@ def plain(value: Any) -> Any:
 
 
 def _counted_by_strategy(trainer: L.Trainer) -> int | None:
-    """Skipped updates of a strategy that guards itself; None under any other."""
+    """The count of a strategy that skips updates by itself; None under other strategies."""
     strategy = trainer.strategy
     return strategy.skipped_updates if isinstance(strategy, RLHFStrategy) else None
 
 
 def _any_not_finite(optimizer: Optimizer) -> Tensor:
-    """() float32, 1 when the norm of this rank's gradients is not a finite float32, else 0."""
+    """() float32, 1 if the norm of this rank's gradients is not a finite float32, else 0."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     shards = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in gradients]
     if not shards:
@@ -187,6 +195,7 @@ def _any_not_finite(optimizer: Optimizer) -> Tensor:
 
 
 def _loss_scale_can_fall(trainer: L.Trainer) -> bool:
-    """Whether a gradient scaler will answer an overflow itself: torch's has no minimum, below 1 it has lost."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    """Whether a gradient scaler can still lower its scale after an overflow; we take 1 for its minimum."""
+    plugin = trainer.precision_plugin
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision | FSDPPrecision) else None
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0

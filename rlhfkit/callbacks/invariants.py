@@ -1,4 +1,4 @@
-"""``Invariants``: what must hold in every iteration, checked while the run goes on."""
+"""``Invariants``: check in every iteration what must always hold."""
 
 import random
 from typing import Any
@@ -13,37 +13,40 @@ from rlhfkit.protocols import ChecksRows
 
 
 class InvariantError(RuntimeError):
-    """Something that must always hold did not; the message says what."""
+    """An invariant was violated; the message says which."""
 
 
 class Invariants(Callback):
-    """Stops a run of reinforcement learning whose data is not what the algorithm takes it for.
+    """Stop a run of reinforcement learning whose experience violates an invariant.
 
-    Checked once an iteration, at the cost of a few comparisons and two forward passes: all log-probs and advantages are
-    finite; padding and prompts are not trained on; a group has no sample twice, and no prompt is in an iteration twice;
-    samples with equal rewards in all of their group have advantage 0 (estimators that compare groups only); no token is
-    from a policy of the future, or older than ``max_staleness`` allows; log-probs of the engine are at most 0; in a
-    random micro-batch, what the policy says of a random row of each rank is what it says of that row alone. Modules of
-    ours check that last point in the first batch of every fit by themselves, without this callback.
+    Checked once per iteration, at the cost of a few comparisons and two forward passes:
+
+    - all log-probs and advantages are finite, and the engine's log-probs are at most 0;
+    - padding is not trained on;
+    - no group has a sample twice, and no iteration a prompt twice;
+    - groups whose rewards are all equal have advantage 0 (``compares_groups``);
+    - no token was sampled by a future policy, or by one older than ``max_staleness`` allows;
+    - in a random micro-batch, the policy's log-probs of a random row are the same with and without the other rows.
+      rlhfkit's modules check this in the first batch of every fit without this callback.
 
     Args:
-        compares_groups: Check that equal rewards give advantage 0; not so with a critic, with REINFORCE++, with the
-            KL penalty in the reward, or with a teacher.
+        compares_groups: Check that equal rewards give advantage 0. Set it to false with a critic, REINFORCE++, a KL
+            penalty in the reward, or a teacher.
 
     Raises:
-        InvariantError: When one does not hold.
+        InvariantError: If an invariant is violated.
     """
 
     def __init__(self, *, compares_groups: bool = True) -> None:
         self.compares_groups = compares_groups
         self.checked = 0
-        """Iterations so far."""
-        self._versions: list[int] = []  # the policy's at the start of the last iterations
+        """Iterations that were checked."""
+        self._versions: list[int] = []  # of the policy at the start of the latest iterations
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Check the iteration with its first micro-batch, and the rows of a random one, the same on every rank."""
+        """Check the iteration at its first micro-batch, and the rows of a random micro-batch, the same on every rank."""
         rollouts = RolloutCallback.of(trainer)
         chosen = random.Random(rollouts.iteration).randrange(int(trainer.num_training_batches))
         if batch_idx == chosen and isinstance(pl_module, ChecksRows) and (problems := pl_module.row_problems(batch)):
@@ -51,7 +54,7 @@ class Invariants(Callback):
         if batch_idx:
             return
         experience = rollouts.experience
-        if experience is None:  # the rest of an iteration from a checkpoint
+        if experience is None:  # resumed inside an iteration
             return
         self._versions = [*self._versions, trainer.global_step][-rollouts.max_staleness - 1 :]
         problems = [*self._of_tokens(experience), *self._of_groups(experience), *self._of_versions(experience)]
@@ -62,7 +65,7 @@ class Invariants(Callback):
     def _of_tokens(self, experience: Experience) -> list[str]:
         mask, problems = experience.action_mask, []
         if bool((mask & ~experience.attention_mask[:, 1:]).any()):
-            problems.append("padding is marked as chosen by the policy")
+            problems.append("padding is marked as sampled by the policy")
         for name in (
             "old_logprobs",
             "ref_logprobs",
@@ -75,11 +78,11 @@ class Invariants(Callback):
             if values is not None and not bool(values[mask].isfinite().all()):
                 problems.append(f"{name} are not all finite")
         of_engine = experience.rollout_logprobs[mask]
-        # NaN everywhere: the engine does not know them. NaN somewhere: they are broken.
+        # All NaN: the engine does not know them. Some NaN: they are wrong.
         if not bool(of_engine.isfinite().all() or of_engine.isnan().all()):
             problems.append("rollout_logprobs are not all finite")
         if bool((of_engine > 1e-4).any()):
-            problems.append("the engine's log-probs are above 0: they are no log-probs")
+            problems.append("some of the engine's log-probs are above 0")
         return problems
 
     def _of_groups(self, experience: Experience) -> list[str]:

@@ -1,4 +1,4 @@
-"""``SampleTable``: a look at what the policy writes, once an iteration."""
+"""``SampleTable``: print a table of samples once per iteration."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from rlhfkit.validation import check_integer
 
 
 class SampleTable(Callback):
-    """Print a table of samples: prompt, completion, parts of the reward, advantage.
+    """Print a table of samples: prompt, completion, parts of the reward, reward, advantage.
 
     Args:
-        rows: Samples shown, best and worst of the iteration in equal numbers.
+        rows: Number of samples, half of them those with the highest rewards, half those with the lowest.
         every_n_iterations: Print at iterations 0, n, 2n ...
-        max_characters: Longer prompts and completions are cut (prompts at the front, completions at the end).
+        max_characters: Longer prompts are cut at the start, longer completions at the end.
 
     Raises:
         ValueError: If a number is below 1.
@@ -34,7 +34,7 @@ class SampleTable(Callback):
         self.max_characters = max_characters
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print the table of the iteration that was just trained on."""
+        """Print the table of the iteration that was just trained on, on rank 0."""
         rollouts = RolloutCallback.of(trainer)
         if trainer.is_global_zero and trainer.current_epoch % self.every_n_iterations == 0 and rollouts.samples:
             self._print(rollouts, f"iteration {trainer.current_epoch}")
@@ -45,12 +45,7 @@ class SampleTable(Callback):
         Console().print(self.table(rollouts, title))
 
     def table(self, rollouts: RolloutCallback, title: str) -> Any:
-        """A ``rich.table.Table`` of the iteration's samples.
-
-        Args:
-            rollouts: Holds them.
-            title: Of the table.
-        """
+        """A ``rich.table.Table`` of the samples of the current iteration."""
         from rich.markup import escape
         from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""``BackgroundRollouts``: jobs in one thread beside the training loop, with a way to hold them while weights change."""
+"""``BackgroundRollouts``: run jobs in one thread beside the training loop, and pause them while weights change."""
 
 import threading
 import time
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class BackgroundRollouts(Generic[T]):
-    """Runs jobs one after the other in the order in which they were submitted; each has a number.
+    """Runs numbered jobs one after the other in the order in which they were submitted.
 
     Args:
-        name: Of the thread, for people who look at a hanging process.
+        name: Name of the thread, as debuggers show it.
     """
 
     def __init__(self, name: str = "rollouts") -> None:
@@ -23,25 +23,25 @@ class BackgroundRollouts(Generic[T]):
         self._waiting: OrderedDict[int, Callable[[], T]] = OrderedDict()
         self._done: dict[int, tuple[T | None, BaseException | None]] = {}
         self._running: int | None = None
-        self._newest = -1  # that has begun
+        self._newest = -1  # the newest job that has started
         self._pauses = 0
-        self._allowed = -1  # jobs up to that number begin although jobs are paused
+        self._allowed = -1  # jobs up to that number start although jobs are paused
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> Any:
-        """A copy for another process (a rank on Ray) has nothing queued; threads do not travel."""
+        """Pickle without jobs and thread, for ranks in other processes (on Ray)."""
         return type(self), (self._name,)
 
     def submit(self, number: int, job: Callable[[], T]) -> None:
-        """Queue a job, unless one of that number was submitted and not collected yet.
+        """Queue a job, unless one with this number is queued, running, or done and not collected.
 
         Args:
-            number: Of the job.
+            number: Number of the job.
             job: Called once, in the thread.
 
         Raises:
-            RuntimeError: If this was closed.
+            RuntimeError: After :meth:`close`.
         """
         with self._changed:
             if self._closed:
@@ -55,14 +55,14 @@ class BackgroundRollouts(Generic[T]):
             self._changed.notify_all()
 
     def result(self, number: int, timeout: float) -> T:
-        """Wait for a job and take its result.
+        """Wait for a job and return its result, which is then forgotten.
 
         Args:
-            number: Of a job that was submitted.
+            number: Number of a submitted job.
             timeout: Seconds.
 
         Raises:
-            TimeoutError: If it takes longer; the message says where it was.
+            TimeoutError: If it takes longer; the message says whether it was running or waiting.
             KeyError: If there is no such job.
             BaseException: What the job raised.
         """
@@ -81,15 +81,15 @@ class BackgroundRollouts(Generic[T]):
 
     @contextmanager
     def paused(self, timeout: float, *, agree: Callable[[int], int] = int) -> Iterator[None]:
-        """Inside, no job runs: the one that is running is waited for, the next one starts afterwards.
+        """Wait for the running job, and start no other one inside the context.
 
         Args:
             timeout: Seconds to wait.
-            agree: Given the number of the newest job that has begun (-1: none), says up to which number jobs are run
-                first. Where processes run their jobs together: the highest number of all.
+            agree: Maps the number of the newest job that has started (-1: none) to the number up to which jobs are run
+                before the pause. Processes whose jobs work together agree on the highest number of all.
 
         Raises:
-            TimeoutError: If that takes longer.
+            TimeoutError: If the jobs take longer.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -113,25 +113,25 @@ class BackgroundRollouts(Generic[T]):
                 self._changed.notify_all()
 
     def _next_allowed(self) -> int | None:
-        """The next job, if it may begin."""
+        """The number of the next job if it may start."""
         number = next(iter(self._waiting), None)
         return None if number is None or (self._pauses and number > self._allowed) else number
 
     @property
     def pending(self) -> list[int]:
-        """Numbers of the jobs that were submitted and not collected."""
+        """Numbers of the jobs that were submitted and whose results were not collected."""
         with self._changed:
             running = [] if self._running is None else [self._running]
             return sorted([*self._done, *running, *self._waiting])
 
     def clear(self, timeout: float) -> None:
-        """Forget all jobs and their results; the one that is running is waited for.
+        """Wait for the running job, then forget all jobs and results.
 
         Args:
             timeout: Seconds.
 
         Raises:
-            TimeoutError: If that takes longer.
+            TimeoutError: If the job takes longer.
         """
         with self._changed:
             self._waiting.clear()
@@ -140,11 +140,7 @@ class BackgroundRollouts(Generic[T]):
             self._done.clear()
 
     def close(self, timeout: float = 60.0) -> None:
-        """Forget what has not started and wait a while for what has. A second call does nothing.
-
-        Args:
-            timeout: Seconds.
-        """
+        """Forget all jobs and wait up to ``timeout`` seconds for the running one. A second call does nothing."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -165,7 +161,7 @@ class BackgroundRollouts(Generic[T]):
             result, error = None, None
             try:
                 result = job()
-            except BaseException as raised:  # handed to whoever asks for the result
+            except BaseException as raised:  # raised again by result()
                 error = raised
             with self._changed:
                 if not self._closed:

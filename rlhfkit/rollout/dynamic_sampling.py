@@ -1,4 +1,4 @@
-"""``DynamicSampling``: only groups whose rewards say something fill an iteration (DAPO, Yu et al., 2025)."""
+"""``DynamicSampling``: train only on groups whose rewards differ (DAPO, Yu et al., 2025)."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -12,11 +12,11 @@ Criterion = str | Callable[[Sample], float | None] | None
 
 
 def has_signal(group: Sequence[Sample], by: Criterion = None) -> bool:
-    """Whether the samples of a group differ in what they were worth: else every advantage is 0.
+    """Whether the samples of a group have different rewards; if not, every advantage is 0.
 
     Args:
         group: The samples of one prompt; those without a reward do not count.
-        by: What they are compared by.
+        by: What to compare.
 
     Raises:
         ValueError: If no sample has a reward part of that name.
@@ -40,13 +40,13 @@ def _check_part(name: str, parts: Collection[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """Sample further prompts until enough groups are worth training on.
+    """Sample further prompts until enough groups have different rewards.
 
-    DAPO, Yu et al. (2025, arXiv:2503.14476, section 3.2). Each group that is turned down is replaced by that of the
-    next prompt, so that no accepted group is ever left over and the prompts are used in their order, each once.
+    DAPO, Yu et al. (2025, arXiv:2503.14476, section 3.2). Each rejected group is replaced by that of the next prompt,
+    so no accepted group is left over, and prompts are used in their order, each once.
 
-    Where the reward has parts, say which of them decides. DAPO and verl select by accuracy: with a penalty on length
-    in the total, a group whose answers are all right still differs, and would be kept.
+    If the reward has parts, name the one that decides. DAPO and verl select by accuracy: the total of a group whose
+    answers are all correct still differs if it has a length penalty, and the group would be kept.
 
     Example::
 
@@ -58,13 +58,13 @@ class DynamicSampling:
     """
 
     by: Criterion = None
-    """What has to differ between the samples of a group: the name of a reward part (``model``: the score of the
-    module's ``reward_model``), or a function of a sample; ``None``: the total reward, before the module's penalties."""
+    """What has to differ within a group: a reward part by name (``model``: the score of the module's ``reward_model``),
+    or a function of a sample; ``None``: the total reward, before the module's penalties."""
     keep: Callable[[Sequence[Sample]], bool] | None = None
-    """Your own rule in place of ``by``: whether a group is worth training on, a function of its samples."""
+    """A rule of your own in place of ``by``: whether to train on a group, given its samples."""
     max_rounds: int = 10
-    """Sample at most that many times the prompts of an iteration (verl's ``max_num_gen_batches``). What is missing then
-    is filled with groups that were turned down, with a warning; they do no harm, as their advantages are 0."""
+    """Sample at most this many times the prompts of an iteration (verl's ``max_num_gen_batches``). If groups are still
+    missing, rejected ones fill the iteration, with a warning; their advantages are 0."""
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -73,24 +73,14 @@ class DynamicSampling:
             raise ValueError("DynamicSampling takes by=... or a rule of your own (keep=...), not both")
 
     def accepts(self, group: Sequence[Sample]) -> bool:
-        """Whether a group is worth training on.
-
-        Args:
-            group: The samples of one prompt, scored.
+        """Whether to train on a group of scored samples.
 
         Raises:
-            ValueError: If ``by`` is no part of their rewards.
+            ValueError: If ``by`` names no part of their rewards.
         """
         return has_signal(group, self.by) if self.keep is None else self.keep(group)
 
     def check_parts(self, parts: Collection[str]) -> None:
-        """Check ``by`` before training.
-
-        Args:
-            parts: Names of all reward parts.
-
-        Raises:
-            ValueError: If ``by`` is none of them.
-        """
+        """Raise ValueError if ``by`` is not among the names of the reward parts."""
         if isinstance(self.by, str) and self.keep is None:
             _check_part(self.by, parts)

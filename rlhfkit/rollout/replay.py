@@ -1,4 +1,4 @@
-"""Samples on disk, and ``ReplayEngine``, which gives them back: a training run again without generating anything."""
+"""Save samples to disk, and ``ReplayEngine``, which returns them instead of generating."""
 
 import dataclasses
 import json
@@ -13,21 +13,16 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
 
 
 def samples_file(folder: str | Path, iteration: int) -> Path:
-    """Where the samples of an iteration lie.
-
-    Args:
-        folder: Of the run.
-        iteration: From 0.
-    """
+    """Path of the samples of an iteration, counted from 0, in the folder of a run."""
     return Path(folder) / f"iteration_{iteration:06d}.jsonl"
 
 
 def save_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Write samples as JSON lines, complete or not at all.
+    """Write samples as JSON lines, through a temporary file that is renamed when complete.
 
     Args:
-        path: The file; its folder is made when missing.
-        samples: With whatever they have by now. Metadata that JSON does not know is written as text.
+        path: The file; its folder is created when missing.
+        samples: Metadata that JSON cannot hold is written as text.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")
@@ -40,19 +35,16 @@ def save_samples(path: Path, samples: Iterable[Sample]) -> None:
 
 
 def load_samples(path: Path) -> list[Sample]:
-    """Read what :func:`save_samples` wrote.
-
-    Args:
-        path: The file.
+    """Read a file of :func:`save_samples`.
 
     Raises:
-        FileNotFoundError: If it is not there.
+        FileNotFoundError: If there is no such file.
     """
     samples: list[Sample] = []
     prompts: dict[tuple[int, tuple[int, ...]], Prompt] = {}
     for line in path.read_text().splitlines():
         plain = json.loads(line)
-        # Episodes of one prompt may begin with different tokens.
+        # Episodes of one prompt may start with different tokens.
         key = plain["prompt"]["index"], tuple(plain["prompt"]["token_ids"])
         prompt = prompts.setdefault(key, Prompt(**plain["prompt"]))
         samples.append(Sample(**{**plain, "prompt": prompt}))
@@ -60,22 +52,21 @@ def load_samples(path: Path) -> list[Sample]:
 
 
 class ReplayEngine(RolloutEngine):
-    """An engine that returns recorded samples, for finding out what training does with them.
+    """An engine that returns recorded samples, to debug training without generating.
 
-    With the same prompts, sampling and seeds a run with it is the run that was recorded; rewards are computed anew, so
-    that a changed reward can be tried on old samples. It has no model, so nothing is probed after a weight sync.
-    In place of the engine inside an ``EpisodeEngine`` or ``AgentEngine`` it gives the recorded episodes, and neither
-    environments nor agents are asked.
+    With the same prompts, sampling and seeds the run repeats the recorded one; rewards are computed again, so a changed
+    reward can be tried on old samples. There is no model, so weight syncs are not probed. Inside an ``EpisodeEngine`` or
+    ``AgentEngine`` it returns the recorded episodes, and neither environments nor agents are called.
 
     Example::
 
         RolloutCallback(reward, engine=ReplayEngine("dump"), sampling=sampling)
 
     Args:
-        folder: That ``RolloutDump`` wrote.
+        folder: Written by ``RolloutDump``.
 
     Raises:
-        FileNotFoundError: If the folder is not there.
+        FileNotFoundError: If there is no such folder.
     """
 
     shared = False
@@ -91,22 +82,22 @@ class ReplayEngine(RolloutEngine):
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
     ) -> None:
-        """Nothing to do; see :meth:`RolloutEngine.start`."""
+        """Do nothing, as there is no model; with ``load_weights`` the version becomes 0."""
         self.version = 0 if load_weights else self.version
 
     def load(self, weights: WeightSource, version: int) -> None:
-        """Take note of the version alone; see :meth:`RolloutEngine.load`."""
+        """Set the version; the weights are not read."""
         self.version = version
 
     def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
-        """Log-probs are as they were recorded; see :class:`~rlhfkit.rollout.engine.UntruncatedLogprobs`."""
+        """Always true: the recorded run has checked its log-probs."""
         return True
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        """The recorded samples of these prompts; see :meth:`RolloutEngine.generate`.
+        """Return the recorded samples of these prompts.
 
         Raises:
-            KeyError: If one was not recorded in this iteration.
+            KeyError: If a prompt was not recorded in this iteration, or not with as many samples.
         """
         recorded: dict[int, list[Sample]] = {}
         for sample in load_samples(samples_file(self.folder, iteration)):
@@ -126,25 +117,25 @@ class ReplayEngine(RolloutEngine):
 
     @staticmethod
     def _recorded(sample: Sample, prompt: Prompt) -> Sample:
-        """The same without what scoring added, but with what an environment gave."""
+        """A copy without what scoring added; rewards of an environment are kept."""
         earned = sample.token_rewards if _is_episode(sample) else None
         begun = dataclasses.replace(prompt, token_ids=sample.prompt.token_ids) if _is_episode(sample) else prompt
         return dataclasses.replace(sample, prompt=begun, text="", reward=None, reward_parts={}, token_rewards=earned)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Not possible: there is no model."""
+        """Raise RuntimeError, as there is no model."""
         raise RuntimeError("a ReplayEngine has no model that could score")
 
     def sleep(self) -> None:
-        """Nothing to give up."""
+        """Do nothing."""
 
     def wake(self) -> None:
-        """Nothing to take back."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
 
 def _is_episode(sample: Sample) -> bool:
-    """Whether an environment or agent had a part in it: it may have chosen the prompt, and has judged it."""
+    """Whether an environment or agent took part: it may have written the prompt, and it has given the reward."""
     return "reward" in sample.info

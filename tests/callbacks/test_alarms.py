@@ -16,8 +16,8 @@ from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 )
 def test_an_alarm_rings_outside_its_bounds(value: float, rings: bool) -> None:
     alarm = Alarm(metric="a", low=0.1, high=0.3, advice="do")
-    assert alarm.rings({"a": value}) is rings
-    assert not alarm.rings({"b": value})
+    assert alarm.is_triggered({"a": value}) is rings
+    assert not alarm.is_triggered({"b": value})
 
 
 def test_each_rings_once(caplog: pytest.LogCaptureFixture) -> None:

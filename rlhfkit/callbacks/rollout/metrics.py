@@ -1,4 +1,4 @@
-"""What samples look like, as plain numbers to log."""
+"""Metrics of samples: of a training iteration, of staleness, and of validation."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,14 @@ def iteration_metrics(samples: Sequence[Sample], experience: Experience, *, rewa
     """Metrics of one training iteration.
 
     Args:
-        samples: All of them.
-        experience: The same as tensors, prepared by the module.
-        rewarded: Whether there was a reward at all.
+        samples: All samples of the iteration.
+        experience: The same samples as tensors, prepared by the module.
+        rewarded: Whether samples were scored.
 
     Returns:
-        ``rollout/...``: rewards and their parts, lengths in tokens, and fractions of samples: cut off at the limit, not
-        scored, without advantage; of episodes the means of the numbers in ``Sample.info`` (turns, failures).
+        ``rollout/...``: means of rewards and their parts, of lengths in tokens and of the numbers in ``Sample.info``
+        (turns, failures); fractions of samples that were truncated at the length limit, were not scored, or have
+        advantage 0.
     """
     rewards = experience.rewards[~experience.rewards.isnan()]
     lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
@@ -45,7 +46,7 @@ def iteration_metrics(samples: Sequence[Sample], experience: Experience, *, rewa
 
 
 def _info_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of the numbers that samples come with."""
+    """Means of the numbers in ``Sample.info``."""
     numbers: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.info.items():
@@ -55,15 +56,15 @@ def _info_means(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """How old the tokens are that an iteration is trained on.
+    """Age of the tokens that an iteration is trained on.
 
     Args:
-        samples: All of them.
+        samples: All samples of the iteration.
         version: Policy version (updates so far) when training on them begins.
 
     Returns:
-        ``rollout/staleness``: mean age of a token in updates; ``rollout/mixed_fraction``: samples that more than one
-        policy has written.
+        ``rollout/staleness``: mean age of a token in updates; ``rollout/mixed_fraction``: fraction of samples that more
+        than one policy version has written.
     """
     ages = [version - each for sample in samples for each in sample.versions if each >= 0]
     mixed = [len(set(sample.versions)) > 1 for sample in samples]
@@ -74,11 +75,7 @@ def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, floa
 
 
 def by_source(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """Samples of several data sets apart; empty unless the prompts' metadata (``source``) name more than one.
-
-    Args:
-        samples: Any.
-    """
+    """Samples by the ``source`` in their prompt's metadata; empty unless there are several sources."""
     found: dict[str, list[Sample]] = {}
     for sample in samples:
         if "source" in sample.prompt.metadata:
@@ -87,11 +84,7 @@ def by_source(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 
 
 def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """Total rewards and their parts, by name, of the samples that have them.
-
-    Args:
-        samples: Some may be without a reward, or without a part of it (missing or NaN).
-    """
+    """Total rewards and their parts by name; missing and NaN values are left out."""
     scored = [sample for sample in samples if sample.reward is not None]
     values = {"reward": [sample.reward or 0.0 for sample in scored]}
     for name in sorted({name for sample in scored for name in sample.reward_parts}):
@@ -103,18 +96,19 @@ def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
 def validation_metrics(
     samples: Sequence[Sample], *, success_threshold: float = 1.0, rewarded: bool = True
 ) -> dict[str, tuple[float, int]]:
-    """Metrics of validation samples, of each source too, and how many samples or prompts each is a mean over.
+    """Metrics of validation samples, and the number of samples or prompts that each is a mean of.
 
-    With n > 1 samples per prompt, c of them successes, also the unbiased ``pass@k = 1 - C(n-c, k) / C(n, k)`` (Chen et
-    al., 2021, arXiv:2107.03374, equation 1) for k = 1, 2, 4 ... n: the chance that one of k samples is right.
+    With n > 1 samples per prompt, c of them correct, also the unbiased ``pass@k = 1 - C(n-c, k) / C(n, k)`` (Chen et
+    al., 2021, arXiv:2107.03374, equation 1) for k = 1, 2, 4 ... n: the probability that one of k samples is correct.
 
     Args:
-        samples: Of some prompts, all samples of each.
-        success_threshold: A sample with at least this reward is right; one without a reward is not.
-        rewarded: Whether there was a reward at all.
+        samples: All samples of some prompts.
+        success_threshold: A sample with at least this reward is correct; one without a reward is not.
+        rewarded: Whether samples were scored.
 
     Returns:
-        ``reward`` and its parts, ``pass@k``, ``length`` in tokens, ``truncated_fraction``; each with ``/<source>``.
+        ``reward`` and its parts, ``pass@k``, ``length`` in tokens, ``truncated_fraction``; of several sources also each
+        with ``/<source>``.
     """
     metrics = _of_one_source(samples, success_threshold, rewarded)
     for name, chosen in by_source(samples).items():
@@ -136,13 +130,13 @@ def _of_one_source(samples: Sequence[Sample], success_threshold: float, rewarded
     for sample in samples:
         groups.setdefault(sample.prompt.index, []).append(sample)
     size = min(map(len, groups.values()), default=0)
-    right = [
+    correct = [
         (len(group), sum(sample.reward is not None and sample.reward >= success_threshold for sample in group))
         for group in groups.values()
     ]
     k = 1
     while size > 1 and k <= size:
-        chances = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in right]
+        chances = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in correct]
         metrics[f"pass@{k}"] = fmean(chances), len(chances)
         k *= 2
     return metrics

@@ -1,4 +1,4 @@
-"""``Timing``: where the time of an iteration goes, as metrics and as a trace for a browser."""
+"""``Timing``: measure the phases of an iteration, for metrics and as a trace for a browser."""
 
 import json
 import os
@@ -12,22 +12,22 @@ from typing import Any, NamedTuple
 
 
 class Phase(NamedTuple):
-    """One stretch of work."""
+    """One measured stretch of work."""
 
     name: str
     start: float
-    """Seconds, of :func:`time.perf_counter`."""
+    """Seconds of :func:`time.perf_counter`."""
     seconds: float
     thread: str
     iteration: int
 
 
 class Timing:
-    """Records named stretches of work, from any thread; they may overlap."""
+    """Records named phases from any thread; they may overlap."""
 
     def __init__(self) -> None:
         self.events: list[Phase] = []
-        """Everything so far, in the order in which it ended."""
+        """All phases so far, in the order in which they ended."""
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -38,12 +38,7 @@ class Timing:
 
     @contextmanager
     def record(self, name: str, iteration: int) -> Iterator[None]:
-        """Measure what happens inside, errors included.
-
-        Args:
-            name: E.g. ``"generate"``.
-            iteration: That it is a part of.
-        """
+        """Measure the code inside the context, also if it raises."""
         start = time.perf_counter()
         try:
             yield
@@ -53,14 +48,7 @@ class Timing:
                 self.events.append(event)
 
     def metrics(self, iteration: int) -> dict[str, float]:
-        """Seconds by phase.
-
-        Args:
-            iteration: Whose.
-
-        Returns:
-            ``time/<phase>``.
-        """
+        """Seconds per phase of an iteration, as ``time/<phase>``."""
         totals: dict[str, float] = defaultdict(float)
         with self._lock:
             for event in self.events:
@@ -69,10 +57,10 @@ class Timing:
         return dict(totals)
 
     def write_trace(self, path: str | Path) -> Path:
-        """Write everything in the Trace Event Format, which chrome://tracing and ui.perfetto.dev show.
+        """Write all phases in the Trace Event Format, for chrome://tracing or ui.perfetto.dev.
 
         Args:
-            path: A ``.json`` file; its folder is made when missing.
+            path: A ``.json`` file; its folder is created when missing.
 
         Returns:
             The path.
@@ -98,10 +86,9 @@ class Timing:
 
 
 def slowest(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by phase on the rank that took the longest. Ranks differ in what they do: rank 0 asks a shared engine.
+    """Seconds per phase on the slowest rank, from :meth:`Timing.metrics` of each rank.
 
-    Args:
-        times: :meth:`Timing.metrics` of each rank.
+    Ranks do not all have the same phases: with a shared engine only rank 0 generates.
     """
     names = sorted({name for each in times for name in each})
     return {name: max(each.get(name, 0.0) for each in times) for name in names}
