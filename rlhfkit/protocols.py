@@ -245,17 +245,20 @@ class RLHFStrategy(Protocol):
 
 def callbacks_of(trainer: L.Trainer) -> list[Callback]:
     """The callbacks of a Trainer, in the order in which they are called."""
-    return trainer.callbacks  # type: ignore[attr-defined]  # set by a connector of Lightning
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector of Lightning
+    return callbacks
 
 
 def profiler_of(trainer: L.Trainer) -> Profiler:
     """The profiler of a Trainer."""
-    return trainer.profiler  # type: ignore[attr-defined]  # set by Lightning outside its class
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]  # set by Lightning outside its class
+    return profiler
 
 
 def datamodule_of(trainer: L.Trainer) -> L.LightningDataModule | None:
     """The DataModule of a Trainer; ``None``: it was given loaders."""
-    return trainer.datamodule  # type: ignore[attr-defined]  # set by a connector of Lightning
+    data: L.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    return data
 
 
 def prompts_of(trainer: L.Trainer) -> PromptSource:

@@ -16,8 +16,8 @@ from rlhfkit.validation import check_integer
 class RolloutDump(Callback):
     """Write the samples of each iteration as JSON lines: tokens, text, log-probs, versions, rewards.
 
-    They are written before the iteration is trained on, so they exist even if the run dies in that iteration. No file is
-    lost: a run that resumes inside an iteration leaves that iteration's file unchanged, and when a resumed run makes
+    They are written before the iteration is trained on, so they exist even if the run dies in that iteration. No file
+    is lost: a run that resumes inside an iteration leaves that iteration's file unchanged, and when a resumed run makes
     other samples for an iteration, the older file is renamed to ``iteration_000012.replaced-1.jsonl``.
 
     :class:`~rlhfkit.rollout.ReplayEngine` returns the samples to a run instead of generating.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
@@ -131,9 +132,9 @@ class EMA(L.Callback):
             if not self._per_rank:
                 raise TypeError("EMA of weights sharded by ZeRO 3 needs RLHFDeepSpeedStrategy, which saves all shards")
             return local_shard(parameter)
-        if hasattr(parameter, "to_local"):
+        if isinstance(parameter, DTensor):
             raise TypeError("EMA does not support weights sharded by FSDP or tensor parallelism; use rlhf_zero3")
-        flat = parameter.data.view(-1)
+        flat: Tensor = parameter.data.view(-1)
         size, rank = self._slice(flat)
         return flat[rank * size : (rank + 1) * size]
 
@@ -170,14 +171,14 @@ class EMA(L.Callback):
 
     @torch.no_grad()
     def _put(self, parameters: Mapping[str, nn.Parameter], shares: Mapping[str, Tensor]) -> None:
-        """Write this rank's shares, then gather those of the other ranks for parameters that are whole on every rank."""
+        """Write this rank's shares, then gather the other ranks' for parameters that are whole on every rank."""
         for name, parameter in parameters.items():
             share = self._share(parameter)
             share.copy_(shares[name])
             if self._per_rank and not is_sharded(parameter):
                 self._gather_slices(parameter.data.view(-1), share)
         # At ZeRO 3, small parameters are whole on every rank.
-        whole: list[Any] = [p for p in parameters.values() if getattr(p, "ds_status", None) is not None]
+        whole: list[Any] = [p for p in parameters.values() if is_sharded(p)]
         whole = [parameter for parameter in whole if parameter.ds_status.name == "AVAILABLE"]
         if whole:
             whole[0].partition(whole)

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import lightning as L
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from rlhfkit.protocols import SavesPretrained
 from rlhfkit.validation import check_integer

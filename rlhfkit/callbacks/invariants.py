@@ -46,7 +46,7 @@ class Invariants(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Check the iteration at its first micro-batch, and the rows of a random micro-batch, the same on every rank."""
+        """Check the iteration at its first micro-batch, and rows of a random micro-batch, the same on every rank."""
         rollouts = RolloutCallback.of(trainer)
         chosen = random.Random(rollouts.iteration).randrange(int(trainer.num_training_batches))
         if batch_idx == chosen and isinstance(pl_module, ChecksRows) and (problems := pl_module.row_problems(batch)):
@@ -88,14 +88,14 @@ class Invariants(Callback):
     def _of_groups(self, experience: Experience) -> list[str]:
         pairs = torch.stack([experience.group, experience.sample_index], -1)
         problems = []
-        if len(pairs.unique(dim=0)) < len(pairs):
+        if len(torch.unique(pairs, dim=0)) < len(pairs):
             problems.append("a prompt is in the iteration twice, or a group has a sample twice")
         if not self.compares_groups or experience.advantages is None:
             return problems
-        for group in experience.group.unique():
+        for group in torch.unique(experience.group):
             rows = experience.group == group
             rewards = experience.rewards[rows]
-            equal = len(rewards[~rewards.isnan()].unique()) < 2
+            equal = len(torch.unique(rewards[~rewards.isnan()])) < 2
             if equal and bool((experience.advantages[rows][experience.action_mask[rows]] != 0).any()):
                 problems.append(f"the rewards of prompt {int(group)} are all equal, and its advantages are not 0")
         return problems

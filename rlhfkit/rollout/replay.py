@@ -55,8 +55,8 @@ class ReplayEngine(RolloutEngine):
     """An engine that returns recorded samples, to debug training without generating.
 
     With the same prompts, sampling and seeds the run repeats the recorded one; rewards are computed again, so a changed
-    reward can be tried on old samples. There is no model, so weight syncs are not probed. Inside an ``EpisodeEngine`` or
-    ``AgentEngine`` it returns the recorded episodes, and neither environments nor agents are called.
+    reward can be tried on old samples. There is no model, so weight syncs are not probed. Inside an ``EpisodeEngine``
+    or ``AgentEngine`` it returns the recorded episodes, and neither environments nor agents are called.
 
     Example::
 
