@@ -116,7 +116,7 @@ def test_an_iteration_without_enough_signal_is_filled_up_and_says_so(
     )
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
     trainer.fit(module, data)
-    assert "only 0 of 8 groups are worth training on, of 16 that were sampled" in caplog.text
+    assert "accepted only 0 of the 8 groups that are needed, of 16 that were sampled" in caplog.text
     assert trainer.callback_metrics["rollout/accepted_fraction"] == 0.0
 
 
