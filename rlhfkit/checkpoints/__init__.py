@@ -1,6 +1,6 @@
-"""Parts of every checkpoint: exact positions in the data, files that are whole, errors that say what is there.
+"""What every strategy needs of checkpoints: exact resume, atomic and verified files, errors that say what to do.
 
-May import: nothing of rlhfkit; strategies, modules and callbacks all use it.
+May import: ``protocols.py``; modules, strategies and callbacks import this room.
 Start at :mod:`rlhfkit.checkpoints.resume`.
 """
 

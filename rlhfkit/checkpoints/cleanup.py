@@ -1,4 +1,4 @@
-"""What killed processes leave beside checkpoints, and how the next run tells it from another run's work."""
+"""Remove unfinished checkpoints of killed processes, but not those that other runs are writing."""
 
 import contextlib
 import json
@@ -12,56 +12,56 @@ from pathlib import Path
 from rlhfkit.checkpoints.errors import MANIFEST
 
 OWNER = "owner.json"
-"""File in a checkpoint that is being written: which process writes it. Not part of a complete one."""
+"""File in a checkpoint that is being written, with the machine and process that write it."""
 
 _ABANDONED = 86400.0
-"""Seconds without a change after which work of a process on another machine is taken for a leftover."""
+"""Seconds without a change after which unfinished work of another machine counts as abandoned."""
 
-_OF_AN_ENGINE = re.compile(r"checkpoint|latest|zero_to_\w+\.py")
-"""What DeepSpeed 0.19.8 writes into the folder of an engine: shards under our tag, and scripts that convert them."""
+_ENGINE_FILE = re.compile(r"checkpoint|latest|zero_to_\w+\.py")
+"""What DeepSpeed 0.19.8 writes into the folder of an engine: shards, and scripts that convert them."""
 
 _RANK_FILE = re.compile(r"rank_\d{5}\.pt")
 _PARTIAL_FILE = re.compile(r"\.(?P<host>[^.]+)-(?P<pid>\d+)\.tmp$")
 
 
-def partial_file(path: Path) -> Path:
-    """Where this process writes a file, or begins a folder, before it has its name."""
+def partial_path(path: Path) -> Path:
+    """Temporary path for a file or folder, whose name contains this machine and process."""
     return path.with_name(f"{path.name}.{_host()}-{os.getpid()}.tmp")
 
 
-def mark_as_ours(folder: Path) -> None:
-    """Note in a folder that is being written which process writes it."""
+def write_owner(folder: Path) -> None:
+    """Write the file that says that this process writes the folder."""
     (folder / OWNER).write_text(json.dumps({"host": _host(), "pid": os.getpid()}))
 
 
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove unfinished and half-deleted checkpoints of processes that are no more.
+def remove_abandoned(folder: Path) -> list[Path]:
+    """Remove unfinished checkpoints whose processes have ended, and checkpoints whose deletion was interrupted.
 
-    Other runs may be using the folder: what they write stays. What was being deleted is deleted, whoever began. A
-    process of another machine cannot be asked, so its unfinished work stays until it is a day old.
+    What running processes are writing stays. It is not known whether a process of another machine still runs, so its
+    unfinished work is removed when it is a day old.
 
     Args:
-        folder: That holds checkpoints; it may be missing.
+        folder: The folder of the checkpoints; it may be missing.
 
     Returns:
-        What was removed.
+        The paths that were removed.
     """
     removed = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         with contextlib.suppress(OSError):  # another process removes it too
-            if _is_leftover(path):
+            if _is_removable(path):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
                 removed.append(path)
     return removed
 
 
-def _is_leftover(path: Path) -> bool:
+def _is_removable(path: Path) -> bool:
     if path.is_symlink():
         return False
     if path.is_dir():
         if path.name.endswith(".deleted"):
             return _is_checkpoint_folder(path)
-        if path.name.endswith(".old"):  # its successor took its place, but was killed before deleting it
+        if path.name.endswith(".old"):  # its replacement is complete, but its process was killed before deleting it
             return (path.with_name(path.name.removesuffix(".old")) / MANIFEST).is_file() and _is_checkpoint_folder(path)
         owner = _owner_by_name(path) or _owner(path)
         ours = owner is not None or _is_checkpoint_folder(path)
@@ -76,11 +76,11 @@ def _owner_by_name(path: Path) -> tuple[str, int] | None:
 
 
 def _is_checkpoint_folder(folder: Path) -> bool:
-    """Whether all that is in it is ours: also when part of it has been deleted."""
+    """Whether a folder, parts of which may have been deleted, has nothing but files of a checkpoint."""
     return all(
         entry.name in (MANIFEST, OWNER)
         or _RANK_FILE.fullmatch(entry.name)
-        or (entry.is_dir() and all(map(_OF_AN_ENGINE.fullmatch, os.listdir(entry))))
+        or (entry.is_dir() and all(map(_ENGINE_FILE.fullmatch, os.listdir(entry))))
         for entry in folder.iterdir()
     )
 
@@ -111,7 +111,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _host() -> str:
-    """This machine, and on Linux the container: process numbers of two containers are not the same."""
+    """Name of this machine, and on Linux the container, because containers number their processes independently."""
     name = socket.gethostname().replace(".", "_").replace("-", "_")
     with contextlib.suppress(OSError):
         name += f"_{os.stat('/proc/self/ns/pid').st_ino}"

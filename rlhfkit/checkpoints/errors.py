@@ -1,5 +1,7 @@
-"""Errors of checkpoints, and what they say about the place where one was looked for."""
+"""Errors of checkpoints that cannot be used."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -11,15 +13,11 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint of ours is incomplete or has changed; an older one can be loaded in its place."""
+    """A checkpoint directory is incomplete or has changed; an older one may be loaded instead."""
 
 
-def missing(path: Path) -> CheckpointError:
-    """The error for a checkpoint that is not there; it lists the checkpoints beside it.
-
-    Args:
-        path: The checkpoint that was asked for.
-    """
+def missing_checkpoint(path: Path) -> CheckpointError:
+    """Return the error for a checkpoint that does not exist, with a list of those in its folder."""
     folder = path.parent
     if not folder.is_dir():
         return CheckpointError(f"The checkpoint {path} does not exist, and neither does its folder {folder}.")
@@ -31,7 +29,26 @@ def missing(path: Path) -> CheckpointError:
 
 
 def looks_like_checkpoint(path: Path) -> bool:
-    """Whether something is a checkpoint by its name or its manifest; what kills have left behind is not."""
+    """Whether a path is a complete checkpoint, by its name and its manifest."""
     if path.name.endswith((".tmp", ".deleted", ".old")):
         return False
     return (path / MANIFEST).is_file() if path.is_dir() else path.suffix in (".ckpt", ".pt", ".pth")
+
+
+@contextmanager
+def explain_unpickling_errors(path: Path | str, advice: str = "") -> Iterator[None]:
+    """Raise CheckpointError if ``torch.load`` refuses objects inside the context because of ``weights_only``.
+
+    Args:
+        path: The file that is loaded.
+        advice: What else the user may do, appended to the message.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "weights_only" not in str(error).lower() and "weights only" not in str(error).lower():
+            raise
+        raise CheckpointError(
+            f"{path} holds objects of a callback, data module or hyperparameter that are not plain data. Store plain"
+            f" numbers, strings, lists, dictionaries and tensors instead{advice}. ({error})"
+        ) from error

@@ -1,4 +1,4 @@
-"""Checkpoints that are single files, as plain strategies write them: whole or not there, and checked before use."""
+"""Single-file checkpoints, as most strategies of Lightning write them: written atomically, verified when loaded."""
 
 import contextlib
 import os
@@ -13,40 +13,40 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 
-from rlhfkit.checkpoints.cleanup import partial_file
-from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, missing
+from rlhfkit.checkpoints.cleanup import partial_path
+from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, explain_unpickling_errors, missing_checkpoint
 
 _BLOCK = 16 * 2**20
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Lightning's single-file checkpoints, written beside their name and renamed, with checksums that are looked at.
+    """Saves single-file checkpoints atomically and verifies their checksums before loading.
 
-    ``torch.save`` stores a CRC-32 of each tensor, which ``torch.load`` does not check (torch 2.13). Here all are
-    checked before anything is loaded, also in checkpoints that other programs have saved. Remote paths (``s3://...``)
-    go to Lightning's own functions.
+    A file is written under a temporary name and renamed. ``torch.save`` stores a CRC-32 of each tensor, which
+    ``torch.load`` does not check (torch 2.13); here all are checked, also in files of other programs. Remote paths
+    (``s3://...``) are passed to Lightning's own functions.
 
-    :class:`~rlhfkit.checkpoints.ExactResume` puts it into strategies that have no ``CheckpointIO`` of the user's. By
-    hand: ``Trainer(plugins=[VerifiedCheckpointIO()])``.
+    :class:`~rlhfkit.checkpoints.ExactResume` installs it in strategies without a ``CheckpointIO`` of the user. Without
+    that callback: ``Trainer(plugins=[VerifiedCheckpointIO()])``.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
-        """Write a file; killed at any moment, there is the whole file or the one before it.
+        """Write a file atomically: if the process is killed, the previous file of that name is still complete.
 
         Args:
             checkpoint: Lightning's dictionary.
-            path: Its folder is made when missing.
-            storage_options: Not supported.
+            path: The file; its folder is created.
+            storage_options: Passed to Lightning, with the rest.
 
         Raises:
-            CheckpointError: If the disk is full or cannot be written to; nothing is left behind.
+            CheckpointError: If the file cannot be written, for example because the disk is full.
         """
         if storage_options is not None or _is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
-        partial = partial_file(target)
-        with writing(target):
+        partial = partial_path(target)
+        with explain_write_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with open(partial, "wb") as stream:
@@ -65,28 +65,16 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Check a file and load it.
-
-        Args:
-            path: The file.
-            map_location: See :func:`torch.load`.
-            weights_only: See :func:`torch.load`.
+        """Verify a file and load it; arguments as for :func:`torch.load`.
 
         Raises:
             CheckpointError: If it is missing, empty, damaged, or no checkpoint of a Trainer.
         """
         if not _is_remote(path):
             verify_file(Path(path))
-        try:
+        advice = ", or pass weights_only=False for a file that you trust: loading it can run code"
+        with explain_unpickling_errors(str(path), advice):
             checkpoint = super().load_checkpoint(path, map_location, weights_only)
-        except Exception as error:
-            if "weights_only" not in str(error).lower() and "weights only" not in str(error).lower():
-                raise
-            raise CheckpointError(
-                f"{path} holds objects of a callback, data module or hyperparameter that are not plain data. Store"
-                " plain numbers, strings, lists, dictionaries and tensors instead, or pass weights_only=False for a"
-                f" file that you trust: loading it can run code. ({error})"
-            ) from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             held = sorted(map(str, checkpoint))[:6] if isinstance(checkpoint, dict) else type(checkpoint).__name__
             raise CheckpointError(
@@ -99,9 +87,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 def verify_file(path: Path) -> None:
     """Check a single-file checkpoint against the checksums in it.
 
-    Args:
-        path: The file.
-
     Raises:
         CheckpointError: If it is missing, a folder, empty, truncated, changed, or no file of ``torch.save``.
     """
@@ -109,7 +94,7 @@ def verify_file(path: Path) -> None:
         kind = "a checkpoint of RLHFDeepSpeedStrategy" if (path / MANIFEST).is_file() else "no checkpoint"
         raise CheckpointError(f"{path} is a folder and {kind}; this strategy reads single files. {_advice(path)}")
     if not path.exists():
-        raise missing(path)
+        raise missing_checkpoint(path)
     if not path.stat().st_size:
         raise CheckpointError(f"{path} is empty: whatever wrote it was interrupted. {_advice(path)}")
     if not zipfile.is_zipfile(path):
@@ -129,7 +114,7 @@ def verify_file(path: Path) -> None:
 def _advice(path: Path) -> str:
     others = [
         one for one in path.parent.glob("*.ckpt") if one != path and one.is_file() and one.stat().st_size
-    ]  # not verified: that takes long
+    ]  # verifying them would take long
     if not others:
         return "There is no other checkpoint in its folder."
     newest = max(others, key=lambda one: one.stat().st_mtime)
@@ -137,15 +122,8 @@ def _advice(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Say in plain words why a checkpoint cannot be written.
-
-    Args:
-        path: The checkpoint.
-
-    Raises:
-        CheckpointError: For errors of the file system, which torch reports as ones of its ``inline_container.cc``.
-    """
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Raise CheckpointError for errors of the file system, which torch reports as errors of ``inline_container.cc``."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -162,7 +140,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _os_error(error: BaseException | None) -> str:
-    """What the file system said, however torch has wrapped it."""
+    """The message of the file system behind an error that torch has raised."""
     while error is not None:
         if isinstance(error, OSError):
             return error.strerror or str(error)
@@ -175,7 +153,7 @@ def _existing(folder: Path) -> Path:
 
 
 def sync_directory(folder: Path) -> None:
-    """Force the names in a folder to disk."""
+    """Force the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -183,11 +161,10 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def install(strategy: Strategy) -> None:
-    """Use :class:`VerifiedCheckpointIO` in a strategy that has Lightning's own.
+def install_verified_io(strategy: Strategy) -> None:
+    """Replace Lightning's default ``CheckpointIO`` of a strategy by :class:`VerifiedCheckpointIO`.
 
-    Args:
-        strategy: Of a Trainer; those of DeepSpeed write folders and are left alone, as are plugins of the user.
+    Plugins of the user stay, and strategies of DeepSpeed, which write folders, are not changed.
     """
     if not isinstance(strategy, DeepSpeedStrategy) and type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = VerifiedCheckpointIO()

@@ -1,32 +1,30 @@
-"""The counters of Lightning's loops in a checkpoint: put right before they are loaded, rewound when they are saved.
+"""The counters of Lightning's loops in a checkpoint: rewound when they are saved, corrected before they are loaded.
 
-Lightning counts four moments of each epoch and batch: ready, started, processed, completed. ``on_train_batch_end``,
+Lightning counts four events of each epoch and batch: ready, started, processed, completed. ``on_train_batch_end``,
 where ``ModelCheckpoint(every_n_train_steps=...)`` saves, comes after "processed" and before "completed".
 
-Lightning 2.6.6 continues wrongly from a checkpoint of an epoch's last batch. ``_FitLoop.reset`` counts the epoch as
-processed and completed, but ``on_advance_start`` still takes the run for one that was stopped inside an epoch, so that
-it neither counts the next epoch as ready nor calls ``on_train_epoch_start``. "ready" stays one behind from there on; a
-checkpoint that is saved inside that epoch looks like one of an epoch's end, and resuming it trains the epoch once more.
-The code came with https://github.com/Lightning-AI/pytorch-lightning/pull/20379 (2.5.0); 2.5.6 and 2.6.0 do the same. We
-have found no report of it as of November 2026. The nearest is
-https://github.com/Lightning-AI/pytorch-lightning/issues/19617 (``max_steps`` at the end of an epoch), which
-:func:`settle` also corrects.
+Lightning 2.6.6 resumes wrongly from a checkpoint of the last batch of an epoch. ``_FitLoop.reset`` counts the epoch as
+processed and completed, but ``on_advance_start`` still treats the run as stopped inside an epoch, so it neither counts
+the next epoch as ready nor calls ``on_train_epoch_start``. From then on "ready" is one too low; a checkpoint saved
+inside that epoch looks like one of the end of an epoch, and resuming it trains the epoch once more. The code came with
+https://github.com/Lightning-AI/pytorch-lightning/pull/20379 (2.5.0); 2.5.6 and 2.6.0 do the same. We have found no
+report of it as of November 2026. The nearest is https://github.com/Lightning-AI/pytorch-lightning/issues/19617
+(``max_steps`` at the end of an epoch), which :func:`normalize_counters` also corrects.
 """
 
 from typing import Any
+
+import lightning as L
 
 Counters = dict[str, Any]
 """``checkpoint["loops"]["fit_loop"]``."""
 
 
-def settle(fit: Counters) -> None:
-    """Bring the counters of a checkpoint into a form from which Lightning continues exactly.
+def normalize_counters(fit: Counters) -> None:
+    """Correct the counters of a checkpoint, in place, so that Lightning resumes exactly.
 
-    A finished epoch becomes one whose end was reached, with the batches of the next one not begun, whichever hook saved
-    it; inside an epoch, a "ready" that stayed behind is put right. Settled counters are left as they are.
-
-    Args:
-        fit: Changed in place.
+    After the last batch of an epoch, the epoch is counted as completed and the next one as not begun, whichever hook
+    saved the checkpoint. Inside an epoch, a "ready" that is one too low is corrected.
     """
     epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
     epoch, batch = epochs["current"], batches["current"]
@@ -38,13 +36,13 @@ def settle(fit: Counters) -> None:
             counts["started"] = counts["ready"]
     if after_batch and last:
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # counted after the hook
-        _finish(fit, epoch["ready"])
+        _complete_epochs(fit, epoch["ready"])
     elif epoch["started"] == epoch["processed"]:  # an epoch's end, or the hook at the next one's start
-        _finish(fit, epoch["processed"])
+        _complete_epochs(fit, epoch["processed"])
 
 
-def _finish(fit: Counters, epochs: int) -> None:
-    """As many epochs are done in every respect, and no batch of the next one is begun."""
+def _complete_epochs(fit: Counters, epochs: int) -> None:
+    """Count that many epochs as completed, and no batch of the next one as begun."""
     for counts in fit["epoch_progress"].values():
         counts.update(dict.fromkeys(counts, epochs))
     batches = fit["epoch_loop.batch_progress"]
@@ -54,42 +52,26 @@ def _finish(fit: Counters, epochs: int) -> None:
 
 
 def rewind(fit: Counters, batches: int) -> None:
-    """Take back the last batches of the epoch, as if they had not been asked for.
-
-    Args:
-        fit: Changed in place.
-        batches: How many.
-    """
+    """Uncount the last ``batches`` of the epoch, in place, as if they had not been fetched."""
     progress = fit["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         counts.update(dict.fromkeys(counts, counts["ready"] - batches))
     progress["is_last_batch"] = False
 
 
-def unfinished_batches(trainer: Any) -> int:
-    """Batches of the epoch that were asked for since the last optimizer step: those of an open accumulation window.
-
-    Args:
-        trainer: While it fits.
-
-    Returns:
-        0 when weights, counters and loaders stand at the same optimizer step.
-    """
+def unfinished_batches(trainer: L.Trainer) -> int:
+    """Number of batches that were fetched since the last optimizer step, those of an open accumulation window."""
     loop = trainer.fit_loop
-    batch = loop.epoch_loop.batch_progress.current
+    batch: Any = loop.epoch_loop.batch_progress.current  # Lightning types it without "processed"
     if batch.ready == batch.processed and not loop._should_accumulate():
         return 0
     window = trainer.accumulate_grad_batches
-    return batch.ready - batch.processed // window * window
+    return int(batch.ready - batch.processed // window * window)
 
 
-def is_batch_on_its_way(trainer: Any) -> bool:
-    """Whether a loader has handed out a batch that the loops do not count yet: it is being moved to the device.
-
-    Args:
-        trainer: While it fits.
-    """
+def has_uncounted_batch(trainer: L.Trainer) -> bool:
+    """Whether a loader has returned a batch that the loops do not count yet, as it is being moved to the device."""
     fetcher = trainer.fit_loop._data_fetcher
-    # Without a length, fetchers are one batch ahead at all times.
+    # Fetchers without a length are always one batch ahead.
     counted = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return fetcher is not None and fetcher.length is not None and fetcher.fetched == counted + 1

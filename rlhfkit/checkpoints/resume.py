@@ -1,65 +1,62 @@
-"""``ExactResume``: whatever moment a checkpoint is saved at, the run that resumes it is the run that went on."""
+"""``ExactResume``: a run resumed from any checkpoint continues exactly as the run that saved it."""
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
+import numpy as np
+import torch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from rlhfkit.checkpoints.cleanup import remove_leftovers
+from rlhfkit.checkpoints.cleanup import remove_abandoned
 from rlhfkit.checkpoints.errors import CheckpointError
-from rlhfkit.checkpoints.files import install
-from rlhfkit.checkpoints.progress import is_batch_on_its_way, rewind, settle, unfinished_batches
-from rlhfkit.checkpoints.random_state import random_state, set_random_state
+from rlhfkit.checkpoints.files import install_verified_io
+from rlhfkit.checkpoints.progress import has_uncounted_batch, normalize_counters, rewind, unfinished_batches
+from rlhfkit.protocols import RLHFStrategy, callbacks_of
 
 _KEY = "random_state"
 
 
 @runtime_checkable
 class Rewindable(Protocol):
-    """A loader that knows its state of some batches ago."""
+    """A loader that can return its earlier states."""
 
     def state_dict_before(self, batches: int) -> dict[str, Any]:
-        """What ``state_dict`` would have returned that many batches ago.
-
-        Args:
-            batches: Of the same epoch, at most those of one optimizer step.
-        """
+        """Return the state before the last ``batches``, all of the same epoch and optimizer step."""
         ...
 
 
 class ExactResume(Callback):
     """Makes checkpoints complete at any moment and resumes them exactly, under every strategy.
 
-    Our modules bring it along (``configure_callbacks``), and so does ``RLHFDeepSpeedStrategy``; there is nothing to do.
-    A subclass of them that overrides ``configure_callbacks`` returns ``[*super().configure_callbacks(), ...]``; if it
-    does not, the module's ``setup`` adds the callback. With a module that is none of ours under another strategy:
-    ``Trainer(callbacks=[ExactResume()])``.
+    The modules of rlhfkit (in ``configure_callbacks``, else in ``setup``) and ``RLHFDeepSpeedStrategy`` add it to the
+    Trainer. With another module under another strategy: ``Trainer(callbacks=[ExactResume()])``.
 
-    - A checkpoint that is saved inside an accumulation window holds the loops, loaders and random states of the
-      window's beginning, to which its weights and optimizers belong. Resuming trains on the whole window.
-    - Counters that Lightning 2.6.6 would leave one behind are put right when they are loaded
+    - A checkpoint that is saved inside an accumulation window has the loops, loaders and random states of the beginning
+      of the window, to which its weights and optimizers belong. Resuming trains on the whole window.
+    - Counters that Lightning 2.6.6 would leave one too low are corrected when they are loaded
       (:mod:`rlhfkit.checkpoints.progress`).
-    - ``ModelCheckpoint`` does not save once more what was just loaded.
-    - Random states of torch, NumPy and Python are saved and restored, where the number of ranks is the same and the
-      strategy saves every rank (those of plain strategies save rank 0).
-    - Single files are written and checked by :class:`~rlhfkit.checkpoints.VerifiedCheckpointIO`.
-    - What killed processes have left beside checkpoints is removed when training starts.
+    - ``ModelCheckpoint`` does not immediately save again what was just loaded.
+    - Random states of torch, NumPy and Python are saved, and restored if the number of ranks is the same and the
+      strategy saves those of every rank (Lightning's own strategies save rank 0).
+    - Single files are written and verified by :class:`~rlhfkit.checkpoints.VerifiedCheckpointIO`.
+    - Unfinished checkpoints of killed processes are removed when training starts.
     """
 
     def __init__(self) -> None:
-        self._steps: int | None = None  # optimizer steps that a whole batch belongs to
-        self._at_window: tuple[int, dict[str, Any]] | None = None  # its first batch, and the random state at its start
-        self._at_step: list[dict[str, Any]] = []  # states of loaders that cannot be rewound
-        self._loaded: Mapping[str, Any] | None = None  # random state to put back when the first batch is there
+        self._steps: int | None = None  # global_step at the last boundary of a window
+        self._at_window: tuple[int, dict[str, Any]] | None = None  # number of its first batch, random state before it
+        self._at_step: list[dict[str, Any]] = []  # states of loaders that are not Rewindable, at the last boundary
+        self._loaded: Mapping[str, Any] | None = None  # to be restored again before the first batch
         self._resumed = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Take over the reading and writing of single files, and remove what kills have left."""
-        install(trainer.strategy)
+        """Install :class:`VerifiedCheckpointIO`, and remove unfinished checkpoints of killed processes."""
+        install_verified_io(trainer.strategy)
         self._steps, self._at_window, self._at_step, self._loaded, self._resumed = None, None, [], None, False
         if stage == "fit" and trainer.is_global_zero:
             savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
@@ -67,16 +64,16 @@ class ExactResume(Callback):
             if trainer.ckpt_path and "://" not in str(trainer.ckpt_path):
                 folders.add(Path(trainer.ckpt_path).parent)
             for folder in folders:
-                remove_leftovers(folder)
+                remove_abandoned(folder)
 
     # ------------------------------------------------------------------ saving
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the random state; inside an accumulation window, go back to where it began.
+        """Add the random state; inside an accumulation window, rewind the checkpoint to its beginning.
 
         Raises:
-            CheckpointError: When training stopped between an optimizer step and the end of its batch, so that no
-                position belongs to the weights.
+            CheckpointError: If training stopped between an optimizer step and the end of its batch, where the weights
+                belong to no position in the data.
         """
         device = trainer.strategy.root_device
         checkpoint[_KEY] = {
@@ -88,8 +85,8 @@ class ExactResume(Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         batches = unfinished_batches(trainer)
-        handed_out = batches + is_batch_on_its_way(trainer)
-        if not handed_out:
+        fetched = batches + has_uncounted_batch(trainer)
+        if not fetched:
             return
         if self._steps not in (None, trainer.global_step):
             raise CheckpointError(
@@ -104,12 +101,12 @@ class ExactResume(Callback):
         saved = fit["state_dict"].get("combined_loader") or []
         for index, loader in enumerate(_stateful_loaders(trainer) if saved else []):
             if isinstance(loader, Rewindable):
-                saved[index] = loader.state_dict_before(handed_out)
+                saved[index] = loader.state_dict_before(fetched)
             elif self._at_step:
                 saved[index] = self._at_step[index]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Undo what starting a loader in the middle of an epoch drew, and note the random state of a new window."""
+        """Restore the random state that starting the loader has changed; note that of a new window."""
         if self._loaded is not None:
             if batch_idx > 0 or self._loaded["batch_begun"]:
                 set_random_state(self._loaded["state"], trainer.strategy.root_device)
@@ -119,7 +116,7 @@ class ExactResume(Callback):
             self._at_window = _batches_begun(trainer), random_state(trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After an optimizer step, note its number, and where loaders stand that cannot be rewound."""
+        """After an optimizer step, note its number and the states of loaders that are not rewindable."""
         if not unfinished_batches(trainer):
             self._steps = trainer.global_step
             self._note_loaders(trainer)
@@ -132,7 +129,7 @@ class ExactResume(Callback):
     # ------------------------------------------------------------------ resuming
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the counters right, and the generators into their saved state.
+        """Correct the counters and restore the random state.
 
         Raises:
             CheckpointError: If the checkpoint was saved inside an accumulation window by a run without this callback.
@@ -140,19 +137,19 @@ class ExactResume(Callback):
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
         fit = checkpoint["loops"]["fit_loop"]
-        settle(fit)
+        normalize_counters(fit)
         self._resumed = True
         saved = checkpoint.get(_KEY)
         if saved is None:
             self._require_whole_windows(trainer, fit["epoch_loop.batch_progress"])
-        every_rank = trainer.world_size == 1 or getattr(trainer.strategy, "saves_every_rank", False)
+        strategy = trainer.strategy
+        every_rank = trainer.world_size == 1 or (isinstance(strategy, RLHFStrategy) and strategy.saves_every_rank)
         if saved and every_rank and saved["rank"] == trainer.global_rank and saved["world_size"] == trainer.world_size:
             set_random_state(saved["state"], trainer.strategy.root_device)
             self._loaded = saved
 
-    def _require_whole_windows(self, trainer: Any, progress: Mapping[str, Any]) -> None:
-        """Refuse what was saved inside a window by a run without this callback."""
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+    def _require_whole_windows(self, trainer: L.Trainer, progress: Mapping[str, Any]) -> None:
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
             return
         batch, window = progress["current"], trainer.accumulate_grad_batches
         if batch["ready"] == batch["processed"] and (batch["ready"] % window == 0 or progress["is_last_batch"]):
@@ -165,7 +162,7 @@ class ExactResume(Callback):
         )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Make Lightning begin the epoch's batches and its saves where the checkpoint stopped."""
+        """Make the epoch loop and ``ModelCheckpoint`` continue where the checkpoint was saved."""
         self._note_loaders(trainer)
         if not self._resumed:
             return
@@ -175,32 +172,63 @@ class ExactResume(Callback):
                 callback._last_global_step_saved = trainer.global_step  # not in its state (Lightning 2.6.6)
         batches = trainer.fit_loop.epoch_loop
         if batches.batch_progress.current.ready == 0:
-            # Nothing of this epoch was trained on. A restarting loop (which it always is with max_steps) would take the
-            # place before the first batch for one at which validation is due, and count one that did not happen.
+            # No batch of this epoch was trained on. A restarting loop (with max_steps it always is) would treat this
+            # as a point at which validation is due, and count a validation that did not happen.
             batches.restarting = False
 
 
-def _batches_begun(trainer: Any) -> int:
+def _batches_begun(trainer: L.Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
-def _stateful_loaders(trainer: Any) -> list[Any]:
-    """The training loaders whose states are in a checkpoint, in its order."""
+def _stateful_loaders(trainer: L.Trainer) -> list[_Stateful[Any]]:
+    """The training loaders whose states are in a checkpoint, in the order of the checkpoint."""
     combined = trainer.fit_loop._combined_loader
     loaders = [] if combined is None else combined.flattened
     return [loader for loader in loaders if isinstance(loader, _Stateful)]
 
 
-def attach(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-    """Add the callback to a trainer that has none, after Lightning has set up its callbacks.
+def attach_exact_resume(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    """Add :class:`ExactResume` to a Trainer without it, after Lightning has set up the callbacks.
 
     Args:
-        trainer: Whose strategy is being set up.
-        pl_module: What it trains.
+        trainer: The Trainer whose strategy is being set up.
+        pl_module: The module that it trains.
     """
-    if any(isinstance(callback, ExactResume) for callback in trainer.callbacks):  # type: ignore[attr-defined]  # set by a connector
+    callbacks = callbacks_of(trainer)
+    if any(isinstance(callback, ExactResume) for callback in callbacks):
         return
     callback = ExactResume()
-    trainer.callbacks.append(callback)  # type: ignore[attr-defined]  # set by a connector
+    callbacks.append(callback)
     if trainer.state.fn is not None:
         callback.setup(trainer, pl_module, trainer.state.fn.value)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """State of the random generators of torch, NumPy and Python, as plain types that load without running code."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": (
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restore a state that :func:`random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from rlhfkit.checkpoints import ExactResume
-from rlhfkit.checkpoints.resume import attach
+from rlhfkit.checkpoints.resume import attach_exact_resume
 from rlhfkit.models import ScalarModel, unwrap
 from rlhfkit.models.lora import frozen_weight_names, save_adapter
 from rlhfkit.models.weights.files import save_weights
@@ -104,7 +104,7 @@ class CheckpointMixin(L.LightningModule):
         A subclass that overrides both calls ``super()`` in one of them.
         """
         if self._trainer is not None:
-            attach(self._trainer, self)
+            attach_exact_resume(self._trainer, self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remove the weights that are loaded by name, and save the names of the classes."""

@@ -1,7 +1,7 @@
 """Lightning strategies: several DeepSpeed engines under one Trainer. Importing this registers ``rlhf_zero0`` to 3.
 
 May import: checkpoints, ``protocols.py``, ``distributed.py``, ``validation.py``; so any LightningModule can use it.
-Start at :mod:`rlhfkit.strategies.deepspeed.strategy`.
+Start at :mod:`rlhfkit.strategies.strategy`.
 """
 
 from rlhfkit.strategies.registry import register

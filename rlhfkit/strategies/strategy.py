@@ -1,4 +1,4 @@
-"""RLHFDeepSpeedStrategy: one torch optimizer in, one DeepSpeed engine per child out, under an ordinary Trainer."""
+"""``RLHFDeepSpeedStrategy``: a DeepSpeed engine for each trained child of a LightningModule, under one Trainer."""
 
 import importlib.util
 import math
@@ -10,76 +10,77 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlhfkit.checkpoints.resume import attach
-from rlhfkit.distributed import full_parameters
-from rlhfkit.strategies.checkpoint.io import EngineCheckpoints
+from rlhfkit.checkpoints.resume import attach_exact_resume
+from rlhfkit.distributed import full_parameters, is_sharded
+from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.deepspeed import rendezvous
-from rlhfkit.strategies.deepspeed.building import place_others, require_known_children, training_engines
 from rlhfkit.strategies.deepspeed.engines import (
     EngineOptimizer,
     backward_through,
+    create_training_engines,
     engine_config,
+    place_frozen_children,
+    require_known_children,
     require_unmanaged_accumulation,
 )
-from rlhfkit.strategies.deepspeed.gradients import clip_next_step, discard_gradients, measured_norm
+from rlhfkit.strategies.deepspeed.gradients import discard_gradients, gradient_norm, set_clipping
 from rlhfkit.strategies.deepspeed.precision import EnginePrecision
-from rlhfkit.strategies.deepspeed.synchronized_steps import Outcome, SynchronizedSteps
-from rlhfkit.strategies.deepspeed.zero3 import hugging_face_sharding, state_of, unshard
-from rlhfkit.strategies.ray.launcher import LaunchedOnRay, RayOptions
+from rlhfkit.strategies.deepspeed.synchronized_steps import StepOutcome, SynchronizedSteps
+from rlhfkit.strategies.deepspeed.zero3 import full_state_dict, hugging_face_sharding, unshard
+from rlhfkit.strategies.ray.launcher import RayLaunchMixin, RayOptions
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy):
+class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStrategy):
     """Trains several child modules of one LightningModule with a DeepSpeed engine each.
 
-    The LightningModule stays unwrapped. ``configure_optimizers`` returns one ordinary torch optimizer; its parameter
-    groups are sorted by the direct child that owns them, and each such child is replaced by its own engine while the
-    Trainer runs, so ``self.policy(...)`` and ``self.critic(...)`` keep working; the inner model is
-    ``getattr(self.policy, "module", self.policy)``. Children without an optimizer are frozen: sharded inference engines
-    at ZeRO stage 3, plain modules on the device otherwise; they are never saved.
+    ``configure_optimizers`` returns one ordinary torch optimizer. Its parameter groups are sorted by the direct child
+    that owns them, and each of these children is replaced by its own engine while the Trainer runs, so that
+    ``self.policy(...)`` and ``self.critic(...)`` keep working; the inner model is
+    ``getattr(self.policy, "module", self.policy)``. The LightningModule itself is not wrapped. Children without an
+    optimizer are frozen: sharded inference engines at ZeRO stage 3, plain modules otherwise. They are never saved.
 
-    Lightning alone owns the accumulation window: losses are divided by ``accumulate_grad_batches`` once, and the last
-    partial window of an epoch is stepped. ``gradient_clip_val`` clips each engine by its own norm. Batches keep their
-    dtypes. The norm of each engine's gradient is in :attr:`gradient_norms` and logged as ``grad_norm/<child>``.
+    Lightning owns the accumulation window: losses are divided by ``accumulate_grad_batches`` once, and the last partial
+    window of an epoch is stepped. ``gradient_clip_val`` clips each engine by its own norm, which is in
+    :attr:`gradient_norms` and logged as ``grad_norm/<child>``. Batches keep their dtypes.
 
     Works on CPUs (gloo) and GPUs (NCCL), on one or many ranks, in fp32, bf16 and fp16.
 
     Args:
-        stage: ZeRO stage, 0 to 3 (Rajbhandari et al. 2020, arXiv 1910.02054): what is sharded over ranks: nothing,
-            optimizer state, also gradients, also parameters.
-        engine_configs: DeepSpeed configuration entries per child, on top of the common ones, for example
+        stage: ZeRO stage, 0 to 3 (Rajbhandari et al. 2020, arXiv 1910.02054): shard nothing, optimizer state, also
+            gradients, also parameters.
+        engine_configs: Additional DeepSpeed configuration per child, for example
             ``{"critic": {"zero_optimization": {"stage": 2}}, "reference": {"zero_optimization": {"offload_param":
             {"device": "cpu"}}}}``. ``{"zero_optimization": {"stage": 0}}`` keeps a frozen child plain.
         init_timeout: Seconds that a rank waits for all others to join; the error names the missing ones.
         launcher: Who starts the ranks: ``"ray"`` (:class:`~rlhfkit.strategies.ray.launcher.RayLauncher`) or
-            ``"subprocess"``, Lightning by running the script again. None: Ray in a notebook with several devices,
-            elsewhere ``"subprocess"``, or whoever has started them (torchrun, SLURM, ...).
-        num_nodes: With Ray: machines, each with ``Trainer(devices=...)`` ranks; None is ``Trainer(num_nodes=...)``.
-        resources_per_rank: With Ray: what a rank claims; default ``{"CPU": 1}``, on GPUs with ``"GPU": 1``. GPUs asked
-            for here need not be on the driver's machine; leave ``Trainer(accelerator=...)`` out then.
-        return_weights: With Ray: whether the driver's module gets the trained weights. They must fit into its memory.
+            ``"subprocess"``, where Lightning runs the script again. ``None``: Ray in a notebook with several devices,
+            else ``"subprocess"``, or what has started them already (torchrun, SLURM, ...).
+        num_nodes: With Ray: machines, each with ``Trainer(devices=...)`` ranks; ``None``: ``Trainer(num_nodes=...)``.
+        resources_per_rank: With Ray: resources of a rank; default ``{"CPU": 1}``, on GPUs with ``"GPU": 1``. If only
+            other machines than the driver's have GPUs, ask for them here and leave ``Trainer(accelerator=...)`` out.
+        return_weights: With Ray: whether the driver's module gets the trained weights, which must fit into its memory.
         log_gradient_norm: Whether to log ``grad_norm/<child>`` after each step.
-        **kwargs: As for Lightning's ``DeepSpeedStrategy`` (``config``, ``offload_optimizer``, ``offload_parameters``,
-            ``timeout``, ...). A ``config`` replaces all defaults, ``stage`` included.
+        **kwargs: Arguments of Lightning's ``DeepSpeedStrategy`` (``config``, ``offload_optimizer``,
+            ``offload_parameters``, ``timeout``, ...). A ``config`` replaces all defaults, ``stage`` included.
 
     Raises:
-        ModuleNotFoundError: When DeepSpeed is not installed.
-        ImportError: When DeepSpeed is too old to leave the accumulation window to the caller.
+        ModuleNotFoundError: If DeepSpeed is not installed.
+        ImportError: If DeepSpeed is too old to leave the accumulation window to the caller.
 
     Example::
 
@@ -125,18 +126,18 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         self.frozen_engines: dict[str, DeepSpeedEngine] = {}
         """Sharded inference engines of frozen children by name, while the Trainer runs."""
         self.gradient_norms: dict[str, float] = {}
-        """Norm of each engine's last gradient before clipping, over all ranks; infinite when the update was skipped."""
+        """Norm of each engine's last gradient over all ranks, before clipping; infinite if the update was skipped."""
         self.skipped_updates = 0
-        """Optimizer steps of this run that no engine took, because a loss or gradient was not finite on some rank."""
+        """Optimizer steps of this run that were skipped because a loss or gradient was not finite on some rank."""
         self.rescaled_updates = 0
-        """Optimizer steps of this run that were skipped to lower the dynamic loss scale of fp16; not errors."""
+        """Optimizer steps of this run that were skipped to lower the dynamic loss scale of fp16, which is normal."""
         self._frozen: set[str] = set()
         self._accumulating: set[str] = set()
 
     # ----------------------------------------------------------------------------------------------------- start-up
 
     def setup_environment(self) -> None:
-        """Join the other ranks. Lightning's version refuses CPUs."""
+        """Join the other ranks, on CPUs too, which Lightning's version refuses."""
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
@@ -173,7 +174,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
 
     @property
     def precision_plugin(self) -> Precision:
-        """Always an :class:`EnginePrecision`: the engines cast, batches stay as they are."""
+        """Always an :class:`EnginePrecision`."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -188,7 +189,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         self._precision_plugin = plugin
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Build optimizers and engines, and put the engines in the children's places."""
+        """Create optimizers and engines, and replace the children of the module by their engines."""
         self._init_config_if_needed()
         assert self.accelerator is not None
         assert self.lightning_module is not None
@@ -200,28 +201,29 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
 
         for name, child in module.named_children():
             if self._stage_of(name) != 3:
-                unshard(child)  # built in shards, or left so by an earlier run; nothing to do otherwise
+                unshard(child)  # if it was built sharded, or left sharded by an earlier run
 
         self.optimizers, self.lr_scheduler_configs = [], []
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
             require_known_children(module, self.engine_configs)
-            self.engines, made = training_engines(module, optimizers, self.config_of, self.root_device)
+            self.engines, made = create_training_engines(module, optimizers, self.config_of, self.root_device)
             self.optimizers = [EngineOptimizer(base, engines, self.discard_gradients) for base, engines in made]
             self._steps = SynchronizedSteps(self.engines, self.root_device)
         rest = {name for name, _ in module.named_children() if name not in self.engines}
-        self._frozen, self.frozen_engines = place_others(
+        self._frozen, self.frozen_engines = place_frozen_children(
             module, rest, self.config_of, self.root_device, self._training_dtype
         )
         for name, engine in {**self.engines, **self.frozen_engines}.items():
             module._modules[name] = engine
         self._set_deepspeed_activation_checkpointing()
-        attach(trainer, module)
+        attach_exact_resume(trainer, module)
         self.barrier()
 
     @property
     def _training_dtype(self) -> torch.dtype | None:
-        dtype = getattr(self.precision_plugin, "_desired_dtype", torch.float32)
+        plugin = self.precision_plugin
+        dtype = plugin._desired_dtype if isinstance(plugin, EnginePrecision) else torch.float32
         return None if dtype == torch.float32 else dtype
 
     def config_of(self, child: str, *, trainable: bool) -> dict[str, Any]:
@@ -233,7 +235,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         return int(self.config_of(child, trainable=True)["zero_optimization"].get("stage", 0))
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
-        """Lightning's version puts the Trainer's window into DeepSpeed's configuration; here the Trainer keeps it."""
+        """Raise if the configuration has settings of the Trainer, which Lightning's version would add to it."""
         assert isinstance(self.config, dict)
         for key in ("gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler"):
             if key in self.config:
@@ -258,34 +260,35 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
 
     @property
     def zero_stage_3(self) -> bool:
-        """Whether every parameter is sharded. Lightning asks this to choose a summary that fails on any other."""
+        """Whether every parameter is sharded; Lightning's model summary for ZeRO 3 fails otherwise."""
         if self.stage != 3 or self.lightning_module is None:
             return self.stage == 3
-        return all(hasattr(parameter, "ds_numel") for parameter in self.lightning_module.parameters())
+        return all(map(is_sharded, self.lightning_module.parameters()))
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: at stage 3, Hugging Face models are sharded while they are built or loaded."""
+        """Shard Hugging Face models at stage 3 while ``configure_model`` builds or loads them."""
         self._init_config_if_needed()
         with hugging_face_sharding(self.config_of("", trainable=True) if self.stage == 3 else None):
             yield
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Around ``configure_model``: nothing; models are built on the CPU or sharded, and moved by their engines."""
+        """Do nothing: models are built on the CPU or sharded, and moved by their engines."""
         yield
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Full values of sharded parameters inside the context, on all ranks; nothing to do below stage 3.
+        """Give sharded parameters their full values inside the context; changes are lost. A collective.
 
-        All ranks must enter it with the same parameters. Changes made inside are lost.
+        Args:
+            parameters: The same on all ranks; parameters that are not sharded are left as they are.
         """
         with full_parameters(parameters):
             yield
 
     def consolidated_state_dict(self, child: str) -> dict[str, Tensor]:
-        """The full weights of one child on the CPU, gathered module by module; to be called by all ranks.
+        """Return the full weights of one child on the CPU, gathered module by module. A collective.
 
         Args:
             child: Name of a direct child of the LightningModule.
@@ -293,15 +296,13 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         Returns:
             The state dictionary on rank 0, an empty one on the others. Tied weights share one tensor.
         """
-        assert self.lightning_module is not None
-        module = self.lightning_module.get_submodule(child)
-        return state_of(getattr(module, "module", module), keep=self.is_global_zero)
+        return full_state_dict(self.unwrapped_child(child), keep=self.is_global_zero)
 
     # ---------------------------------------------------------------------------------------------------- optimizing
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """False: Lightning decides when to step, on the last partial window too."""
+        """False: Lightning owns the accumulation window."""
         return False
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -314,16 +315,16 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure (forward and backward), then step all engines of ``optimizer``, or none of them.
+        """Run the closure (forward and backward), then step all engines of ``optimizer``.
 
-        None when a loss or gradient of one of them was not finite on some rank: weights and optimizer states stay
-        bitwise as they were. Learning-rate schedules and ``global_step`` go on.
+        If a loss or gradient was not finite on some rank, no engine is stepped: weights and optimizer states stay
+        bitwise as they were, while learning-rate schedules and ``global_step`` go on.
         """
         module = self.lightning_module
         assert module is not None
         assert isinstance(optimizer, EngineOptimizer)
         result = closure()
-        # Runs the module's hooks and clips by the Trainer's value. It never calls step(), whose type ours narrows.
+        # Runs the module's hooks and clips. It never calls step(), whose type EngineOptimizer narrows.
         self.precision_plugin._after_closure(module, optimizer)  # type: ignore[arg-type]
         if result is None and module.automatic_optimization:
             raise MisconfigurationException(
@@ -331,14 +332,14 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
                 " zero that depends on the output instead."
             )
         outcome = self._steps.step(optimizer.engines)
-        self.skipped_updates += outcome is Outcome.SKIPPED
-        self.rescaled_updates += outcome is Outcome.RESCALED
+        self.skipped_updates += outcome is StepOutcome.SKIPPED
+        self.rescaled_updates += outcome is StepOutcome.RESCALED
         for name, engine in optimizer.engines.items():
             self._accumulating.discard(name)
-            self.gradient_norms[name] = measured_norm(engine) if outcome is Outcome.STEPPED else math.inf
-            if self._steps.was_left_out(name):
+            self.gradient_norms[name] = gradient_norm(engine) if outcome is StepOutcome.STEPPED else math.inf
+            if self._steps.was_skipped(name):
                 self.gradient_norms[name] = 0.0
-            clip_next_step(engine, 0.0)
+            set_clipping(engine, 0.0)
             if self.log_gradient_norm and not module.trainer.barebones:
                 module.log(f"grad_norm/{name}", self.gradient_norms[name])
         if not module.trainer.barebones:
@@ -347,17 +348,17 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         return result
 
     def discard_gradients(self, child: str) -> None:
-        """Drop what has been accumulated for one child since its last step, in every buffer of its engine."""
+        """Drop the gradients that were accumulated for one child since its last step."""
         if child in self._accumulating:
             discard_gradients(self.engines[child])
-            self._steps.forget(child)
+            self._steps.reset(child)
             self._accumulating.discard(child)
 
     def skip_update(self, child: str) -> None:
-        """Let the optimizer step that is about to be made pass by a child.
+        """Leave one child out of the coming optimizer step; to be called in ``on_before_optimizer_step`` on all ranks.
 
-        For ``on_before_optimizer_step``, on all ranks alike. The child's gradients are dropped, its weights and its
-        optimizer state stay bitwise as they are, and its norm is reported as 0.
+        Its gradients are dropped, its weights and optimizer state stay bitwise as they are, and its gradient norm is
+        reported as 0.
 
         Args:
             child: Name of a child with an engine.
@@ -370,7 +371,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
             optimizer = optimizer.optimizer
         assert isinstance(optimizer, EngineOptimizer)
         for engine in optimizer.engines.values():
-            clip_next_step(engine, norm)
+            set_clipping(engine, norm)
 
     # ------------------------------------------------------------------------------------------------------- the end
 
@@ -382,7 +383,7 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
         return next(iter(self.engines.values()))
 
     def teardown(self) -> None:
-        """Put the raw children back. At stage 3 on several ranks their parameters stay sharded: they may not fit."""
+        """Put the children back. At stage 3 on several ranks their parameters stay sharded: they may not fit."""
         module = self.lightning_module
         if self.engines:
             self._steps.remove()
@@ -394,5 +395,5 @@ class RLHFDeepSpeedStrategy(LaunchedOnRay, EngineCheckpoints, DeepSpeedStrategy)
                 unshard(engine.module)
         self.engines, self.frozen_engines = {}, {}
         self._accumulating = set()
-        self.optimizers = []  # their state belongs to the engines; Lightning would move it
+        self.optimizers = []  # otherwise Lightning would move their state, which belongs to the engines
         super().teardown()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfkit.checkpoints.cleanup import OWNER, mark_as_ours, partial_file, remove_leftovers
+from rlhfkit.checkpoints.cleanup import OWNER, partial_path, remove_abandoned, write_owner
 
 
 def dead_process() -> int:
@@ -23,7 +23,7 @@ def unfinished(folder: Path, *, pid: int | None = None, host: str | None = None)
     """A checkpoint that is being written, by this process unless told."""
     (folder / "policy" / "checkpoint").mkdir(parents=True)
     (folder / "rank_00000.pt").write_text("state")
-    mark_as_ours(folder)
+    write_owner(folder)
     owner = json.loads((folder / OWNER).read_text())
     changes = {"pid": pid, "host": host}
     (folder / OWNER).write_text(json.dumps(owner | {key: value for key, value in changes.items() if value is not None}))
@@ -43,7 +43,7 @@ def test_leftovers_of_dead_processes_go_and_everything_else_stays(tmp_path: Path
         unfinished(tmp_path / "b.ckpt.tmp", host="elsewhere"),
         tmp_path / "step=88.ckpt.deleted",
         tmp_path / "c.ckpt.old",
-        tmp_path / partial_file(Path("d.ckpt")).name.replace(str(os.getpid()), str(dead_process())),
+        tmp_path / partial_path(Path("d.ckpt")).name.replace(str(os.getpid()), str(dead_process())),
     ]
     age(gone[1], days=2)
     (gone[2] / "policy").mkdir(parents=True)  # half of it has been deleted
@@ -61,7 +61,7 @@ def test_leftovers_of_dead_processes_go_and_everything_else_stays(tmp_path: Path
         tmp_path / "mine.deleted",
         tmp_path / "g.ckpt.old",
         tmp_path / "c.ckpt",
-        tmp_path / partial_file(Path("h.ckpt")).name.replace(str(os.getpid()), str(os.getppid())),
+        tmp_path / partial_path(Path("h.ckpt")).name.replace(str(os.getpid()), str(os.getppid())),
     ]
     stays[2].write_text("of the user")
     stays[3].mkdir()
@@ -69,15 +69,15 @@ def test_leftovers_of_dead_processes_go_and_everything_else_stays(tmp_path: Path
     stays[4].mkdir()  # nothing has taken its place
     stays[6].write_text("half a file")
 
-    assert sorted(remove_leftovers(tmp_path)) == sorted(gone)
+    assert sorted(remove_abandoned(tmp_path)) == sorted(gone)
     assert sorted(tmp_path.iterdir()) == sorted(stays)
-    assert remove_leftovers(tmp_path / "nowhere") == []
+    assert remove_abandoned(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"host": 1, "pid": "x"}'])
 def test_an_unreadable_owner_is_one_of_another_machine(tmp_path: Path, content: str) -> None:
     folder = unfinished(tmp_path / "a.ckpt.tmp")
     (folder / OWNER).write_text(content)
-    assert remove_leftovers(tmp_path) == []
+    assert remove_abandoned(tmp_path) == []
     age(folder, days=2)
-    assert remove_leftovers(tmp_path) == [folder]
+    assert remove_abandoned(tmp_path) == [folder]

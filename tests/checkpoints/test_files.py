@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from checkpoints.toy_runs import SaveEverywhere, fit
 from rlhfkit.checkpoints import CheckpointError, VerifiedCheckpointIO
-from rlhfkit.checkpoints.cleanup import remove_leftovers
-from rlhfkit.checkpoints.files import install
+from rlhfkit.checkpoints.cleanup import remove_abandoned
+from rlhfkit.checkpoints.files import install_verified_io
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +101,15 @@ def test_a_kill_while_saving_leaves_a_whole_file_and_the_next_start_cleans_up(tm
         weight = plugin.load_checkpoint(path)["state_dict"]["weight"]
         assert (weight == weight[0]).all()
         left += len(os.listdir(tmp_path)) - 1
-        remove_leftovers(tmp_path)
+        remove_abandoned(tmp_path)
         assert os.listdir(tmp_path) == ["last.ckpt"]
     assert left, "no kill has left anything: the test shows nothing"
 
 
 def test_plugins_of_the_user_stay() -> None:
     ours = SingleDeviceStrategy(device=torch.device("cpu"))
-    install(ours)
+    install_verified_io(ours)
     assert type(ours.checkpoint_io) is VerifiedCheckpointIO
     theirs = SingleDeviceStrategy(device=torch.device("cpu"), checkpoint_io=AsyncCheckpointIO(TorchCheckpointIO()))
-    install(theirs)
+    install_verified_io(theirs)
     assert isinstance(theirs.checkpoint_io, AsyncCheckpointIO)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhfkit.checkpoints.cleanup import remove_leftovers
+from rlhfkit.checkpoints.cleanup import remove_abandoned
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.checkpoint import directory
 from strategies import ranks
@@ -111,17 +111,17 @@ def test_a_half_deleted_checkpoint_of_engines_is_removed_at_the_next_start(
     left = tmp_path / "step=88.ckpt.deleted"
     shutil.copytree(place / "stage2-32-true" / "middle.ckpt", left)
     (left / "manifest.json").unlink()
-    assert remove_leftovers(tmp_path) == [left]
+    assert remove_abandoned(tmp_path) == [left]
     assert not left.exists()
 
 
 def test_the_last_complete_checkpoint_is_never_deleted(tmp_path: Path) -> None:
     strategy = RLHFDeepSpeedStrategy(stage=0)
     for name in ("a.ckpt", "b.ckpt"):
-        folder = directory.start(tmp_path / name)
+        folder = directory.create_temporary(tmp_path / name)
         (folder / "rank_00000.pt").write_text(name)
         about = {"saved_at": 0.0, "world_size": 1, "global_step": 0, "engines": {}}
-        directory.publish(tmp_path / name, directory.seal(folder, ["rank_00000.pt"]), about)
+        directory.commit(tmp_path / name, directory.sync_and_hash(folder, ["rank_00000.pt"]), about)
     (tmp_path / "b.ckpt" / "rank_00000.pt").unlink()
     with pytest.warns(UserWarning, match="only complete checkpoint"):
         strategy.remove_checkpoint(tmp_path / "a.ckpt")

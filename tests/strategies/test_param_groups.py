@@ -5,8 +5,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from rlhfkit.strategies.deepspeed.building import split_optimizer
-from rlhfkit.strategies.deepspeed.engines import engine_config
+from rlhfkit.strategies.deepspeed.engines import engine_config, split_optimizer
 from rlhfkit.strategies.deepspeed.param_groups import groups_by_child
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint directories that are whole or not there: written aside, checksummed, renamed; verified before use."""
+"""Atomic checkpoint directories: written under a temporary name, checksummed, renamed, verified before use."""
 
 import contextlib
 import hashlib
@@ -9,43 +9,43 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhfkit.checkpoints.cleanup import OWNER, mark_as_ours, partial_file
-from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError, missing
+from rlhfkit.checkpoints.cleanup import OWNER, partial_path, write_owner
+from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError, missing_checkpoint
 from rlhfkit.checkpoints.files import sync_directory
 
 _FORMAT = 1
 
 
-def temporary(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
+def temporary_path(path: Path) -> Path:
+    """Path under which a checkpoint is written before it is complete."""
     return path.with_name(path.name + ".tmp")
 
 
-def replaced(path: Path) -> Path:
-    """Where an existing checkpoint waits while its successor of the same name takes its place."""
+def backup_path(path: Path) -> Path:
+    """Path to which an existing checkpoint is renamed while a new one of the same name replaces it."""
     return path.with_name(path.name + ".old")
 
 
-def start(path: Path) -> Path:
-    """An empty temporary directory for ``path``; what an interrupted save has left is removed."""
-    folder = temporary(path)
+def create_temporary(path: Path) -> Path:
+    """Create an empty temporary directory for ``path``; remove that of an interrupted save."""
+    folder = temporary_path(path)
     remove(folder)
-    fresh = partial_file(path)  # whose name says whose it is, until a file in it does
+    fresh = partial_path(path)  # its name contains the owner, until the owner file exists
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    mark_as_ours(fresh)
+    write_owner(fresh)
     os.rename(fresh, folder)
     return folder
 
 
-def files_in(folder: Path) -> list[str]:
-    """Relative paths of all files of a checkpoint below ``folder`` but the manifest, sorted."""
+def list_files(folder: Path) -> list[str]:
+    """Relative paths of all files of a checkpoint except the manifest, sorted."""
     found = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     return sorted(name for name in found if name not in (MANIFEST, OWNER))
 
 
-def seal(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Force files to disk and record their size and SHA-256."""
+def sync_and_hash(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Force files to disk; return their sizes and SHA-256 digests by name."""
     records = {}
     for name in names:
         with open(folder / name, "rb") as stream:
@@ -57,13 +57,13 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return records
 
 
-def publish(path: Path, records: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:
+def commit(path: Path, records: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:
     """Write the manifest and rename the temporary directory to ``path``.
 
-    Killed at any moment, there is a complete checkpoint under ``path`` or, when one is being replaced, under
-    ``replaced(path)``.
+    If the process is killed at any moment, there is a complete checkpoint under ``path`` or, if one was being replaced,
+    under ``backup_path(path)``.
     """
-    folder = temporary(path)
+    folder = temporary_path(path)
     manifest = {"format": _FORMAT, **about, "files": dict(sorted(records.items()))}
     with open(folder / MANIFEST, "w") as stream:
         json.dump(manifest, stream, indent=1)
@@ -71,18 +71,18 @@ def publish(path: Path, records: Mapping[str, Mapping[str, Any]], about: Mapping
         os.fsync(stream.fileno())
     for directory in (*(d for d in folder.rglob("*") if d.is_dir()), folder):
         sync_directory(directory)
-    old = replaced(path)
+    old = backup_path(path)
     if path.exists():
         remove(old)
         os.rename(path, old)
     os.rename(folder, path)
-    (path / OWNER).unlink(missing_ok=True)  # not before: a kill in between would leave a folder of nobody's
+    (path / OWNER).unlink(missing_ok=True)  # last: without it, the folder of a process killed before has no owner
     sync_directory(path.parent)
     remove(old)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; it disappears under its name before its files go."""
+    """Delete a checkpoint: rename it first, so that a kill in between leaves no incomplete checkpoint of that name."""
     if path.is_dir():
         doomed = path.with_name(path.name + ".deleted")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -93,11 +93,11 @@ def remove(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint directory; every entry has its type.
+    """Read the manifest of a checkpoint directory and check the types of its entries.
 
     Raises:
-        DamagedCheckpointError: When it is missing beside files of a checkpoint, or its content is wrong.
-        CheckpointError: When there is no checkpoint directory of ours, or one of another version.
+        DamagedCheckpointError: If it is missing beside files of a checkpoint, or its content is wrong.
+        CheckpointError: If there is no checkpoint of this strategy, or one of another format version.
     """
     if path.is_file():
         raise CheckpointError(
@@ -105,7 +105,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             " wrote it."
         )
     if not path.exists():
-        raise missing(path)
+        raise missing_checkpoint(path)
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -148,14 +148,14 @@ def verify(path: Path, *, checksums: bool = True) -> dict[str, Any]:
 
     Args:
         path: Checkpoint directory.
-        checksums: Whether to read every file; otherwise only sizes are compared.
+        checksums: Whether to read every file and compare its digest, not only its size.
 
     Returns:
         The manifest.
 
     Raises:
         DamagedCheckpointError: Naming the first file that is missing, of the wrong size, or changed.
-        CheckpointError: When it is no checkpoint of ours.
+        CheckpointError: If it is no checkpoint of this strategy.
     """
     manifest = read_manifest(path)
     for name, record in manifest["files"].items():
@@ -172,16 +172,16 @@ def verify(path: Path, *, checksums: bool = True) -> dict[str, Any]:
 
 
 def older_checkpoints(path: Path) -> list[Path]:
-    """Checkpoints to fall back to when ``path`` is unusable: its replaced namesake, then siblings, newest first.
+    """Checkpoints to load instead of ``path``: its backup, then others in its folder, newest first.
 
-    When ``path`` still has a readable manifest, siblings saved after it are left out.
+    If the manifest of ``path`` can be read, checkpoints saved after it are left out.
     """
     limit = float("inf")
     with contextlib.suppress(CheckpointError):
         limit = read_manifest(path)["saved_at"]
     siblings = []
     for folder in path.parent.iterdir() if path.parent.is_dir() else ():
-        if folder.resolve() in (path.resolve(), replaced(path).resolve()) or not (folder / MANIFEST).is_file():
+        if folder.resolve() in (path.resolve(), backup_path(path).resolve()) or not (folder / MANIFEST).is_file():
             continue
         if folder.name.endswith((".tmp", ".deleted")):
             continue
@@ -191,47 +191,42 @@ def older_checkpoints(path: Path) -> list[Path]:
             continue
         if saved_at < limit:
             siblings.append((saved_at, folder))
-    namesake = [replaced(path)] if replaced(path).is_dir() else []
-    return namesake + [folder for _, folder in sorted(siblings, reverse=True)]
+    backup = [backup_path(path)] if backup_path(path).is_dir() else []
+    return backup + [folder for _, folder in sorted(siblings, reverse=True)]
 
 
-def usable(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint itself when it is intact, the newest older intact one when it is damaged.
+def find_intact(path: Path) -> tuple[Path, list[str]]:
+    """Return the checkpoint if it is intact, or the newest intact older one if it is damaged.
 
-    Nothing else is a reason to take another one: a path that is not there or not ours is an error. Of a name whose
-    replacement was killed between two renames, the replaced checkpoint is still there and is taken.
+    A path that does not exist or is no checkpoint is an error, unless there is a backup of it: then a run was killed
+    between the two renames of :func:`commit`, and the backup is used.
 
     Returns:
-        The path to load and the complaints about those passed over.
+        The path to load, and the reasons why others were not used.
 
     Raises:
-        CheckpointError: When the path is no checkpoint, or nothing intact is found.
+        CheckpointError: If the path is no checkpoint, or no intact one is found.
     """
-    complaints: list[str] = []
-    if path.exists() or not replaced(path).is_dir():
+    reasons: list[str] = []
+    if path.exists() or not backup_path(path).is_dir():
         try:
             verify(path)
-            return path, complaints
+            return path, reasons
         except DamagedCheckpointError as error:
-            complaints.append(str(error))
+            reasons.append(str(error))
     else:
-        complaints.append(f"{path} was being replaced when its run was killed.")
+        reasons.append(f"{path} was being replaced when its run was killed.")
     for candidate in older_checkpoints(path):
         try:
             verify(candidate)
-            return candidate, complaints
+            return candidate, reasons
         except CheckpointError as error:
-            complaints.append(str(error))
-    raise CheckpointError("There is no intact checkpoint to load. " + " ".join(complaints))
+            reasons.append(str(error))
+    raise CheckpointError("There is no intact checkpoint to load. " + " ".join(reasons))
 
 
 def lost_steps(wanted: Path, found: Path) -> str:
-    """What it costs to load one checkpoint in place of another, as a sentence.
-
-    Args:
-        wanted: The damaged one.
-        found: The intact one.
-    """
+    """Sentence about the optimizer steps that are lost when ``found`` is loaded instead of the damaged ``wanted``."""
     here = read_manifest(found)["global_step"]
     there = None
     with contextlib.suppress(CheckpointError):

@@ -1,4 +1,4 @@
-"""Saving and loading runs whose weights live in DeepSpeed engines: engine shards, state per rank, bitwise resume."""
+"""Save and load runs whose weights live in DeepSpeed engines: shards of engines, state of each rank."""
 
 import shutil
 import time
@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.checkpoints.files import writing
-from rlhfkit.checkpoints.progress import settle
+from rlhfkit.checkpoints.errors import explain_unpickling_errors
+from rlhfkit.checkpoints.files import explain_write_errors
+from rlhfkit.checkpoints.progress import normalize_counters
 from rlhfkit.distributed import gather_objects
 from rlhfkit.strategies.checkpoint import directory, universal
 from rlhfkit.strategies.deepspeed.engines import EngineOptimizer
-from rlhfkit.strategies.deepspeed.zero3 import load_full_state
+from rlhfkit.strategies.deepspeed.zero3 import load_full_state_dict
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 _TAG = "checkpoint"
 
 
-class EngineCheckpoints(DeepSpeedStrategy):
-    """The checkpoint half of :class:`~rlhfkit.strategies.strategy.RLHFDeepSpeedStrategy`.
+class EngineCheckpointMixin(DeepSpeedStrategy):
+    """The part of :class:`~rlhfkit.strategies.strategy.RLHFDeepSpeedStrategy` that saves and loads checkpoints.
 
     A checkpoint is a directory::
 
@@ -37,13 +38,13 @@ class EngineCheckpoints(DeepSpeedStrategy):
             policy/checkpoint/...  DeepSpeed's shards of one engine: weights and optimizer
             rank_00000.pt          everything else of one rank: loops, callbacks, loaders, schedulers, random state
 
-    It is written to ``step=100.ckpt.tmp`` and renamed when complete, on a file system that all ranks share. Frozen
-    children are not in it. Random states are per rank, because loaders are; they and the exact position in the run come
-    from :class:`~rlhfkit.checkpoints.ExactResume`, which the strategy attaches.
+    It is written to ``step=100.ckpt.tmp``, on a file system that all ranks share, and renamed when complete. Frozen
+    children are not in it. Random states and the exact position in the run come from
+    :class:`~rlhfkit.checkpoints.ExactResume`, which the strategy adds to the callbacks.
     """
 
     saves_every_rank = True
-    """Each rank finds its own random state and loaders in a checkpoint."""
+    """Checkpoints have the random state and the loaders of each rank."""
 
     engines: dict[str, "DeepSpeedEngine"]
     frozen_engines: dict[str, "DeepSpeedEngine"]
@@ -52,12 +53,19 @@ class EngineCheckpoints(DeepSpeedStrategy):
     checkpoint_timeout: float = 7200.0
     """Seconds that ranks wait while rank 0 verifies a checkpoint, or converts it for another number of ranks."""
 
+    def unwrapped_child(self, name: str) -> nn.Module:
+        """Return a child of the LightningModule, or the module inside its engine."""
+        assert self.lightning_module is not None
+        engine = {**self.engines, **self.frozen_engines}.get(name)
+        module: nn.Module = self.lightning_module.get_submodule(name) if engine is None else engine.module
+        return module
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a run. All ranks must call it.
+        """Save a run. A collective.
 
         Args:
             checkpoint: Lightning's dictionary.
-            filepath: Directory to create; rank 0's value counts.
+            filepath: Directory to create; that of rank 0 is used.
             storage_options: Not supported.
         """
         if storage_options is not None:
@@ -67,25 +75,25 @@ class EngineCheckpoints(DeepSpeedStrategy):
             self._write(path, checkpoint)
         except CheckpointError:
             if self.is_global_zero:
-                shutil.rmtree(directory.temporary(path), ignore_errors=True)
+                shutil.rmtree(directory.temporary_path(path), ignore_errors=True)
             raise
         self.barrier()
 
     def _write(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
-        with writing(path):
+        with explain_write_errors(path):
             self._write_files(path, checkpoint)
             self.barrier()  # all files exist
-            folder = directory.temporary(path)
-            names = directory.files_in(folder)
-            records = gather_objects(directory.seal(folder, names[self.global_rank :: self.world_size]))
+            folder = directory.temporary_path(path)
+            names = directory.list_files(folder)
+            records = gather_objects(directory.sync_and_hash(folder, names[self.global_rank :: self.world_size]))
             if self.is_global_zero:
-                self._publish(path, records, checkpoint)
+                self._commit(path, records, checkpoint)
 
     def _write_files(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
         if self.is_global_zero:
-            directory.start(path)
+            directory.create_temporary(path)
         self.barrier()
-        folder = directory.temporary(path)
+        folder = directory.temporary_path(path)
         for name, engine in self.engines.items():
             engine.save_checkpoint(
                 str(folder / name),
@@ -98,29 +106,29 @@ class EngineCheckpoints(DeepSpeedStrategy):
         state = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
         torch.save(state, folder / rank_file(self.global_rank))
 
-    def _publish(self, path: Path, records: list[dict[str, Any]], checkpoint: Mapping[str, Any]) -> None:
+    def _commit(self, path: Path, records: list[dict[str, Any]], checkpoint: Mapping[str, Any]) -> None:
         about = {
             "saved_at": time.time(),
             "world_size": self.world_size,
             "global_step": checkpoint.get("global_step"),
             "engines": {name: engine.zero_optimization_stage() for name, engine in self.engines.items()},
         }
-        directory.publish(path, {name: record for part in records for name, record in part.items()}, about)
+        directory.commit(path, {name: record for part in records for name, record in part.items()}, about)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a run into the engines; a damaged checkpoint is replaced by the newest intact older one, with a warning.
+        """Load a run into the engines. If the checkpoint is damaged, warn and load the newest intact older one.
 
         Args:
             checkpoint_path: A directory that :meth:`save_checkpoint` wrote.
-            weights_only: False lets pickled objects of callbacks or data modules be loaded; they can run code.
-                Lightning does not pass this on for strategies that restore after set-up, so None means True.
+            weights_only: False allows pickled objects of callbacks or DataModules, which can run code. Lightning does
+                not pass this on for strategies that restore after setup, so ``None`` means True.
 
         Raises:
-            CheckpointError: When nothing intact is found, when training resumes with other engines or stages, or with
-                another number of ranks where DeepSpeed or the data cannot be dealt anew.
+            CheckpointError: If no intact checkpoint is found, if this run trains other engines or uses other stages, or
+                if it has another number of ranks for which DeepSpeed or the data cannot be split.
         """
         assert self.lightning_module is not None
-        path = self._agree_on(Path(checkpoint_path))
+        path = self._choose_checkpoint(Path(checkpoint_path))
         manifest = directory.read_manifest(path)
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         same_ranks = manifest["world_size"] == self.world_size
@@ -132,27 +140,20 @@ class EngineCheckpoints(DeepSpeedStrategy):
         else:
             self._load_weights(path, manifest)
         file = path / rank_file(self.global_rank if same_ranks else 0)
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
-        except Exception as error:
-            if "weights_only" not in str(error).lower() and "weights only" not in str(error).lower():
-                raise
-            raise CheckpointError(
-                f"{file} holds objects of a callback, data module or hyperparameter that are not plain data. Store"
-                " plain numbers, strings, lists, dictionaries and tensors instead."
-            ) from error
+        with explain_unpickling_errors(file):
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
         if fitting:
-            settle(state["loops"]["fit_loop"])  # also for another number of ranks, which has other batches per epoch
+            normalize_counters(state["loops"]["fit_loop"])
         return state
 
-    def _agree_on(self, wanted: Path) -> Path:
-        """Rank 0 verifies and chooses; all ranks load the same checkpoint or raise the same error."""
-        found, complaints = universal.on_rank_zero(
-            lambda: directory.usable(wanted), timeout=self.checkpoint_timeout, doing=f"verifying {wanted}"
+    def _choose_checkpoint(self, wanted: Path) -> Path:
+        """Verify the checkpoint on rank 0; all ranks get the same path or the same error. A collective."""
+        found, reasons = universal.on_rank_zero(
+            lambda: directory.find_intact(wanted), timeout=self.checkpoint_timeout, doing=f"verifying {wanted}"
         )
         if found != wanted:
             rank_zero_warn(
-                f"The checkpoint {wanted} is damaged ({' '.join(complaints)}) Loading the newest intact one saved"
+                f"The checkpoint {wanted} is damaged ({' '.join(reasons)}) Loading the newest intact one saved"
                 f" before it: {found}. {directory.lost_steps(wanted, found)}"
             )
         return found
@@ -171,7 +172,7 @@ class EngineCheckpoints(DeepSpeedStrategy):
                 )
 
     def _prepare_other_ranks(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Refuse what cannot be dealt anew, and say what is not restored."""
+        """Raise if the data cannot be split over another number of ranks; warn about what is not restored."""
         universal.on_rank_zero(
             lambda: universal.require_common_position(
                 path, [path / rank_file(r) for r in range(manifest["world_size"])]
@@ -207,15 +208,14 @@ class EngineCheckpoints(DeepSpeedStrategy):
             optimizer.share_groups()
 
     def _load_weights(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Full weights for validation, test and prediction, whatever the stage and number of ranks they came from."""
+        """Load full weights for validation, test and prediction, saved at any stage and by any number of ranks."""
         assert self.lightning_module is not None
         for name in manifest["engines"]:
-            child = self.lightning_module.get_submodule(name)
             state = saved_weights(path, name) if self.is_global_zero else {}
-            load_full_state(getattr(child, "module", child), state, from_rank_zero=self.world_size > 1)
+            load_full_state_dict(self.unwrapped_child(name), state, from_rank_zero=self.world_size > 1)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """State outside the engines and frozen children: metrics, buffers. The engines save their own."""
+        """State outside the engines and frozen children, such as metrics and buffers."""
         module = self.lightning_module
         assert module is not None
         skip = tuple(f"{name}." for name in {*self.engines, *self._frozen})
@@ -223,7 +223,7 @@ class EngineCheckpoints(DeepSpeedStrategy):
         order = list(module._modules)
         try:
             for name in hidden:
-                module._modules[name] = None  # do not materialise sharded weights only to drop them
+                module._modules[name] = None  # avoids materialising sharded weights only to drop them
             return {key: value for key, value in module.state_dict().items() if not key.startswith(skip)}
         finally:
             for name in order:
@@ -231,7 +231,7 @@ class EngineCheckpoints(DeepSpeedStrategy):
                     module._modules[name] = hidden[name]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """State outside the engines; the engines have loaded theirs in :meth:`load_checkpoint`."""
+        """Load the state outside the engines, which have loaded theirs in :meth:`load_checkpoint`."""
         assert self.lightning_module is not None
         if checkpoint.get("state_dict"):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
@@ -263,17 +263,19 @@ class EngineCheckpoints(DeepSpeedStrategy):
 
 
 def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
-    """The full fp32 (stage 0: training precision) weights of one child in a checkpoint, without any process group."""
+    """Read the full weights of one child from a checkpoint: fp32, or at stage 0 in training precision."""
     stage = directory.read_manifest(checkpoint)["engines"][child]
     folder = checkpoint / child
     if stage == 0:
         file = folder / _TAG / "mp_rank_00_model_states.pt"
-        return torch.load(file, map_location="cpu", weights_only=False)["module"]
+        weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=False)["module"]
+        return weights
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+    return dict(weights)
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file in a checkpoint that holds everything of a rank that is not in an engine."""
+    """Name of the file in a checkpoint with the state of a rank outside its engines."""
     return f"rank_{rank:05d}.pt"

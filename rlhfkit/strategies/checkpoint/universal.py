@@ -1,4 +1,4 @@
-"""Resuming with another number of ranks, through a copy in DeepSpeed's universal format that is thrown away again."""
+"""Resume with another number of ranks, through a temporary copy in DeepSpeed's universal checkpoint format."""
 
 import argparse
 import contextlib
@@ -16,40 +16,40 @@ import torch
 import torch.distributed as dist
 
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.checkpoints.cleanup import mark_as_ours
+from rlhfkit.checkpoints.cleanup import write_owner
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 T = TypeVar("T")
 
-# What deepspeed 0.19.8 converts (ds_to_universal.py, extract_zero_shards and its counterpart for stage 3).
+# The optimizer state that deepspeed 0.19.8 converts (ds_to_universal.py, extract_zero_shards and that of stage 3).
 _ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
 def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
-    """Run a slow step on rank 0 while the others wait longer than for an ordinary collective.
+    """Run a slow step on rank 0, for which the others wait longer than for other collectives. A collective.
 
     Args:
         step: Called on rank 0; its result must be picklable.
         timeout: Seconds that the other ranks wait.
-        doing: For the error, for example ``"checking last.ckpt"``.
+        doing: What rank 0 does, for the error, for example ``"checking last.ckpt"``.
 
     Returns:
-        What ``step`` returned, on all ranks.
+        The result of ``step``, on all ranks.
 
     Raises:
-        CheckpointError: On all ranks when ``step`` failed, on the others when the time is up.
+        CheckpointError: On the other ranks, if ``step`` failed on rank 0 or took too long.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return step()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-    answer: list[Any] = [None, None]
+    answer: list[Any] = [None, None]  # result, error message
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             answer = [step(), None]
-        except Exception as error:  # told to the other ranks, then raised here
+        except Exception as error:  # sent to the other ranks, then raised here
             failure = error
             answer = [None, f"{error}"]
     try:
@@ -64,30 +64,31 @@ def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
     dist.destroy_process_group(group)
     if answer[1] is not None:
         raise CheckpointError(answer[1])
-    return answer[0]
+    result: T = answer[0]
+    return result
 
 
 @contextmanager
 def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, timeout: float) -> Iterator[Path]:
-    """A copy of a checkpoint's sharded engines that any number of ranks can load; it lives as long as the context.
+    """Convert the sharded engines of a checkpoint, inside the context, for loading by any number of ranks.
 
-    Rank 0 writes it into a folder of its own beside the checkpoint, whose name ends in ``.tmp``; nobody looks into it
-    before it is complete, and the checkpoint itself is only read. It takes as much disk space as the checkpoint.
+    Rank 0 writes the copy into a temporary folder beside the checkpoint, which takes as much disk space. The checkpoint
+    itself is only read.
 
     Args:
         path: Checkpoint directory.
         names: Its engines at ZeRO stages 1 to 3.
-        manifest: Of the checkpoint.
+        manifest: Manifest of the checkpoint.
         timeout: Seconds that the other ranks wait for rank 0.
 
     Raises:
-        CheckpointError: When DeepSpeed cannot convert it; with the reason and what to do.
+        CheckpointError: If DeepSpeed cannot convert it.
     """
     folder = on_rank_zero(lambda: _convert(path, names, manifest), timeout=timeout, doing=f"converting {path}")
     try:
         yield folder
         if dist.is_initialized():
-            dist.barrier()  # all have read it
+            dist.barrier()  # until all ranks have read it
     finally:
         if not dist.is_initialized() or dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +103,7 @@ def _convert(path: Path, names: Iterable[str], manifest: Mapping[str, Any]) -> P
         raise CheckpointError(
             f"Resuming {path} with another number of ranks needs room beside it for a converted copy: {error}"
         ) from error
-    mark_as_ours(folder)
+    write_owner(folder)
     try:
         for name in names:
             (tag,) = (entry.name for entry in (path / name).iterdir() if entry.is_dir())
@@ -110,7 +111,7 @@ def _convert(path: Path, names: Iterable[str], manifest: Mapping[str, Any]) -> P
             arguments = argparse.Namespace(
                 input_folder=str(path / name / tag),
                 output_folder=str(folder / name / tag),
-                num_extract_workers=1,  # in this process: it has threads and sockets, which do not survive a fork
+                num_extract_workers=1,  # no fork: this process has threads and sockets
                 num_merge_workers=1,
                 keep_temp_folder=False,
                 strict=True,
@@ -131,10 +132,10 @@ def _convert(path: Path, names: Iterable[str], manifest: Mapping[str, Any]) -> P
 
 
 def _require_adam(path: Path, name: str, folder: Path) -> None:
-    """Refuse optimizers whose state DeepSpeed's converter does not know."""
+    """Raise if DeepSpeed cannot convert the state of the optimizer."""
     file = min(folder.glob("*_optim_states.pt"))
     state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
-    base = state.get("base_optimizer_state") or state["optimizer_state_dict"]  # the latter at stage 3
+    base = state.get("base_optimizer_state") or state["optimizer_state_dict"]  # stage 3
     found = {key for entry in base["state"].values() for key in entry}
     if found != _ADAM_STATE:
         raise CheckpointError(
@@ -166,7 +167,7 @@ def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
 
 
 def _load_buffers(engine: "DeepSpeedEngine", folder: Path) -> None:
-    """Persistent buffers, which DeepSpeed leaves out; they are equal on all ranks."""
+    """Load persistent buffers, which DeepSpeed leaves out; they are equal on all ranks."""
     module = engine.module
     names = {name for name, _ in module.named_buffers()} & set(module.state_dict(keep_vars=True))
     if not names:
@@ -179,14 +180,11 @@ def _load_buffers(engine: "DeepSpeedEngine", folder: Path) -> None:
 
 
 def require_common_position(path: Path, rank_files: Sequence[Path]) -> None:
-    """Check that data loaders can go on with another number of ranks.
+    """Raise CheckpointError if the data loaders cannot continue with another number of ranks.
 
-    Between epochs they start anew. Inside one they can when all ranks stood at the same place of the same data, whose
-    loader then deals it anew (or refuses, when it is told the place). Batches that belong to one rank, such as the rest
-    of an iteration's samples, would be lost or trained on twice.
-
-    Raises:
-        CheckpointError: When they cannot.
+    Between epochs they can. Inside an epoch, the loaders of all ranks must have been at the same position of the same
+    data, which is then split anew. Batches that belong to one rank, such as the rest of an iteration's samples, would
+    be lost or repeated.
     """
     fits = [torch.load(file, map_location="cpu", weights_only=False)["loops"]["fit_loop"] for file in rank_files]
     progress = fits[0]["epoch_loop.batch_progress"]
@@ -203,7 +201,7 @@ def require_common_position(path: Path, rank_files: Sequence[Path]) -> None:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """Equality of nested plain data with tensors."""
+    """Whether nested plain data with tensors is equal."""
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
     if isinstance(first, Mapping) and isinstance(second, Mapping):

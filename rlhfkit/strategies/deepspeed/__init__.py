@@ -1,5 +1,5 @@
-"""Several DeepSpeed engines under one Trainer, one for each trained child of the module.
+"""Parts of the strategy that know DeepSpeed: engines of child modules, joint steps, precision, ZeRO-3 parameters.
 
-May import: the checkpoints and Ray ranks of this room, and DeepSpeed, when used; nothing else of rlhfkit.
-Start at :mod:`rlhfkit.strategies.strategy`, then ``building.py`` and ``engines.py``.
+May import: ``distributed.py``; DeepSpeed, when used. All other parts of ``strategies`` import this room.
+Start at :mod:`rlhfkit.strategies.deepspeed.engines`; :mod:`rlhfkit.strategies.strategy` puts the parts together.
 """

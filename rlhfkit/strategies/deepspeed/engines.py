@@ -1,30 +1,34 @@
-"""DeepSpeed engines for the children of a LightningModule: configuration, creation, backward, optimizer facade."""
+"""DeepSpeed engines for the children of a LightningModule: configuration, creation, backward pass, optimizer facade."""
 
+import argparse
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlhfkit.strategies.deepspeed.gradients import plain_loss_scale
+from rlhfkit.strategies.deepspeed.gradients import set_clipping, stage_0_loss_scale, undo_initial_step
+from rlhfkit.strategies.deepspeed.param_groups import groups_by_child
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-# Keys that Lightning's Trainer owns; an engine gets its own values.
+# Keys of settings that belong to Lightning's Trainer; an engine gets its own values.
 _OWNED_BY_TRAINER = ("gradient_accumulation_steps", "train_batch_size", "gradient_clipping", "scheduler", "optimizer")
 _ENGINE_TAG = "rlhfkit_engine"
 
 
 def require_unmanaged_accumulation() -> None:
-    """Check that the installed DeepSpeed lets the caller own the accumulation window.
+    """Raise ImportError if DeepSpeed is too old to leave the accumulation window to the caller.
 
-    Raises:
-        ImportError: When DeepSpeed is too old: it would ignore the key silently and drop the last partial window.
+    It would ignore the key silently and drop the last partial window.
     """
     import deepspeed
     from deepspeed.runtime import constants
@@ -37,16 +41,13 @@ def require_unmanaged_accumulation() -> None:
 
 
 def engine_config(base: Mapping[str, Any], overrides: Mapping[str, Any], *, trainable: bool) -> dict[str, Any]:
-    """The DeepSpeed configuration of one child.
+    """Return the DeepSpeed configuration of one child, a copy that shares nothing with ``base``.
 
     Args:
-        base: The strategy's configuration.
-        overrides: This child's entries; a nested dictionary is merged into the base's, anything else replaces it.
-        trainable: Whether the child has an optimizer. A frozen child keeps ZeRO only at stage 3, the one stage at which
-            there is something to shard without an optimizer.
-
-    Returns:
-        A configuration that is safe to hand to ``deepspeed.initialize``, sharing nothing with ``base``.
+        base: The configuration of the strategy.
+        overrides: Entries for this child; a nested dictionary is merged into that of ``base``, other values replace it.
+        trainable: Whether the child has an optimizer. A frozen child keeps ZeRO at stage 3 only, where parameters are
+            sharded.
     """
     config: dict[str, Any] = copy.deepcopy(dict(base))
     for key, value in overrides.items():
@@ -62,7 +63,7 @@ def engine_config(base: Mapping[str, Any], overrides: Mapping[str, Any], *, trai
     config["gradient_clipping"] = 0.0  # deepspeed 0.19.8 clips to 1.0 when the key is missing
     config.setdefault("steps_per_print", 2**31 - 1)
     config.setdefault("zero_allow_untested_optimizer", True)
-    # Otherwise offloading refuses every optimizer but DeepSpeedCPUAdam, which is compiled at start-up.
+    # Otherwise offloading works with DeepSpeedCPUAdam only, which is compiled at start-up.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     zero = config.setdefault("zero_optimization", {})
     if trainable:
@@ -79,8 +80,152 @@ def engine_config(base: Mapping[str, Any], overrides: Mapping[str, Any], *, trai
     return config
 
 
+class ConfigOf(Protocol):
+    """A function that returns the complete DeepSpeed configuration of a child."""
+
+    def __call__(self, child: str, *, trainable: bool) -> dict[str, Any]:
+        """Return the configuration; ``trainable``: for a child with an optimizer."""
+
+
+def require_known_children(module: nn.Module, engine_configs: Mapping[str, Any]) -> None:
+    """Raise if there are configuration entries for children that do not exist."""
+    children = [name for name, _ in module.named_children()]
+    unknown = sorted(set(engine_configs) - set(children))
+    if unknown:
+        raise MisconfigurationException(
+            f"engine_configs names {unknown}, but the children of {type(module).__name__} are {children}."
+        )
+
+
+def create_training_engines(
+    module: nn.Module, optimizers: Sequence[Optimizer], config_of: ConfigOf, device: torch.device
+) -> tuple[dict[str, "DeepSpeedEngine"], list[tuple[Optimizer, dict[str, "DeepSpeedEngine"]]]]:
+    """Create one engine for each child that an optimizer updates.
+
+    Args:
+        module: The LightningModule.
+        optimizers: From ``configure_optimizers``.
+        config_of: Returns the configuration of a child.
+        device: Device of this rank.
+
+    Returns:
+        All engines by child name, and pairs of each optimizer and its engines.
+
+    Raises:
+        MisconfigurationException: If it is ambiguous which child owns a parameter; before any engine is created.
+    """
+    owned: list[dict[str, list[dict[str, Any]]]] = []
+    for optimizer in optimizers:
+        if isinstance(optimizer, _MockOptimizer):
+            raise MisconfigurationException(
+                f"{type(module).__name__}.configure_optimizers returned no optimizer; there is nothing to train."
+            )
+        children = groups_by_child(module, optimizer)
+        taken = {name for earlier in owned for name in earlier} & set(children)
+        if taken:
+            raise MisconfigurationException(
+                f"Two optimizers update the child '{min(taken)}'; one DeepSpeed engine has one optimizer."
+            )
+        owned.append(children)
+    made: list[tuple[Optimizer, dict[str, DeepSpeedEngine]]] = []
+    for optimizer, children in zip(optimizers, owned, strict=True):
+        engines = {}
+        for name, groups in children.items():
+            part = split_optimizer(optimizer, groups)
+            engines[name] = create_engine(module.get_submodule(name), config_of(name, trainable=True), part, device)
+            tag_outputs(engines[name], name)
+        made.append((optimizer, engines))
+    return {name: engine for _, engines in made for name, engine in engines.items()}, made
+
+
+def place_frozen_children(
+    module: nn.Module, names: Collection[str], config_of: ConfigOf, device: torch.device, dtype: torch.dtype | None
+) -> tuple[set[str], dict[str, "DeepSpeedEngine"]]:
+    """Move the named children, which are not trained, into ZeRO-3 inference engines, or plainly to the device.
+
+    Returns:
+        Names of the children that have parameters, and the engines among them.
+    """
+    frozen: set[str] = set()
+    engines = {}
+    for name, child in module.named_children():
+        if name not in names:
+            continue
+        if next(child.parameters(), None) is None:  # metrics and the like
+            child.to(device)
+            continue
+        frozen.add(name)
+        config = config_of(name, trainable=False)
+        if "zero_optimization" in config:
+            engines[name] = create_engine(child, config, None, device)
+        else:
+            move_frozen_child(child, device, dtype)
+    return frozen, engines
+
+
+def split_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Copy an optimizer, restricted to some of its groups; the copy shares the dictionaries of these groups.
+
+    The constructor is not called: it may have other arguments than ``optimizer.defaults`` holds.
+    """
+    if len(groups) == len(optimizer.param_groups):
+        return optimizer
+    part = object.__new__(type(optimizer))
+    # `step` is left out: a learning-rate scheduler binds a counting wrapper of it to the original instance.
+    part.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    part.param_groups = groups
+    part.state = defaultdict(dict)
+    return part
+
+
+def create_engine(
+    child: nn.Module, config: dict[str, Any], optimizer: Optimizer | None, device: torch.device
+) -> "DeepSpeedEngine":
+    """Wrap a child module in a DeepSpeed engine: with an optimizer for training, without for inference."""
+    import deepspeed
+
+    arguments: dict[str, Any] = {}
+    if optimizer is not None:
+        arguments = {
+            "optimizer": optimizer,
+            "model_parameters": [p for group in optimizer.param_groups for p in group["params"]],
+        }
+    if device.type != "cpu":
+        arguments["args"] = argparse.Namespace(device_rank=device.index)
+    training = child.training
+    engine, *_ = deepspeed.initialize(model=child, config=config, dist_init_required=False, **arguments)
+    if optimizer is not None and engine.managed_gradient_accumulation():
+        raise RuntimeError("DeepSpeed ignored 'managed_gradient_accumulation': false; update it to 0.19.8 or later.")
+    if optimizer is not None:
+        undo_initial_step(engine)
+        set_clipping(engine, 0.0)
+    engine.train(training)
+    return engine
+
+
+def move_frozen_child(child: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move a frozen child without an engine to the device, cast as DeepSpeed would, and broadcast it from rank 0.
+
+    Only parameters are cast; buffers (for example rotary frequencies) keep their precision. So the reference computes
+    in the precision of the policy, and they agree exactly before the first update.
+
+    Args:
+        child: Module without an engine.
+        device: Device of this rank.
+        dtype: The training precision; ``None``: leave parameters as they are.
+    """
+    if dtype is not None:
+        for parameter in child.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    child.to(device)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        for tensor in (*child.parameters(), *child.buffers()):
+            torch.distributed.broadcast(tensor.data, src=0)
+
+
 def tag_outputs(engine: nn.Module, name: str) -> None:
-    """Mark every output of ``engine`` in the autograd graph, so that a loss can be traced back to its engines."""
+    """Mark every output of ``engine`` in the autograd graph, for :func:`engines_of`."""
 
     def mark(_module: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in tensors_in(output):
@@ -92,7 +237,7 @@ def tag_outputs(engine: nn.Module, name: str) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested mappings, sequences and dataclasses."""
+    """Yield all tensors in nested mappings, sequences and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -103,8 +248,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from (t for field in fields(value) for t in tensors_in(getattr(value, field.name)))
 
 
-def engines_behind(loss: Tensor) -> set[str]:
-    """Names of the engines that ``loss`` depends on. Stops at engine outputs, so it walks the loss's own graph only."""
+def engines_of(loss: Tensor) -> set[str]:
+    """Names of the engines that ``loss`` depends on, found by walking its graph back to the outputs of engines."""
     names: set[str] = set()
     seen: set[Any] = set()
     stack: list[Any] = [loss.grad_fn]
@@ -121,7 +266,7 @@ def engines_behind(loss: Tensor) -> set[str]:
 
 
 def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **kwargs: Any) -> list[str]:
-    """Back-propagate ``loss`` through the engine or engines that it depends on.
+    """Back-propagate ``loss`` through all engines that it depends on.
 
     Args:
         engines: All training engines by child name.
@@ -129,13 +274,13 @@ def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **k
         **kwargs: Passed on to ``backward`` (for example ``retain_graph=True``).
 
     Returns:
-        Names of the engines that took part.
+        Names of these engines.
 
     Raises:
-        RuntimeError: When the loss depends on no engine's output.
-        MisconfigurationException: When a loss spans several engines under fp16, where each has a loss scale of its own.
+        RuntimeError: If the loss does not depend on an engine.
+        MisconfigurationException: If it depends on several engines under fp16, where each has its own loss scale.
     """
-    names = sorted(engines_behind(loss) & set(engines))
+    names = sorted(engines_of(loss) & set(engines))
     if not names:
         raise RuntimeError(
             "The loss does not depend on the output of a trainable engine"
@@ -144,7 +289,7 @@ def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **k
         )
     if len(names) == 1:
         engine = engines[names[0]]
-        engine.backward(loss * (plain_loss_scale(engine) or 1.0), **kwargs)
+        engine.backward(loss * (stage_0_loss_scale(engine) or 1.0), **kwargs)
         return names
     taking_part = [engines[name] for name in names]
     if any(engine.fp16_enabled() for engine in taking_part):
@@ -152,12 +297,12 @@ def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **k
             f"One loss spans the engines {names}, but with fp16 each engine has its own loss scale. Use bf16 or fp32,"
             " or manual optimization with one manual_backward per engine."
         )
-    # DeepSpeed 0.19.8 supports a plain `loss.backward()` from ZeRO 1 on, but refuses it at stage 0. This is what its
-    # own `engine.backward` does around autograd, for several engines at once and at every stage.
+    # DeepSpeed 0.19.8 supports a plain `loss.backward()` from ZeRO 1 on, but not at stage 0. This does what its
+    # `engine.backward` does around autograd, for several engines at once and at every stage.
     with ExitStack() as stack:
         for engine in taking_part:
             stack.enter_context(_running_backward(engine))
-        loss.backward(**kwargs)
+        cast(Any, loss).backward(**kwargs)  # torch 2.13 does not type it
         for engine in taking_part:
             engine._backward_epilogue()
     return names
@@ -176,15 +321,15 @@ def _running_backward(engine: "DeepSpeedEngine") -> Iterator[None]:
 
 
 class EngineOptimizer(Optimizer):
-    """What Lightning, schedulers and users see of one torch optimizer whose parameters live in DeepSpeed engines.
+    """A facade for one torch optimizer whose parameters live in DeepSpeed engines.
 
-    Its ``param_groups`` are the very dictionaries that the engines use, so learning-rate schedulers and
-    ``LearningRateMonitor`` work unchanged. Stepping and clearing gradients belong to the engines.
+    Its ``param_groups`` are the dictionaries that the engines use, so learning-rate schedulers and
+    ``LearningRateMonitor`` work unchanged. Lightning steps the engines through the strategy.
 
     Args:
         base: The optimizer that ``configure_optimizers`` returned.
         engines: The engines that own its parameters, by child name.
-        discard: Called with an engine's name when its accumulated gradients must be dropped.
+        discard: Called with the name of an engine to drop its accumulated gradients.
     """
 
     def __init__(self, base: Optimizer, engines: Mapping[str, "DeepSpeedEngine"], discard: Callable[[str], None]):
@@ -195,13 +340,13 @@ class EngineOptimizer(Optimizer):
         self._discard = discard
         self._groups = [(name, list(engine.basic_optimizer.param_groups)) for name, engine in self.engines.items()]
 
-    # torch types step by overloads that return the closure's loss; this one only refuses.
+    # torch types step by overloads that return the closure's loss; this one always raises.
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Not for direct use: Lightning steps the engines through the strategy."""
+        """Raise: Lightning steps the engines through the strategy."""
         raise RuntimeError("Step through Lightning: optimizer.step() on self.optimizers(), or automatic optimization.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that were accumulated since the last step."""
+        """Drop the gradients accumulated since the last step."""
         for name in self.engines:
             self._discard(name)
 
@@ -210,7 +355,7 @@ class EngineOptimizer(Optimizer):
         return {}
 
     def share_groups(self) -> None:
-        """Make the engines use this optimizer's group dictionaries again after loading, which replaces them."""
+        """Make the engines use the group dictionaries of this optimizer again after loading, which replaces them."""
         for name, originals in self._groups:
             optimizer = self.engines[name].basic_optimizer
             for original, loaded in zip(originals, optimizer.param_groups, strict=True):
@@ -220,5 +365,5 @@ class EngineOptimizer(Optimizer):
             optimizer.param_groups[:] = originals
 
     def mark_stepped(self) -> None:
-        """Tell a scheduler on the original optimizer that a step happened; else it warns about a wrong call order."""
+        """Mark the original optimizer as stepped; otherwise its scheduler warns about a wrong call order."""
         self.base._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers read it, its class lacks it

@@ -1,4 +1,7 @@
-"""Clipping, measuring and discarding the gradients of a DeepSpeed engine, whichever optimizer wrapper it uses."""
+"""Clip, measure and discard the gradients of a DeepSpeed engine.
+
+The optimizer wrappers of deepspeed 0.19.8 have no common interface, so they are told apart by their attributes.
+"""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -10,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def undo_initial_step(engine: "DeepSpeedEngine") -> None:
-    """Undo the optimizer step with zero gradients that DeepSpeed takes when a 16-bit engine is made at stage 0.
+    """Undo the optimizer step with zero gradients that DeepSpeed takes when it creates a 16-bit engine at stage 0.
 
     deepspeed 0.19.8 does it to allocate optimizer state (fp16/fused_optimizer.py and unfused_optimizer.py,
-    initialize_optimizer_states); it shifts Adam's bias correction by one step and decays the fp32 weights once.
+    initialize_optimizer_states). It shifts Adam's bias correction by one step and applies weight decay once.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp16_groups_flat"):  # fused
@@ -28,18 +31,18 @@ def undo_initial_step(engine: "DeepSpeedEngine") -> None:
         fp32.data.copy_(fp16.data)
 
 
-def clip_next_step(engine: "DeepSpeedEngine", norm: float) -> None:
-    """Clip the engine's gradient to ``norm`` (0: not at all) when it steps."""
-    if hasattr(engine.optimizer, "clip_grad"):  # ZeRO 1 to 3 and the 16-bit optimizers keep a value of their own
+def set_clipping(engine: "DeepSpeedEngine", norm: float) -> None:
+    """Clip the gradient of the engine to ``norm`` in its next steps; 0: do not clip."""
+    if hasattr(engine.optimizer, "clip_grad"):  # ZeRO 1 to 3 and the 16-bit optimizers
         engine.optimizer.clip_grad = norm
         return
-    # fp32 at stage 0: the engine clips the averaged gradients itself, and does not report their norm.
+    # fp32 at stage 0: the engine clips the averaged gradients itself and does not report their norm.
     engine._config.gradient_clipping = math.inf
     engine.clip_fp32_gradients = lambda: _clip_and_measure(engine, norm)
 
 
 def _clip_and_measure(engine: "DeepSpeedEngine", norm: float) -> None:
-    """Clip plain fp32 gradients. They are averaged over ranks at this point, so all ranks see the same norm."""
+    """Clip plain fp32 gradients, which are already averaged over ranks, and store their norm."""
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
     total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     engine._global_grad_norm = total.item()
@@ -47,19 +50,19 @@ def _clip_and_measure(engine: "DeepSpeedEngine", norm: float) -> None:
         torch.nn.utils.clip_grads_with_norm_(parameters, norm, total)
 
 
-def measured_norm(engine: "DeepSpeedEngine") -> float:
-    """Norm of the gradient that the engine has just used, before clipping."""
+def gradient_norm(engine: "DeepSpeedEngine") -> float:
+    """Norm of the gradient of the engine's last step before clipping; NaN if DeepSpeed does not know it."""
     norm: Any = engine.get_global_grad_norm()
     if norm is None:
         return math.nan
-    return float(norm) / (plain_loss_scale(engine) or 1.0)
+    return float(norm) / (stage_0_loss_scale(engine) or 1.0)
 
 
-def plain_loss_scale(engine: "DeepSpeedEngine") -> float | None:
-    """The loss scale of an fp16 engine at stage 0, else None.
+def stage_0_loss_scale(engine: "DeepSpeedEngine") -> float | None:
+    """The loss scale of an fp16 engine at stage 0, else ``None``.
 
-    deepspeed 0.19.8 scales losses and unscales norms by itself from stage 1 on. At stage 0 it only divides the
-    gradients by the scale.
+    From stage 1 on, deepspeed 0.19.8 scales losses and unscales norms. At stage 0 it only divides gradients by the
+    scale.
     """
     if engine.fp16_enabled() and not engine.zero_optimization():
         return float(engine.optimizer.loss_scale_config.cur_scale)
@@ -67,9 +70,9 @@ def plain_loss_scale(engine: "DeepSpeedEngine") -> float | None:
 
 
 def discard_gradients(engine: "DeepSpeedEngine") -> None:
-    """Drop all accumulated gradients. ``zero_grad`` alone leaves those that ZeRO 2 and 3 have reduced already.
+    """Drop all accumulated gradients, also those that ZeRO has already reduced, which ``zero_grad`` keeps.
 
-    The buffers are those that deepspeed 0.19.8 clears after an overflow.
+    These are the buffers that deepspeed 0.19.8 clears after an overflow.
     """
     optimizer = engine.optimizer
     for parameter in engine.module.parameters():
@@ -84,7 +87,7 @@ def discard_gradients(engine: "DeepSpeedEngine") -> None:
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
             optimizer._offload_accumulated_param_ids = set()
-        # Two dictionaries: before the first step there are no averaged gradients yet, but gradients there are.
+        # Before the first step, only all_grad_tensors has gradients.
         for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             for group in held:
                 held[group] = None

@@ -1,30 +1,30 @@
-"""Which child module owns which optimizer parameters: the rule that turns one torch optimizer into several engines."""
+"""Sort the parameter groups of one torch optimizer by the child modules that own them."""
 
 from collections import defaultdict
 from typing import Any
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
 
 def groups_by_child(module: nn.Module, optimizer: Optimizer) -> dict[str, list[dict[str, Any]]]:
-    """Sort an optimizer's parameter groups by the direct child of ``module`` that owns their parameters.
+    """Sort the parameter groups of an optimizer by the direct child of ``module`` that owns their parameters.
 
-    A group belongs to exactly one child, because a DeepSpeed engine shards, clips and steps whole groups. Several
-    groups may belong to one child (for example with and without weight decay).
+    A group must belong to exactly one child, because a DeepSpeed engine shards, clips and steps whole groups. A child
+    may have several groups (for example with and without weight decay).
 
     Args:
         module: The LightningModule whose children become engines.
-        optimizer: A torch optimizer over (some of) the module's parameters.
+        optimizer: A torch optimizer over some or all parameters of the module.
 
     Returns:
-        Child name to its groups, in the optimizer's order. The dictionaries are the optimizer's own, not copies, so a
-        learning-rate scheduler on ``optimizer`` changes what the engines use.
+        Groups by child name, in the order of the optimizer. They are its own dictionaries, not copies, so that a
+        learning-rate scheduler on ``optimizer`` changes the engines too.
 
     Raises:
-        MisconfigurationException: When ownership is ambiguous: a parameter outside every child, shared by two children,
-            or a group that spans children; or when a child is only partly covered by the optimizer.
+        MisconfigurationException: If a parameter is outside all children or shared by two, a group spans children, or
+            the optimizer has only a part of the trainable parameters of a child.
     """
     children_of: dict[int, list[str]] = defaultdict(list)
     for child_name, child in module.named_children():
@@ -61,7 +61,7 @@ def groups_by_child(module: nn.Module, optimizer: Optimizer) -> dict[str, list[d
 
 
 def _require_complete(module: nn.Module, child_name: str, groups: list[dict[str, Any]]) -> None:
-    """Refuse a child whose trainable parameters are only partly in the optimizer: their gradients would pile up."""
+    """Raise if the optimizer lacks trainable parameters of a child, whose gradients would accumulate without end."""
     covered = {id(parameter) for group in groups for parameter in group["params"]}
     child = module.get_submodule(child_name)
     left_out = [n for n, p in child.named_parameters() if p.requires_grad and id(p) not in covered]

@@ -1,4 +1,4 @@
-"""Joining the process group with a time limit that names who is missing; locks of interrupted extension builds."""
+"""Join the process group with a time limit and an error that names missing ranks; check DeepSpeed's environment."""
 
 import ipaddress
 import os
@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # types of torch 2.13 have it here only
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _POLL_SECONDS = 0.1
 
@@ -15,22 +17,22 @@ _POLL_SECONDS = 0.1
 def join_process_group(
     backend: str, *, rank: int, world_size: int, address: str, port: int, init_timeout: float, timeout: timedelta | None
 ) -> None:
-    """Create the default process group, or say which ranks did not come.
+    """Create the default process group, or raise an error that names the ranks that did not join.
 
-    Every rank announces itself in the store first and waits for the others there, because the message of
-    ``init_process_group`` only counts them.
+    Every rank first announces itself in the store and waits for the others there, because the error of
+    ``init_process_group`` gives only their number.
 
     Args:
         backend: ``"gloo"``, ``"nccl"``, ...
-        rank: This process.
+        rank: Rank of this process.
         world_size: Number of processes.
         address: Host of rank 0.
         port: Port on that host.
         init_timeout: Seconds to wait for the other ranks.
-        timeout: Of later collectives; None for the backend's default.
+        timeout: Time limit of collectives; ``None``: the default of the backend.
 
     Raises:
-        TimeoutError: Names the ranks that did not join in time.
+        TimeoutError: If ranks did not join in time.
     """
     # Under torchrun the agent already serves a store at this address.
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -38,7 +40,7 @@ def join_process_group(
     if _is_loopback(address):
         _keep_gloo_on_loopback()
     try:
-        store: dist.Store = dist.TCPStore(
+        store: Store = TCPStore(
             address,
             port,
             is_master=hosts_store,
@@ -51,7 +53,7 @@ def join_process_group(
         reason = "cannot listen on" if hosts_store else f"got no answer within {init_timeout:.0f} s from rank 0 at"
         raise TimeoutError(f"{here} {reason} {address}:{port}: {error}") from error
     # The agent's store outlives a restart of the workers, so the attempt is part of the key.
-    store = dist.PrefixStore(f"rlhfkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"rlhfkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store.set(f"joined/{rank}", str(os.getpid()))
     missing = wait_for_ranks(store, world_size, init_timeout)
     if missing:
@@ -63,7 +65,7 @@ def join_process_group(
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether all ranks are on this machine and meet where no other can reach them."""
+    """Whether an address can be reached from this machine only."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -71,9 +73,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def _loopback_listener(address: str, port: int) -> int | None:
-    """A socket for the store, which listens on every interface if left alone and asks nobody who they are.
+    """Return a socket on loopback for the store, which has no authentication and by default listens on all interfaces.
 
-    ``None`` lets it: when other machines are to come, or when a store of this process is listening there already.
+    ``None``, for the default, if other machines take part or a store of this process listens there already.
     """
     if not _is_loopback(address):
         return None
@@ -85,13 +87,13 @@ def _loopback_listener(address: str, port: int) -> int | None:
 
 
 def _keep_gloo_on_loopback() -> None:
-    """Let gloo listen there too; it takes the interface that the machine's name stands for if left alone."""
+    """Make gloo listen on loopback too; by default it uses the interface of the host name."""
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def wait_for_ranks(store: dist.Store, world_size: int, seconds: float) -> list[int]:
-    """Wait until all ranks have announced themselves; returns those that have not when the time is up."""
+def wait_for_ranks(store: Store, world_size: int, seconds: float) -> list[int]:
+    """Wait until all ranks have announced themselves; return those that have not when the time is up."""
     deadline = time.monotonic() + seconds
     missing = list(range(world_size))
     while True:
@@ -102,16 +104,15 @@ def wait_for_ranks(store: dist.Store, world_size: int, seconds: float) -> list[i
 
 
 def extension_locks(older_than: float = 600.0) -> list[Path]:
-    """Lock files that an interrupted build of a torch extension has left behind.
+    """Find lock files of interrupted builds of torch extensions, which make every later start hang.
 
-    torch waits for such a lock without a word and without a limit (``torch.utils.file_baton``), so a killed first start
-    makes all later ones hang.
+    torch waits for such a lock silently and without limit (``torch.utils.file_baton``).
 
     Args:
-        older_than: Age in seconds from which a lock counts as abandoned; a running build is younger.
+        older_than: Age in seconds from which a lock counts as abandoned.
 
     Returns:
-        The lock files, to be deleted by hand once no build is running.
+        The lock files, which the user may delete if no build is running.
     """
     from torch.utils.cpp_extension import get_default_build_root
 
@@ -121,20 +122,20 @@ def extension_locks(older_than: float = 600.0) -> list[Path]:
         try:
             if time.time() - lock.stat().st_mtime > older_than:
                 found.append(lock)
-        except FileNotFoundError:  # the build has just finished
+        except FileNotFoundError:  # a build has just finished
             continue
     return found
 
 
 def prepare_cpu() -> None:
-    """Make DeepSpeed run on CPUs without compiling anything at start-up."""
+    """Make DeepSpeed run on CPUs without compiling extensions at start-up."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    os.environ["DS_ACCELERATOR"] = "cpu"  # for ranks that are started from here
+    os.environ["DS_ACCELERATOR"] = "cpu"  # for processes started from here
     if get_accelerator().device_name() != "cpu":  # there is a GPU, and the Trainer was told not to use it
         set_accelerator(CPU_Accelerator())
-    # deepspeed 0.19.8, comm/torch.py build_shm_op: compiles a shared-memory all-reduce for about 50 s in every fresh
-    # environment. gloo carries everything.
+    # deepspeed 0.19.8, comm/torch.py build_shm_op: in a fresh environment this compiles a shared-memory all-reduce for
+    # about 50 s. Without it, gloo is used.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

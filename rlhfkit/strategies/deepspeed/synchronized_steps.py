@@ -1,8 +1,8 @@
-"""Engines that step together or not at all: a loss or gradient that is not finite on any rank stops all of them."""
+"""Step all engines of an optimizer or none: a loss or gradient that is not finite on any rank skips the update."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,98 +14,98 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class Outcome(Enum):
-    """What became of an optimizer step."""
+class StepOutcome(Enum):
+    """Result of an optimizer step."""
 
     STEPPED = "every engine stepped"
     SKIPPED = "a loss or gradient was not finite: no engine stepped"
     RESCALED = "an fp16 gradient overflowed: no engine stepped, and the dynamic loss scale has fallen"
 
 
-class GradientWatch:
-    """Notes the size of every gradient of one engine while it is computed, wherever DeepSpeed puts it afterwards.
+class GradientNormTracker:
+    """Sums the norms of all gradients of one engine, by hooks on its parameters.
 
-    ZeRO keeps gradients in other places at every stage (parameters, flat buffers, CPU memory); hooks on the parameters
-    see them all before. They run one kernel per parameter and backward pass and never wait for the device.
+    Hooks work at every ZeRO stage, wherever DeepSpeed keeps the gradients afterwards (parameters, flat buffers, CPU
+    memory). They run one kernel per parameter and backward pass and do not synchronize with the device.
 
-    The watched number is the sum of the norms of all gradients of all micro-batches. It bounds the norm of what the
-    optimizer will see (triangle inequality). So where its square is a finite float32, no average over micro-batches and
-    ranks and no norm that DeepSpeed computes can overflow either, and no engine decides otherwise on its own.
+    The sum of the norms over all micro-batches is an upper bound of the norm that the optimizer sees (triangle
+    inequality). If its square is a finite float32, no average over micro-batches and ranks and no norm that DeepSpeed
+    computes can overflow, so that no engine skips a step on its own.
 
     Args:
-        module: Whose trainable parameters are watched.
+        module: The module whose trainable parameters are tracked.
         device: Where gradients are computed.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._handles = [p.register_hook(self._note) for p in module.parameters() if p.requires_grad]
+        parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
+        self._handles = [p.register_hook(self._add_norm) for p in parameters]  # torch 2.13 does not type it
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: a new accumulation window begins."""
+        """Begin a new accumulation window."""
         self._norms: list[Tensor] = []
         self._gradients = torch.zeros((), dtype=torch.float32, device=self._device)
         self._losses = torch.zeros((), dtype=torch.float32, device=self._device)
 
-    def _note(self, gradient: Tensor) -> None:
+    def _add_norm(self, gradient: Tensor) -> None:
         self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
 
     def after_backward(self, loss: Tensor) -> None:
-        """Add up what one backward pass of ``loss`` has shown."""
+        """Add the gradients of one backward pass, and the absolute value of ``loss``."""
         if self._norms:
             self._gradients += torch.stack(self._norms).sum()
         self._norms = []
         self._losses += loss.detach().float().abs()
 
     def totals(self) -> Tensor:
-        """(2,) float32: sums of the absolute losses and of the squared bound on the gradient, since the last reset."""
+        """(2,) float32: the sum of absolute losses, and the squared sum of gradient norms, since the last reset."""
         return torch.stack([self._losses, self._gradients.square()])
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 class SynchronizedSteps:
-    """Steps the engines of one optimizer together or not at all.
+    """Steps all engines of one optimizer or none of them.
 
-    A policy that goes on while its critic stands still would train on stale values, and ranks or engines that disagree
-    on the number of updates cannot be resumed exactly. So one number that is not finite, in a loss or gradient of any
-    engine of the optimizer on any rank, leaves the weights and optimizer states of all its engines as they were.
+    If a loss or gradient of any of its engines is not finite on any rank, the weights and optimizer states of all of
+    them stay as they were. Otherwise a policy could be updated without its critic, and runs whose ranks or engines
+    disagree on the number of updates could not be resumed exactly.
 
     Args:
         engines: All training engines by child name.
-        device: Of this rank.
+        device: Device of this rank.
     """
 
     def __init__(self, engines: Mapping[str, "DeepSpeedEngine"], device: torch.device) -> None:
-        self._left_out: set[str] = set()  # of the coming step
-        self._passed_by: set[str] = set()  # of the last
-        self._watches = {name: GradientWatch(engine.module, device) for name, engine in engines.items()}
+        self._to_skip: set[str] = set()  # in the next step
+        self._skipped: set[str] = set()  # in the last step
+        self._trackers = {name: GradientNormTracker(engine.module, device) for name, engine in engines.items()}
 
     def after_backward(self, names: Iterable[str], loss: Tensor) -> None:
-        """Note that ``loss`` was propagated back through the named engines."""
+        """Record a backward pass of ``loss`` through the named engines."""
         for name in names:
-            self._watches[name].after_backward(loss)
+            self._trackers[name].after_backward(loss)
 
-    def step(self, engines: Mapping[str, "DeepSpeedEngine"]) -> Outcome:
-        """Step these engines, or drop the gradients of all. Collective: one sum of two numbers per engine.
+    def step(self, engines: Mapping[str, "DeepSpeedEngine"]) -> StepOutcome:
+        """Step these engines, or drop the gradients of all. A collective: one sum of two numbers per engine.
 
-        Under fp16 with a dynamic loss scale, an overflowing gradient is how the scale is found: as long as the scale of
-        the engine can fall, DeepSpeed lowers it and nothing is counted as an error.
+        Under fp16 with a dynamic loss scale, an overflow is not an error as long as DeepSpeed can lower the scale.
         """
-        self._passed_by = self._left_out & set(engines)
-        self._left_out -= self._passed_by
-        engines = {name: engine for name, engine in engines.items() if name not in self._passed_by}
+        self._skipped = self._to_skip & set(engines)
+        self._to_skip -= self._skipped
+        engines = {name: engine for name, engine in engines.items() if name not in self._skipped}
         if not engines:
-            return Outcome.STEPPED
+            return StepOutcome.STEPPED
         losses, gradients = self._finite(list(engines))
         if all(losses.values()) and all(gradients.values()):
             for engine in engines.values():
                 engine.step()
-            outcome = Outcome.STEPPED
+            outcome = StepOutcome.STEPPED
         else:
             to_rescale = {n for n in engines if losses[n] and not gradients[n] and loss_scale_can_fall(engines[n])}
             for name, engine in engines.items():
@@ -114,34 +114,34 @@ class SynchronizedSteps:
                 else:
                     discard_gradients(engine)
             explained = all(losses.values()) and to_rescale == {name for name in engines if not gradients[name]}
-            outcome = Outcome.RESCALED if explained else Outcome.SKIPPED
+            outcome = StepOutcome.RESCALED if explained else StepOutcome.SKIPPED
         for name in engines:
-            self.forget(name)
+            self.reset(name)
         return outcome
 
     def skip_update(self, name: str) -> None:
-        """Let the coming step pass an engine by, whose gradients were dropped."""
-        self._left_out.add(name)
+        """Leave an engine whose gradients were dropped out of the next step."""
+        self._to_skip.add(name)
 
-    def was_left_out(self, name: str) -> bool:
-        """Whether the last step passed the engine by."""
-        return name in self._passed_by
+    def was_skipped(self, name: str) -> bool:
+        """Whether :meth:`skip_update` left the engine out of the last step."""
+        return name in self._skipped
 
     def _finite(self, names: list[str]) -> tuple[dict[str, bool], dict[str, bool]]:
-        """Whether the losses, and the gradients, of each named engine were finite on all ranks."""
-        totals = torch.stack([self._watches[name].totals() for name in names])
+        """Whether the losses, and the gradients, of each engine were finite on all ranks."""
+        totals = torch.stack([self._trackers[name].totals() for name in names])
         all_reduce(totals)
         losses, gradients = torch.isfinite(totals).T.tolist()
         return dict(zip(names, losses, strict=True)), dict(zip(names, gradients, strict=True))
 
-    def forget(self, name: str) -> None:
-        """The gradients of one engine were used or dropped."""
-        self._watches[name].reset()
+    def reset(self, name: str) -> None:
+        """Begin a new accumulation window of one engine, whose gradients were used or dropped."""
+        self._trackers[name].reset()
 
     def remove(self) -> None:
-        """Take all hooks off."""
-        for watch in self._watches.values():
-            watch.remove()
+        """Remove all hooks."""
+        for tracker in self._trackers.values():
+            tracker.remove()
 
 
 def loss_scale_can_fall(engine: "DeepSpeedEngine") -> bool:

@@ -1,4 +1,4 @@
-"""Sharded parameters (ZeRO 3): building models already sharded, and reading their full values."""
+"""Build modules sharded (ZeRO 3), turn them back into ordinary ones, read and load their full weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -11,20 +11,19 @@ from rlhfkit.distributed import full_parameters, is_sharded
 
 @contextmanager
 def hugging_face_sharding(config: dict[str, Any] | None) -> Iterator[None]:
-    """Let ``from_pretrained`` and ``from_config`` build models that are sharded from the first moment.
+    """Make ``from_pretrained`` and ``from_config`` of Transformers build sharded models inside the context.
 
-    Only Transformers' loading enters ``deepspeed.zero.Init``; layers made otherwise inside the context are ordinary and
-    are sharded when their engine is created.
+    Other layers that are built inside the context are ordinary, and sharded when their engine is created.
 
     Args:
-        config: A DeepSpeed configuration with ZeRO stage 3; None does nothing.
+        config: A DeepSpeed configuration with ZeRO stage 3; ``None``: do nothing.
     """
     if config is None:
         yield
         return
     try:
         from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
-    except ImportError:  # a LightningModule without Transformers: engines shard whole modules later
+    except ImportError:  # engines shard whole modules later
         yield
         return
     keep_alive = HfDeepSpeedConfig(config)  # Transformers holds it by a weak reference
@@ -36,10 +35,10 @@ def hugging_face_sharding(config: dict[str, Any] | None) -> Iterator[None]:
 
 
 def unshard(module: nn.Module) -> None:
-    """Turn sharded parameters back into ordinary ones with their full values on every rank. Collective.
+    """Replace sharded parameters by ordinary ones with full values on every rank. A collective.
 
-    For a child that was built sharded (or comes from an earlier run at stage 3) and is to be used without ZeRO 3.
-    Parameters are new objects afterwards, on the CPU; tied ones stay tied.
+    For a child that was built sharded, or comes from an earlier run at stage 3, and is used without ZeRO 3. The new
+    parameters are on the CPU; tied ones stay tied.
     """
     replaced: dict[int, nn.Parameter] = {}
     for submodule in module.modules():
@@ -51,21 +50,21 @@ def unshard(module: nn.Module) -> None:
                 if id(parameter) not in replaced:
                     full = parameter.detach().to("cpu", copy=True)
                     replaced[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        # An engine has put a dictionary here that gathers parameters on access.
+        # An engine has replaced this by a dictionary that gathers parameters on access.
         submodule.__dict__["_parameters"] = {
             name: replaced.get(id(parameter), parameter) for name, parameter in submodule._parameters.items()
         }
 
 
-def state_of(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The full state dictionary of a module on the CPU, gathered one submodule at a time. Collective.
+def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Return the full state dictionary of a module on the CPU, gathered one submodule at a time. A collective.
 
     Args:
-        module: With ordinary or sharded parameters.
-        keep: Whether this rank wants the result; the others only take part.
+        module: May have ordinary and sharded parameters.
+        keep: Whether this rank gets the result; the others only take part.
 
     Returns:
-        Name to tensor; empty unless ``keep``. Tied parameters share one tensor.
+        Tensors by name, empty unless ``keep``. Tied parameters share one tensor.
     """
     state: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
@@ -88,12 +87,12 @@ def state_of(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     return state
 
 
-def load_full_state(module: nn.Module, state: Mapping[str, Tensor], *, from_rank_zero: bool) -> None:
-    """Copy full weights into a module with ordinary or sharded parameters. Collective.
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, from_rank_zero: bool) -> None:
+    """Copy full weights into a module with ordinary or sharded parameters. A collective.
 
     Args:
-        module: Whose parameters and persistent buffers are overwritten where ``state`` has their names.
-        state: Name to tensor; only rank 0's counts when ``from_rank_zero``.
+        module: Its parameters and buffers are overwritten where ``state`` has their names.
+        state: Tensors by name; only that of rank 0 is used if ``from_rank_zero``.
         from_rank_zero: Whether the other ranks receive the values from rank 0.
     """
     import torch.distributed as dist

@@ -22,7 +22,7 @@ from rlhfkit.strategies.ray.ranks import Ranks
 from rlhfkit.strategies.ray.remote_run import RunResult, pack
 
 
-class LaunchedOnRay(DeepSpeedStrategy):
+class RayLaunchMixin(DeepSpeedStrategy):
     """The launching half of :class:`~rlhfkit.strategies.strategy.RLHFDeepSpeedStrategy`."""
 
     init_timeout: float

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from rlhfkit.strategies.deepspeed.zero3 import state_of
+from rlhfkit.strategies.deepspeed.zero3 import full_state_dict
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import RemoteProgressBar
 
@@ -147,7 +147,7 @@ def changed_weights(trainer: pl.Trainer) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, child in module.named_children():
         if name not in frozen:
-            state |= {f"{name}.{key}": tensor for key, tensor in state_of(child, keep=keep).items()}
+            state |= {f"{name}.{key}": tensor for key, tensor in full_state_dict(child, keep=keep).items()}
     if keep:
         own = module.state_dict()
         state |= {key: tensor.detach().cpu() for key, tensor in own.items() if "." not in key}
