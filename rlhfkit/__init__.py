@@ -1,7 +1,6 @@
 """Composable RLHF building blocks for PyTorch Lightning.
 
-Every public name is imported when it is first used (PEP 562): ``import rlhfkit`` itself loads neither torch nor
-Lightning.
+Every public name is imported on first use (PEP 562): ``import rlhfkit`` itself loads neither torch nor Lightning.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -123,7 +122,7 @@ _HOMES = {
 }
 
 _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
-"""Homes that load Lightning anyway."""
+"""Rooms that load Lightning anyway."""
 
 __all__ = [
     "EMA",
@@ -185,7 +184,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
+    """Import a public name on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'rlhfkit' has no attribute {name!r}")
     from importlib import import_module
@@ -198,5 +197,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Lazy names included, for completion in notebooks."""
+    """All public names, for completion in notebooks."""
     return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
-"""Checks of arguments that are numbers: what is not one, not finite or out of range is refused when it is given.
+"""Checks of number arguments: not a number, not finite or out of range is refused where the argument is given.
 
-A comparison alone lets NaN pass (``nan <= 0`` is false) and fails on text with a message about ``<=``. The standard
-library only is imported, so that every part of the package can use these checks.
+A comparison alone lets NaN pass (``nan <= 0`` is false) and fails on text with a message about ``<=``. Imports the
+standard library only, so that every part of the package can use it.
 """
 
 import math
@@ -25,17 +25,17 @@ def check_number(
 
     Args:
         name: Of the argument, for the message.
-        value: What was given. ``True`` and ``False`` are no numbers here; the scalars of NumPy are.
-        minimum: Smallest value that is allowed.
-        above: Bound that the value must exceed.
-        maximum: Largest value that is allowed.
-        below: Bound that the value must stay under.
+        value: The value. ``True`` and ``False`` are not numbers here; scalars of NumPy are.
+        minimum: Smallest allowed value.
+        above: Exclusive lower bound.
+        maximum: Largest allowed value.
+        below: Exclusive upper bound.
         optional: ``None`` is allowed.
-        infinite: Infinity is allowed where the bounds let it pass; NaN never is.
-        why: What to do instead, or why there is the rule; put behind the message.
+        infinite: Infinity is allowed within the bounds; NaN never is.
+        why: Reason for the rule or advice, appended to the message.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is NaN, infinite, or out of bounds.
     """
     if value is None and optional:
@@ -57,18 +57,18 @@ def check_integer(
     optional: bool = False,
     why: str = "",
 ) -> None:
-    """Raise unless a value is a whole number within its bounds. A float is refused, ``8.0`` as well.
+    """Raise unless a value is an integer within its bounds. Floats are refused, ``8.0`` as well.
 
     Args:
         name: Of the argument, for the message.
-        value: What was given. ``True`` and ``False`` are no numbers here; the integers of NumPy are.
-        minimum: Smallest value that is allowed.
-        maximum: Largest value that is allowed.
+        value: The value. ``True`` and ``False`` are not numbers here; integers of NumPy are.
+        minimum: Smallest allowed value.
+        maximum: Largest allowed value.
         optional: ``None`` is allowed.
-        why: What to do instead, or why there is the rule; put behind the message.
+        why: Reason for the rule or advice, appended to the message.
 
     Raises:
-        TypeError: If it is no integer.
+        TypeError: If it is not an integer.
         ValueError: If it is NaN, infinite, or out of bounds.
     """
     if value is None and optional:

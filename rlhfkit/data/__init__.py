@@ -1,4 +1,7 @@
-"""Records and batching. Importing this package loads torch and nothing else."""
+"""Records and batching: prompts, samples, experience, micro-batches and loaders; loads torch and nothing else.
+
+May import: torch. Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing.py`` and ``loaders/``.
+"""
 
 from rlhfkit.data.batch import PaddedBatch, StepTotals, TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.formats.distilled import DistilledBatch, DistilledExample, DistilledExamples, collate_distilled

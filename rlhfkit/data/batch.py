@@ -1,10 +1,9 @@
-"""``PaddedBatch``: what every batch of sequences has in common, whatever else it carries.
+"""Batches of padded sequences, and token examples with their collation for supervised training.
 
-A subclass is a dataclass whose tensor fields say on which axis they live (:func:`token_field`, :func:`step_field`,
-:func:`row_field`); selecting, trimming, padding, concatenating, moving and saving then work on all of them.
+A subclass of :class:`PaddedBatch` is a dataclass whose tensor fields name their axis (:func:`token_field`,
+:func:`step_field`, :func:`row_field`); select, trim, pad, concat, to and state_dict then work on all of them.
 
-Per-token fields live on the **next-token axis** of length T - 1, where entry ``t`` belongs to token ``t + 1``, the
-token that is predicted from position ``t``.
+Per-token fields are on the **next-token axis** of length T - 1, where entry ``t`` belongs to token ``t + 1``.
 
 Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded on the right).
 """
@@ -41,7 +40,7 @@ def rows_field() -> Any:
 
 @dataclass(kw_only=True)
 class PaddedBatch:
-    """Sequences padded on the right, and the size of the optimizer step that the batch is a part of."""
+    """Sequences padded on the right, and the size of the optimizer step that the batch is part of."""
 
     input_ids: Tensor = token_field()
     """(B, T) int64, padded with 0 on the right."""
@@ -66,16 +65,16 @@ class PaddedBatch:
 
     @property
     def token_denominator(self) -> float | None:
-        """Denominator of an exact token mean: the step's tokens per averaged micro-batch; ``None``: the batch's own."""
+        """Denominator of an exact token mean: tokens of the step per averaged micro-batch; ``None`` if unknown."""
         return None if self.step_tokens is None else max(self.step_tokens, 1.0) / self.step_micro_batches
 
     @property
     def sequence_denominator(self) -> float | None:
-        """Denominator of an exact sequence mean, likewise, from the step's sequences."""
+        """Denominator of an exact sequence mean: sequences of the step per averaged micro-batch; ``None`` if unknown."""
         return None if self.step_sequences is None else max(self.step_sequences, 1.0) / self.step_micro_batches
 
     def _map(self, change: Any) -> Self:
-        """A copy whose tensors are ``change(tensor, metadata of the field)``."""
+        """Copy with every tensor replaced by ``change(tensor, metadata of the field)``."""
         updates: dict[str, Any] = {}
         for entry in dataclasses.fields(self):
             value, axis = getattr(self, entry.name), entry.metadata.get("axis")
@@ -86,16 +85,12 @@ class PaddedBatch:
         return dataclasses.replace(self, **updates)
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
-        """The given rows, in the given order, trimmed to their longest sequence.
-
-        Args:
-            rows: (N,) indices into the batch.
-        """
+        """Select rows by their (N,) indices, in the given order, trimmed to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.input_ids.device)
         return self._map(lambda tensor, _: tensor[index]).trim()
 
     def trim(self) -> Self:
-        """Cut padding that every row shares."""
+        """Cut padding that all rows share."""
         length = max(int(self.lengths.max()), 1) if len(self) else 1
         ends = {"token": length, "step": length - 1}
         return self._map(
@@ -104,9 +99,6 @@ class PaddedBatch:
 
     def pad(self, length: int) -> Self:
         """Pad on the right to ``length`` tokens.
-
-        Args:
-            length: Tokens; at least the current T.
 
         Raises:
             ValueError: If the batch is longer already.
@@ -151,16 +143,11 @@ class PaddedBatch:
         return dataclasses.replace(padded[0], **updates)
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
-        """Move every tensor; floats keep their type.
-
-        Args:
-            device: Where to.
-            **kwargs: Passed to :meth:`torch.Tensor.to`, e.g. ``non_blocking``.
-        """
+        """Move every tensor; ``kwargs`` (``non_blocking``) go to :meth:`torch.Tensor.to`. Dtypes are kept."""
         return self._map(lambda tensor, _: tensor.to(device, **kwargs))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain numbers only, loadable with ``torch.load(weights_only=True)``."""
+        """Tensors and plain numbers, loadable with ``torch.load(weights_only=True)``."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
     @classmethod
@@ -170,27 +157,27 @@ class PaddedBatch:
 
 
 class StepTotals(NamedTuple):
-    """The size of a whole optimizer step, over all micro-batches and ranks."""
+    """Size of a whole optimizer step, over all micro-batches and ranks."""
 
     tokens: float
-    """Tokens that are trained on."""
+    """Trained tokens."""
     sequences: float
-    """Sequences with at least one such token."""
+    """Sequences with at least one trained token."""
     micro_batches: int
     """Micro-batches times ranks whose losses are averaged."""
 
 
 @dataclass(slots=True)
 class TokenExample:
-    """One tokenised sequence and which of its tokens are learned."""
+    """One tokenised sequence and the mask of its trained tokens."""
 
     input_ids: list[int]
     """Token ids, at least one."""
     loss_mask: list[bool]
-    """As long as ``input_ids``: true where the token is learned. The first never is: nothing predicts it."""
+    """As long as ``input_ids``: true where the token is trained. The first never is: nothing predicts it."""
 
     def __post_init__(self) -> None:
-        """Reject an example whose lists disagree."""
+        """Check that both lists have one length."""
         if len(self.input_ids) != len(self.loss_mask) or not self.input_ids:
             raise ValueError(
                 f"a TokenExample needs at least one token and a mask of the same length, got {len(self.input_ids)} "
@@ -199,7 +186,7 @@ class TokenExample:
 
     @property
     def targets(self) -> int:
-        """Tokens that are learned."""
+        """Number of trained tokens."""
         return sum(self.loss_mask[1:])
 
 
@@ -208,15 +195,15 @@ class TokenBatch(PaddedBatch):
     """A batch for supervised training."""
 
     loss_mask: Tensor = step_field()
-    """(B, T-1) bool on the next-token axis, true where token t+1 is learned."""
+    """(B, T-1) bool on the next-token axis, true where token t+1 is trained."""
 
     @property
     def action_mask(self) -> Tensor:
-        """``loss_mask``, under the name it has in :class:`~rlhfkit.data.Experience`."""
+        """``loss_mask``, under its name in :class:`~rlhfkit.data.Experience`."""
         return self.loss_mask
 
     def without_targets(self) -> Self:
-        """The same sequences with nothing to learn: loss and gradient are exactly 0."""
+        """The same sequences without trained tokens: loss and gradient are exactly 0."""
         return dataclasses.replace(self, loss_mask=torch.zeros_like(self.loss_mask))
 
 
@@ -225,10 +212,7 @@ def collate_tokens(examples: Sequence[TokenExample], totals: StepTotals | None =
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are a part of; ``None``: unknown, the batch normalises by itself.
-
-    Returns:
-        The batch.
+        totals: Size of the optimizer step they are part of; ``None``: unknown, the batch normalises by itself.
 
     Raises:
         ValueError: If there is no example.

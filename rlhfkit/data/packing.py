@@ -1,10 +1,10 @@
-"""Which sequences are trained on together: bins of nearly equal tokens, and the shape of one iteration.
+"""Micro-batches of nearly equal tokens, and the sizes of one iteration.
 
 An iteration of N sequences is divided into optimizer updates, each update **globally** into ``accumulate * world_size``
-micro-batches of nearly equal tokens, and these are dealt to the ranks. One rank and many ranks therefore train on the
-same updates; they only sum them in another order.
+micro-batches of nearly equal tokens, and these are assigned to the ranks. One rank and many ranks therefore train on
+the same updates; they only sum them in another order.
 
-Everything here is arithmetic on lengths: no tensors, no randomness, the same answer on every rank.
+Everything here is arithmetic on lengths: no tensors, no randomness, the same result on every rank.
 """
 
 import heapq
@@ -19,7 +19,7 @@ _DIFFERENCING_LIMIT = 500_000
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows that go through the model together, and the optimizer update of the iteration they belong to."""
+    """The rows of one forward pass, and the optimizer update of the iteration they belong to."""
 
     rows: list[int]
     """Indices of sequences, ascending."""
@@ -29,12 +29,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class IterationShape:
-    """How big one iteration of generating and learning is."""
+    """Sizes of one iteration of generating and learning."""
 
     sequences: int
     """Samples of all prompts, all ranks together: ``rollout_batch_size * group_size``."""
     micro_batches_per_rank: int
-    """Batches that each rank's loader yields: ``updates * accumulate``."""
+    """Batches of each rank's loader: ``updates * accumulate``."""
     updates: int
     """Optimizer updates; each trains on ``sequences / updates`` of the sequences."""
 
@@ -46,7 +46,7 @@ def iteration_shape(
     accumulate: int,
     world_size: int,
 ) -> IterationShape:
-    """Work out the sizes of one iteration.
+    """Compute the sizes of one iteration.
 
     ``updates = rollout_batch_size * group_size / (micro_batch_size * accumulate * world_size)``
 
@@ -56,9 +56,6 @@ def iteration_shape(
         micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts).
         accumulate: Micro-batches per optimizer update and rank (``Trainer(accumulate_grad_batches)``).
         world_size: Ranks.
-
-    Returns:
-        The shape.
 
     Raises:
         ValueError: If a size is below 1, or the sequences do not fill a whole number of updates.
@@ -91,9 +88,9 @@ def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: b
 
     Karmarkar and Karp, "The Differencing Method of Set Partitioning" (1982), in its form for several bins: start with
     every item in a partition of its own, and merge the two most uneven partitions, the fullest bin of one with the
-    emptiest of the other, until one is left. Longest-first greedy (Graham, 1969) is computed too and taken when its
-    fullest bin is smaller, when differencing leaves a bin empty, and when there is so much to partition (items times
-    bins above 500,000) that differencing would take seconds. Ties go to the smaller index.
+    emptiest of the other, until one is left. Longest-first greedy (Graham, 1969) is computed too and used when its
+    fullest bin is smaller, when differencing leaves a bin empty, and above 500,000 items times bins, where
+    differencing would take seconds. Ties go to the smaller index.
 
     Args:
         lengths: Tokens of each item, 0 or more.
@@ -132,7 +129,7 @@ def _fullest(lengths: Sequence[int], bins: list[list[int]]) -> int:
 
 
 def _longest_first(lengths: Sequence[int], order: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Graham's greedy: the longest item that is left goes to the emptiest bin, an empty one before all others."""
+    """Graham's greedy: the longest remaining item goes to the emptiest bin, empty bins first."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, 0, position) for position in range(num_bins)]
     for index in order:
@@ -147,7 +144,7 @@ def _differencing(lengths: Sequence[int], order: Sequence[int], num_bins: int, s
     heap = []
     for number, first in enumerate(range(0, len(order), start)):
         bins = [(lengths[index], [index]) for index in order[first : first + start]]
-        bins += [(0, []) for _ in range(num_bins - len(bins))]  # descending already: order is by length
+        bins += [(0, []) for _ in range(num_bins - len(bins))]  # descending, like order
         heap.append((bins[-1][0] - bins[0][0], number, bins))
     heapq.heapify(heap)
     number = len(heap)
@@ -172,8 +169,8 @@ def plan_micro_batches(
 ) -> list[list[MicroBatch]]:
     """Divide an iteration into updates and micro-batches and assign these to the ranks.
 
-    Update u takes the u-th contiguous, equal-count piece of ``order``. Its micro-batches have nearly equal tokens; they
-    are dealt fullest first, so that ranks which wait for each other work on micro-batches of one size, and a lack of
+    Update u takes the u-th contiguous, equal-count piece of ``order``. Its micro-batches have nearly equal tokens and
+    are assigned fullest first, so that ranks which wait for each other work on micro-batches of one size, and a lack of
     memory shows in the first of them.
 
     Args:
@@ -182,7 +179,7 @@ def plan_micro_batches(
         accumulate: Micro-batches per update and rank.
         world_size: Ranks.
         order: Indices into ``lengths`` in training order, e.g. a permutation; an index that occurs in several updates
-            is trained on in each of them. As they are when ``None``.
+            is trained on in each of them. Ascending when ``None``.
         split: Divides the rows of an update into micro-batches; :func:`split_by_tokens` when ``None``.
 
     Returns:
@@ -222,29 +219,24 @@ def plan_micro_batches(
 
 
 def split_by_tokens(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """:func:`balanced_partition`, fullest bin first; rank r of R takes bins r, r + R, r + 2R, ...
+    """Split items into ``num_bins`` micro-batches of nearly equal tokens, fullest first.
 
-    Args:
-        lengths: Tokens of each item.
-        num_bins: Bins.
-
-    Returns:
-        ``num_bins`` lists of indices.
+    :func:`balanced_partition`; rank r of R takes bins r, r + R, r + 2R, ...
     """
     bins = balanced_partition(lengths, num_bins)
     return sorted(bins, key=lambda rows: (-sum(lengths[index] for index in rows), rows[0]))
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int, order: Sequence[int] | None = None) -> list[list[int]]:
-    """Partition items into bins of at most ``capacity``, few of them: longest first, each where it leaves least room.
+    """Partition items into few bins of at most ``capacity``: longest first, each where it leaves least room.
 
-    Never more than 11/9 of the fewest possible bins and four (Johnson, "Near-Optimal Bin Packing Algorithms", 1973);
-    with thousands of texts of mixed lengths, all bins but a few are full.
+    At most 11/9 of the fewest possible bins plus four (Johnson, "Near-Optimal Bin Packing Algorithms", 1973); with
+    thousands of texts of mixed lengths, all bins but a few are full.
 
     Args:
         lengths: Tokens of each item, 1 or more.
         capacity: Tokens of a bin.
-        order: Which of two items of one length comes first, as a permutation of the indices; the smaller index when
+        order: A permutation of the indices that breaks ties between items of one length; the smaller index first when
             ``None``.
 
     Returns:
@@ -257,7 +249,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, order: Sequence[i
     if items and lengths[items[0]] > capacity:
         raise ValueError(f"a sequence of {lengths[items[0]]} tokens does not fit into {capacity}")
     bins: list[list[int]] = []
-    levels: list[int] = []  # rooms that bins have, ascending
+    levels: list[int] = []  # remaining capacities of bins, ascending
     with_room: dict[int, list[int]] = defaultdict(list)
     for index in items:
         place = bisect_left(levels, lengths[index])
@@ -302,10 +294,13 @@ def split_groups_by_tokens(
     groups: Sequence[int],
     ranks: int,
 ) -> list[list[int]]:
-    """:func:`split_by_tokens` for sequences that share prompts.
+    """:func:`split_by_tokens` for sequences that share prompts, which a packed forward pass computes once.
+
+    Whole groups in one micro-batch save the most tokens, pieces of groups balance the ranks better. Pieces of several
+    sizes are tried, and the plan is taken whose slowest ranks, step by step, have the fewest tokens to compute.
 
     Args:
-        rows: What is dealt: indices into the lists below, at least as many as bins.
+        rows: Indices into the lists below, at least as many as bins.
         num_bins: Bins, a multiple of ``ranks``.
         lengths: Tokens of each sequence.
         prompts: Tokens of each sequence's prompt.

@@ -1,7 +1,7 @@
-"""From scored completions to training data: best of n, best and worst pairs, prompts that name the wanted reward.
+"""Build training data from scored completions: best of n, best and worst pairs, reward-conditioned prompts.
 
-Pure functions on lines, the dictionaries that ``rlhfkit generate`` and ``rlhfkit score`` write. What cannot be used is
-left out with a logged count. Rows that come out go straight into a DataModule, which takes lists of rows.
+Pure functions on lines, the dictionaries that ``rlhfkit generate`` and ``rlhfkit score`` write. Lines that cannot be
+used are dropped with a logged count. The resulting rows can be given to a DataModule as a list.
 """
 
 import json
@@ -25,11 +25,7 @@ REWARD_TEMPLATE = "{prompt} <rm_score>: {reward:.2f} "
 
 
 def read_lines(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a file of JSON lines.
-
-    Args:
-        path: The file.
-    """
+    """Read a JSON lines file."""
     with Path(path).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
@@ -55,14 +51,14 @@ def best_of_n(
     """The completion of highest reward of each prompt, for rejection-sampling fine-tuning.
 
     RAFT (Dong et al., 2023, arXiv:2304.06767) trains on exactly these; of equal rewards the first is kept, as in
-    OpenRLHF. With ``minimum`` a prompt without a good completion is left out, as when only right solutions are kept
+    OpenRLHF. With ``minimum`` a prompt without a good completion is dropped, as when only right solutions are kept
     (Yuan et al., 2023, arXiv:2308.01825).
 
     Args:
         lines: Scored completions.
         minimum: Lowest reward to keep; ``None``: no limit.
         group: Column that is equal for completions of one prompt.
-        reward: Column of the rewards; lines where it is ``None`` are left out.
+        reward: Column of the rewards; lines where it is ``None`` are dropped.
 
     Returns:
         At most one line per prompt, unchanged, in the order of the prompts.
@@ -95,7 +91,7 @@ def best_and_worst_pairs(
         prompt: Column of the prompts.
         completion: Column of the completions.
         group: Column that is equal for completions of one prompt.
-        reward: Column of the rewards; lines where it is ``None`` are left out.
+        reward: Column of the rewards; lines where it is ``None`` are dropped.
 
     Returns:
         Rows with the prompt column, ``chosen``, ``rejected``, ``chosen_reward`` and ``rejected_reward``.
@@ -120,7 +116,7 @@ def best_and_worst_pairs(
 
 
 def normalize_rewards(lines: Sequence[Line], *, reward: str = "reward") -> list[dict[str, Any]]:
-    """Lines whose rewards have mean 0 and standard deviation 1 over all of them (unbiased, as in OpenRLHF).
+    """Normalise the rewards to mean 0 and standard deviation 1 over all lines (unbiased, as in OpenRLHF).
 
     Args:
         lines: At least two with a reward; ``None`` stays ``None``.
@@ -139,7 +135,7 @@ def normalize_rewards(lines: Sequence[Line], *, reward: str = "reward") -> list[
 def bin_rewards(
     lines: Iterable[Line], edges: Sequence[float], *, reward: str = "reward", level: str = "level"
 ) -> list[dict[str, Any]]:
-    """Lines with the level of their reward: how many of the edges it reaches, 0 (lowest) to ``len(edges)``.
+    """Add the level of the reward to each line: how many of the edges it reaches, 0 (lowest) to ``len(edges)``.
 
     SteerLM (Dong et al., 2023, arXiv:2310.05344) conditions on attributes in five levels, 0 to 4. For levels of equally
     many lines use ``statistics.quantiles(rewards, n=5)``.
@@ -147,7 +143,7 @@ def bin_rewards(
     Args:
         lines: Scored completions.
         edges: Rising; a reward equal to an edge reaches it.
-        reward: Column of the rewards, or one of ``reward_parts``; lines where it is ``None`` are left out.
+        reward: Column of the rewards, or one of ``reward_parts``; lines where it is ``None`` are dropped.
         level: Column to write.
 
     Raises:
@@ -163,17 +159,10 @@ def bin_rewards(
 
 
 def returns_to_go(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
-    """What is still to come at each step: ``R_t = r_t + discount * R_(t+1)``.
+    """Sum of the rewards from each step on: ``R_t = r_t + discount * R_(t+1)``.
 
-    Decision Transformer (Chen et al., 2021, arXiv:2106.01345) conditions each step on it, undiscounted. That of the
-    first step is the return of the episode.
-
-    Args:
-        rewards: One per step.
-        discount: Of later rewards.
-
-    Returns:
-        One number per step.
+    Decision Transformer (Chen et al., 2021, arXiv:2106.01345) conditions each step on it, undiscounted. The first entry
+    is the return of the episode.
     """
     backward = accumulate(reversed(rewards), lambda later, now: now + discount * later)
     return [float(value) for value in backward][::-1]
@@ -182,7 +171,7 @@ def returns_to_go(rewards: Sequence[float], discount: float = 1.0) -> list[float
 def condition_prompts(
     lines: Iterable[Line], template: str = REWARD_TEMPLATE, *, prompt: str = "prompt", **wanted: Any
 ) -> list[dict[str, Any]]:
-    """Lines whose prompts say the reward: that of the line for training, a wanted one for asking.
+    """Write the reward into the prompts: the line's own for training, a wanted one for generation.
 
     Example::
 
@@ -193,7 +182,7 @@ def condition_prompts(
         lines: Scored completions, or rows with a prompt.
         template: Format string of ``prompt``, any column (``reward``, ``level``) and any of ``reward_parts``.
         prompt: Column of the prompts, which is rewritten: text, or chat messages, of which the last is rewritten.
-        **wanted: Values that take the place of the line's.
+        **wanted: Values that replace those of the line.
 
     Returns:
         One line each, without those that have ``None`` for a value of the template.
@@ -224,5 +213,5 @@ def condition_prompts(
 
 
 def _values(line: Line) -> dict[str, Any]:
-    """Columns of a line, and the parts of its reward by their own names."""
+    """Columns of a line and the components of its reward, by name."""
     return {**(line.get("reward_parts") or {}), **line}

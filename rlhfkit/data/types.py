@@ -1,11 +1,11 @@
-"""The records that travel through reinforcement learning: ``Prompt`` -> ``Sample`` -> ``Experience``.
+"""The records of reinforcement learning: ``Prompt`` -> ``Sample`` -> ``Experience``.
 
-A :class:`Prompt` is what the policy is asked, a :class:`Sample` one answer to it as the engine gave it (lists, no
-padding), and an :class:`Experience` a batch of samples as tensors, which modules fill in (old log-probs, advantages)
-and train on.
+A :class:`Prompt` is tokenised input, a :class:`Sample` one completion of it as the engine gave it (lists, no padding),
+and an :class:`Experience` a batch of samples as tensors, which modules complete (old log-probs, advantages) and train
+on.
 
-The one axis convention: per-token fields live on the **next-token axis** of length T - 1, where entry ``t`` belongs to
-token ``t + 1``, the token that is predicted from position ``t``. Prompt tokens are never dropped from it; masks select.
+Per-token fields are on the **next-token axis** of length T - 1, where entry ``t`` belongs to token ``t + 1``, the token
+that is predicted from position ``t``. Prompt tokens are never removed from it; masks select.
 
 Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded on the right).
 """
@@ -25,7 +25,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True)
 class Prompt:
-    """One question, tokenised.
+    """A tokenised prompt.
 
     Example::
 
@@ -35,46 +35,48 @@ class Prompt:
     index: int
     """Row in the data set; unique, and part of the seed of each of its samples."""
     token_ids: list[int]
-    """What the engine is given. Text is never tokenised a second time."""
+    """Input of the engine. Text is never tokenised a second time."""
     text: str = ""
-    """The prompt as text, for rewards and for people."""
+    """The prompt as text, for rewards and logs."""
     answer: Any = None
     """The reference answer, if the data has one."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Every other column of the row, by name."""
+    """All other columns of the row, by name."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """One completion of a prompt, exactly as sampled, and what it was worth."""
+    """One completion of a prompt, exactly as sampled, and its reward."""
 
     prompt: Prompt
     sample_index: int
-    """Position in the prompt's group, 0 .. group_size - 1."""
+    """Position in the group of the prompt, 0 .. group_size - 1."""
     token_ids: list[int]
-    """Tokens after the prompt, the end-of-sequence token included when it was sampled."""
+    """Tokens after the prompt, including the end-of-sequence token when it was sampled."""
     logprobs: list[float]
-    """Log-probability of each token under the policy at the sampling temperature, before truncation (top-p and the
-    like); NaN where the engine does not know it."""
+    """Log-prob of each token under the policy at the sampling temperature, before truncation (top-p and the like); NaN
+    where the engine gives none.
+    """
     versions: list[int]
-    """Policy version (optimizer updates so far) that made each token."""
+    """Policy version (optimizer updates so far) that sampled each token."""
     finish_reason: FinishReason
     action_mask: list[bool] | None = None
     """True where the policy chose the token, false where an environment wrote it; ``None``: the policy chose all."""
     text: str = ""
-    """The completion as text, special tokens left out."""
+    """The completion as text, without special tokens."""
     reward: float | None = None
     """Total reward; ``None``: could not be scored, the sample is not trained on."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """The parts the reward is made of, by name, before weighting."""
+    """Components of the reward by name, before weighting."""
     token_rewards: list[float] | None = None
-    """How much of ``reward`` was earned at which token (turns of an episode, steps of a solution); what they leave of
-    it belongs to the last action. ``None``: all of it does."""
+    """The part of ``reward`` earned at each token (turns of an episode, steps of a solution); the remainder belongs to
+    the last action. ``None``: all of it does.
+    """
     info: dict[str, Any] = field(default_factory=dict)
-    """What else is known of how it came about (turns of an episode, why it ended); numbers are logged as means."""
+    """Further facts about the sample (turns of an episode, why it ended); numbers are logged as means."""
 
     def __post_init__(self) -> None:
-        """Reject a sample whose per-token lists disagree."""
+        """Check that the per-token lists have one length."""
         lengths = {"token_ids": len(self.token_ids), "logprobs": len(self.logprobs), "versions": len(self.versions)}
         if self.action_mask is not None:
             lengths["action_mask"] = len(self.action_mask)
@@ -89,9 +91,9 @@ class Experience(PaddedBatch):
     """A batch of samples as tensors. Fields that a module has not computed yet are ``None``."""
 
     action_mask: Tensor = step_field()
-    """(B, T-1) bool, true where token t+1 was chosen by the policy and is to be trained on."""
+    """(B, T-1) bool, true where token t+1 was chosen by the policy and is trained on."""
     rollout_logprobs: Tensor = step_field()
-    """(B, T-1) float32, the engine's before truncation, NaN where it does not know them; 0 outside the action mask."""
+    """(B, T-1) float32, the engine's before truncation, NaN where it gives none; 0 outside the action mask."""
     versions: Tensor = step_field(fill=-1)
     """(B, T-1) int64, policy version per token; -1 outside the action mask."""
     rewards: Tensor = row_field()
@@ -106,8 +108,9 @@ class Experience(PaddedBatch):
     """(B,) int64, the optimizer update of this iteration that trains on the row; 0 is on-policy."""
 
     token_rewards: Tensor | None = step_field(None)
-    """(B, T-1) float32, the part of ``rewards`` that each token earned; ``None``: no sample says so. Not masked: what
-    an environment's token earned counts too."""
+    """(B, T-1) float32, the part of ``rewards`` that each token earned; ``None``: no sample has it. Not masked: rewards
+    of tokens of an environment count too.
+    """
     old_logprobs: Tensor | None = step_field(None)
     """(B, T-1) float32, the trainer's before the iteration; ``None`` in the first update: equal to the current ones."""
     ref_logprobs: Tensor | None = step_field(None)
@@ -115,16 +118,16 @@ class Experience(PaddedBatch):
     teacher_logprobs: Tensor | None = step_field(None)
     """(B, T-1) float32, under the teacher of a distillation."""
     values: Tensor | None = step_field(None)
-    """(B, T-1) float32, critic's estimate before the iteration."""
+    """(B, T-1) float32, values of the critic before the iteration."""
     advantages: Tensor | None = step_field(None)
     """(B, T-1) float32."""
     returns: Tensor | None = step_field(None)
-    """(B, T-1) float32, the critic's targets."""
+    """(B, T-1) float32, targets of the critic."""
 
     reward_parts: dict[str, Tensor] = rows_field()
     """(B,) float32 each."""
     temperature: float = 1.0
-    """Sampling temperature; the trainer divides its logits by it so that log-probs are those of the sampler."""
+    """Sampling temperature; the trainer divides its logits by it so that its log-probs are those of the sampler."""
 
     @property
     def prompt_lengths(self) -> Tensor:
@@ -137,7 +140,7 @@ class Experience(PaddedBatch):
 
         Args:
             samples: At least one. A sample without a reward keeps its tokens but none is trained on.
-            temperature: What they were sampled at.
+            temperature: Sampling temperature of the samples.
 
         Raises:
             ValueError: If there is no sample, or a prompt without tokens.

@@ -1,4 +1,4 @@
-"""Supervised examples that carry what a teacher says about their trained tokens.
+"""Supervised examples with the teacher's likeliest tokens at their trained tokens.
 
 Shapes: B sequences, T tokens, M trained tokens of the batch in row-major order, K likeliest tokens of the teacher.
 """
@@ -29,15 +29,15 @@ class DistilledExample:
 
 
 class DistilledExamples:
-    """Examples of a whole data set beside the teacher's likeliest tokens: 8 K bytes per trained token."""
+    """Examples of a data set and the teacher's likeliest tokens: 8 K bytes per trained token."""
 
     def __init__(self, examples: TokenizedDataset, logprobs: Tensor, ids: Tensor) -> None:
-        """Put the two together.
+        """Combine examples and teacher.
 
         Args:
             examples: N tokenised sequences.
             logprobs: (all targets, K) of the teacher, example after example.
-            ids: (all targets, K) of which tokens.
+            ids: (all targets, K) token ids.
 
         Raises:
             ValueError: If the numbers of tokens differ.
@@ -73,17 +73,12 @@ class DistilledBatch(TokenBatch):
     """(M, K) int64."""
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
-        """Move every tensor.
-
-        Args:
-            device: Where to.
-            **kwargs: Passed to :meth:`torch.Tensor.to`, e.g. ``non_blocking``.
-        """
+        """Move every tensor; ``kwargs`` (``non_blocking``) go to :meth:`torch.Tensor.to`."""
         teacher = {name: getattr(self, name).to(device, **kwargs) for name in ("teacher_logprobs", "teacher_ids")}
         return dataclasses.replace(super().to(device, **kwargs), **teacher)
 
     def without_targets(self) -> Self:
-        """The same sequences with nothing to learn: loss and gradient are exactly 0."""
+        """The same sequences without trained tokens: loss and gradient are exactly 0."""
         return dataclasses.replace(
             super().without_targets(), teacher_logprobs=self.teacher_logprobs[:0], teacher_ids=self.teacher_ids[:0]
         )
@@ -94,10 +89,7 @@ def collate_distilled(examples: Sequence[DistilledExample], totals: StepTotals |
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are a part of; ``None``: unknown, the batch normalises by itself.
-
-    Returns:
-        The batch.
+        totals: Size of the optimizer step they are part of; ``None``: unknown, the batch normalises by itself.
 
     Raises:
         ValueError: If there is no example.

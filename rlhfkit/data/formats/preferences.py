@@ -1,8 +1,7 @@
 """Preference pairs: two answers to one prompt, of which one is preferred.
 
 A batch of B pairs has 2B rows: the chosen answer of pair i, with its prompt, is row 2i and the rejected one row 2i + 1.
-Neighbours that begin with the same tokens are computed once up to there (:func:`rlhfkit.models.policy_output`), so a
-pair pays for its prompt once.
+A packed forward pass (:func:`rlhfkit.models.policy_output`) computes a prefix that neighbours share, the prompt, once.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ class PreferenceExample:
     rejected: TokenExample
     """The same prompt and the other answer."""
     margin: float | None = None
-    """By how much the chosen answer is better, if the data says so."""
+    """By how much the chosen answer is better, if known."""
     ref_logprobs: tuple[float, float] | None = None
     """Summed log-probs of the chosen and of the rejected answer under the reference model, if computed already."""
 
@@ -35,7 +34,7 @@ class PreferenceExample:
     def from_token_ids(
         cls, prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int], *, margin: float | None = None
     ) -> Self:
-        """A pair from the tokens of its three parts.
+        """Make a pair from token ids.
 
         Args:
             prompt: Token ids of the prompt, at least one.
@@ -51,7 +50,7 @@ class PreferenceExample:
 
 
 class PreferenceExamples:
-    """Preference pairs of a whole data set."""
+    """Preference pairs of a data set."""
 
     def __init__(
         self,
@@ -65,8 +64,8 @@ class PreferenceExamples:
         Args:
             answers: 2N sequences, chosen and rejected in turn.
             margins: N numbers.
-            ref_logprobs: (N, 2) float32, summed log-probs of chosen and rejected under the reference model. Can also be
-                set later, as soon as they are known.
+            ref_logprobs: (N, 2) float32, summed log-probs of chosen and rejected under the reference model. Can be set
+                later, once they are computed.
 
         Raises:
             ValueError: If the numbers of answers and margins do not fit.
@@ -114,7 +113,7 @@ class PreferenceBatch(TokenBatch):
     """(2B,) float32, summed log-probs of the answers under the reference model."""
 
     def __post_init__(self) -> None:
-        """Reject half a pair."""
+        """Check that the rows make whole pairs."""
         if len(self) % 2:
             raise ValueError(f"a PreferenceBatch holds pairs, two rows each, got {len(self)} rows")
 
@@ -146,17 +145,13 @@ class PreferenceBatch(TokenBatch):
 
     @property
     def mean_chosen_length(self) -> float | None:
-        """Tokens of a chosen answer on average over the optimizer step; ``None``: its size is not known."""
+        """Mean tokens of a chosen answer over the optimizer step; ``None``: its size is not known."""
         if self.step_tokens is None or self.step_sequences is None:
             return None
         return max(self.step_tokens, 1.0) / max(self.step_sequences, 1.0)
 
     def select_pairs(self, pairs: Tensor | Sequence[int]) -> Self:
-        """The given pairs, in the given order, trimmed to their longest sequence.
-
-        Args:
-            pairs: (N,) indices, 0 .. B - 1.
-        """
+        """Select pairs by their (N,) indices in 0 .. B - 1, in the given order, trimmed to the longest sequence."""
         first = 2 * torch.as_tensor(pairs, dtype=torch.int64)
         return self.select(torch.stack([first, first + 1], -1).flatten())
 
@@ -166,11 +161,8 @@ def collate_preferences(examples: Sequence[PreferenceExample], totals: StepTotal
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are a part of, in pairs and in tokens of chosen answers; ``None``:
+        totals: Size of the optimizer step they are part of, in pairs and in tokens of chosen answers; ``None``:
             unknown, the batch normalises by itself.
-
-    Returns:
-        The batch.
 
     Raises:
         ValueError: If there is no pair, or only some have a margin or reference log-probs.

@@ -1,6 +1,6 @@
 """Answers whose reasoning steps are judged one by one, for process reward models.
 
-A step is judged at its last token, and ``loss_mask`` marks these tokens: where TRL and OpenRLHF put the label, too.
+A step is judged at its last token, which ``loss_mask`` marks, as TRL and OpenRLHF do.
 
 Shapes: B sequences, T tokens (longest of the batch; the rest is padded on the right).
 """
@@ -22,10 +22,10 @@ class StepwiseExample:
     answer: TokenExample
     """Prompt and answer; ``loss_mask`` is true on the last token of each step."""
     labels: list[float]
-    """Of each step, the probability that it is good: 1 and 0 are hard labels, what lies between are soft ones."""
+    """For each step, the probability that it is good: 1 and 0 are hard labels, values between are soft ones."""
 
     def __post_init__(self) -> None:
-        """Reject labels that do not fit the steps."""
+        """Check that there is one label in [0, 1] for each step."""
         if len(self.labels) != self.answer.targets:
             raise ValueError(
                 f"a StepwiseExample needs a label for each step, got {self.answer.targets} steps and "
@@ -37,15 +37,10 @@ class StepwiseExample:
 
 
 class StepwiseExamples:
-    """Judged answers of a whole data set."""
+    """Judged answers of a data set."""
 
     def __init__(self, answers: TokenizedDataset, labels: Sequence[list[float]]) -> None:
-        """Put answers and labels together.
-
-        Args:
-            answers: Sequences that mark the last token of each step.
-            labels: For each sequence one label per step.
-        """
+        """Combine answers, whose masks mark the last token of each step, with one label per step."""
         self.answers = answers
         self.labels = labels
         self.lengths = answers.lengths
@@ -64,10 +59,10 @@ class StepwiseExamples:
 
 @dataclass(kw_only=True)
 class StepwiseBatch(TokenBatch):
-    """Answers in steps; of the optimizer step's size, ``step_tokens`` counts reasoning steps."""
+    """Answers in steps; ``step_tokens`` counts the reasoning steps of the optimizer step."""
 
     labels: Tensor = step_field()
-    """(B, T-1) float32 on the next-token axis: how good the step is that ends at token t+1; 0 where none ends."""
+    """(B, T-1) float32 on the next-token axis: label of the step that ends at token t+1; 0 where none ends."""
 
     @property
     def step_ends(self) -> Tensor:
@@ -80,10 +75,7 @@ def collate_stepwise(examples: Sequence[StepwiseExample], totals: StepTotals | N
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are a part of; ``None``: unknown, the batch normalises by itself.
-
-    Returns:
-        The batch.
+        totals: Size of the optimizer step they are part of; ``None``: unknown, the batch normalises by itself.
 
     Raises:
         ValueError: If there is no example.

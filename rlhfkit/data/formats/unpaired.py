@@ -1,9 +1,8 @@
-"""Answers that are labelled desirable or not, and beside each the same prompt with the answer to another one.
+"""Answers labelled desirable or not, each with a mismatched pair: the same prompt with the answer to another one.
 
-KTO measures how far the policy has moved from its reference on *mismatched* pairs of prompt and answer. Here they are a
-property of the data, drawn once over all of it: no two micro-batches, ranks or batch sizes disagree about them, and a
-micro-batch of one answer has its mismatched pair too. (TRL and OpenRLHF rotate the answers within a micro-batch, whose
-size then changes the estimate and must be above one.)
+KTO measures on *mismatched* pairs how far the policy has moved from its reference. Here they are drawn once over all of
+the data, so they do not depend on micro-batches, ranks or batch sizes, and a micro-batch of one answer has one too.
+(TRL and OpenRLHF rotate the answers within a micro-batch, whose size then changes the estimate and must be above one.)
 
 Shapes: B sequences, T tokens (longest of the batch; the rest is padded on the right).
 """
@@ -23,20 +22,20 @@ from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 
 @dataclass(slots=True)
 class UnpairedExample:
-    """One answer and what is thought of it."""
+    """One labelled answer."""
 
     answer: TokenExample
-    """Prompt and completion; the tokens of the completion are learned."""
+    """Prompt and completion; the tokens of the completion are trained."""
     desirable: bool
     """Whether the completion is wanted."""
     mismatched: TokenExample | None
-    """The same prompt with the completion of another; ``None`` where all the data has one prompt."""
+    """The same prompt with the completion of another; ``None`` where the data has only one prompt."""
     ref_logprobs: tuple[float, float] | None = None
     """Summed log-probs of both completions under the reference model, if computed already."""
 
 
 class UnpairedExamples:
-    """Labelled answers, each with a mismatched one."""
+    """Labelled answers of a data set, each with a mismatched one."""
 
     def __init__(
         self, answers: TokenizedDataset, desirable: Sequence[bool], *, seed: int = 0, max_length: int | None = None
@@ -47,7 +46,7 @@ class UnpairedExamples:
             answers: Prompts with completions.
             desirable: Whether each is wanted.
             seed: Of the draw.
-            max_length: Tokens that a mismatched pair is cut to.
+            max_length: Tokens to which a mismatched pair is cut.
 
         Raises:
             ValueError: If answers and labels differ in number.
@@ -60,7 +59,7 @@ class UnpairedExamples:
         self.lengths = answers.lengths
         """Tokens of each answer with its prompt."""
         self.targets = answers.targets
-        """Learned tokens of each answer."""
+        """Trained tokens of each answer."""
         prompts = []
         for index in range(len(desirable)):
             example = answers[index]
@@ -68,7 +67,7 @@ class UnpairedExamples:
         self.ref_logprobs: Tensor | None = None
         """(N, 2) summed log-probs of each completion and of its mismatched one, once they are computed."""
         self.partners = rows_of_other_prompts(prompts, seed=seed)
-        """Row whose completion makes the mismatched pair; ``None`` where all the data has one prompt."""
+        """Row whose completion makes the mismatched pair; ``None`` where the data has only one prompt."""
 
     def __len__(self) -> int:
         """Number of answers."""
@@ -90,7 +89,7 @@ def _prompt_length(example: TokenExample) -> int:
 
 
 def _exchanged(answer: TokenExample, other: TokenExample, max_length: int | None) -> TokenExample:
-    """The prompt of one with the completion of the other."""
+    """The prompt of ``answer`` with the completion of ``other``."""
     end, start = _prompt_length(answer), _prompt_length(other)
     token_ids = answer.input_ids[:end] + other.input_ids[start:]
     mask = answer.loss_mask[:end] + other.loss_mask[start:]
@@ -98,10 +97,10 @@ def _exchanged(answer: TokenExample, other: TokenExample, max_length: int | None
 
 
 def rows_of_other_prompts(prompts: Sequence[Hashable], *, seed: int) -> list[int] | None:
-    """For each row a row with another prompt, uniformly at random among all of these.
+    """For each of N rows draw a row with another prompt, uniformly at random.
 
     Args:
-        prompts: What identifies the prompt of each of N rows.
+        prompts: A key of the prompt of each row.
         seed: Of the draw; the same seed gives the same rows.
 
     Returns:
@@ -115,13 +114,13 @@ def rows_of_other_prompts(prompts: Sequence[Hashable], *, seed: int) -> list[int
     order = torch.argsort(groups, stable=True)
     ends = torch.tensor(list(accumulate(sizes.tolist())))
     draws = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    behind = (draws * (count - sizes[groups])).long()  # of the rows that lie behind the prompt's own, in a circle
+    behind = (draws * (count - sizes[groups])).long()  # position after the prompt's own rows, cyclically
     return order[(ends[groups] + behind) % count].tolist()
 
 
 @dataclass(kw_only=True)
 class ReferencedBatch(TokenBatch):
-    """Prompts with completions, and perhaps what the reference model says about them."""
+    """Prompts with completions, and their reference log-probs if known."""
 
     ref_logprobs: Tensor | None = row_field(None)
     """(B,) float32, summed over the completion; ``None``: not known."""
@@ -129,33 +128,25 @@ class ReferencedBatch(TokenBatch):
 
 @dataclass(kw_only=True)
 class UnpairedBatch(ReferencedBatch):
-    """Labelled answers; the first micro-batch of a step also brings the mismatched pairs of all of the step's."""
+    """Labelled answers; the first micro-batch of a step also carries the mismatched pairs of the whole step."""
 
     desirable: Tensor = row_field()
     """(B,) bool."""
     mismatched: tuple[ReferencedBatch, ...] = ()
-    """For each micro-batch of the step on this rank, its answers' mismatched pairs; empty in all but the first."""
+    """Mismatched pairs of each micro-batch of the step on this rank; empty in all but the first."""
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
-        """Move every tensor.
-
-        Args:
-            device: Where to.
-            **kwargs: Passed to :meth:`torch.Tensor.to`, e.g. ``non_blocking``.
-        """
+        """Move every tensor; ``kwargs`` (``non_blocking``) go to :meth:`torch.Tensor.to`."""
         mismatched = tuple(batch.to(device, **kwargs) for batch in self.mismatched)
         return dataclasses.replace(super().to(device, **kwargs), mismatched=mismatched)
 
 
 def collate_unpaired(examples: Sequence[UnpairedExample], totals: StepTotals | None = None) -> UnpairedBatch:
-    """Stack answers, padding on the right.
+    """Stack answers without their mismatched pairs, padding on the right.
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are a part of; ``None``: unknown, the batch normalises by itself.
-
-    Returns:
-        The batch, without mismatched pairs.
+        totals: Size of the optimizer step they are part of; ``None``: unknown, the batch normalises by itself.
 
     Raises:
         ValueError: If there is no example.
@@ -169,14 +160,7 @@ def collate_unpaired(examples: Sequence[UnpairedExample], totals: StepTotals | N
 
 
 def collate_mismatched(examples: Sequence[UnpairedExample]) -> ReferencedBatch | None:
-    """Stack the mismatched pairs of answers.
-
-    Args:
-        examples: At least one.
-
-    Returns:
-        The batch; ``None`` if an example has no mismatched pair.
-    """
+    """Stack the mismatched pairs of at least one answer; ``None`` if an example has none."""
     found = [example.mismatched for example in examples if example.mismatched is not None]
     if len(found) < len(examples):
         return None
@@ -189,7 +173,7 @@ def _ref_logprobs(examples: Sequence[UnpairedExample], which: int) -> Tensor | N
 
 
 class UnpairedLoader(StepLoader[UnpairedBatch]):
-    """A :class:`StepLoader` over :class:`UnpairedExamples` that hands out a step's mismatched pairs at its start."""
+    """A :class:`StepLoader` that yields the mismatched pairs of each step with its first batch."""
 
     def _batch(self, rows: list[int], totals: StepTotals, micro_batches: list[list[int]]) -> UnpairedBatch:
         batch = super()._batch(rows, totals, micro_batches)

@@ -1,8 +1,8 @@
-"""``ExperienceLoader``: what Lightning iterates over while the data is being made, one iteration per epoch.
+"""``ExperienceLoader``: the loader that Lightning iterates over in reinforcement learning, one iteration per epoch.
 
 It has a length, because Lightning reads a loader without one a batch ahead (``_PrefetchDataFetcher``), so that the next
-iteration would be sampled from weights that are one update old. It is lazy, because its length is asked for long before
-there are weights to generate from. And it can be saved in the middle of an iteration, with the batches still to come.
+iteration would be sampled from weights that are one update old. It is lazy, because Lightning asks for the length
+before there are weights to generate from. It can be saved inside an iteration, with the remaining batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Restorable)
 
 
 class ExperienceLoader(Generic[T]):
-    """A sized, lazy, resumable iterable over batches that ``collect`` makes.
+    """A sized, lazy, resumable iterable over the batches that ``collect`` makes.
 
     Example::
 
@@ -41,11 +41,11 @@ class ExperienceLoader(Generic[T]):
         *,
         restore: Callable[[Mapping[str, Any]], T] | None = None,
     ) -> None:
-        """Promise ``length`` batches per iteration.
+        """Set the number of batches per iteration.
 
         Args:
             collect: Makes the batches of one iteration.
-            length: How many that must be.
+            length: Number of these batches.
             restore: Inverse of a batch's ``state_dict``; :meth:`Experience.from_state_dict` when ``None``.
 
         Raises:
@@ -56,20 +56,20 @@ class ExperienceLoader(Generic[T]):
         self.length = length
         self._restore = restore or cast(Callable[[Mapping[str, Any]], T], Experience.from_state_dict)
         self._batches: list[T] = []
-        self._position = length  # batches handed out; length: the iteration is over
-        self._ready = False  # batches are there that the next iterator has to begin with
+        self._position = length  # batches yielded; ``length`` at the end of the iteration
+        self._ready = False  # whether the next iterator starts with batches collected already
 
     def __len__(self) -> int:
-        """Batches per iteration, also when part of one has been handed out already."""
+        """Batches per iteration, also after some were yielded."""
         return self.length
 
     def prefetch(self) -> None:
-        """Collect the coming iteration now, unless that was done or a checkpoint brought the rest of one.
+        """Collect the next iteration now, unless that was done or a checkpoint contained the rest of one.
 
-        ``__iter__`` does it when the first batch is asked for; call it to have it done at a moment of your choosing.
+        ``__iter__`` does it when the first batch is asked for.
 
         Raises:
-            ValueError: If ``collect`` returned another number of batches than was promised.
+            ValueError: If ``collect`` returned another number of batches than ``length``.
         """
         if self._ready:
             return
@@ -83,25 +83,21 @@ class ExperienceLoader(Generic[T]):
         self._batches, self._position, self._ready = batches, 0, True
 
     def __iter__(self) -> Iterator[T]:
-        """A new iteration, or the rest of the one that was loaded."""
+        """A new iteration, or the rest of a restored one."""
         self.prefetch()
         self._ready = False
         while self._position < self.length:
             batch = self._batches[self._position]
-            # Counted before it is handed out: nothing after the last yield ever runs, Lightning does not ask again.
+            # Counted before the yield: code after the last yield never runs, because Lightning does not ask again.
             self._position += 1
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the iteration and the batches that were not handed out yet, as tensors and plain values."""
+        """Position in the iteration and the batches not yielded yet, as tensors and plain values."""
         return self.state_dict_before(0)
 
     def state_dict_before(self, batches: int) -> dict[str, Any]:
-        """The state of some batches ago, to repeat those that no optimizer step was made with.
-
-        Args:
-            batches: Of this iteration.
-        """
+        """The state ``batches`` batches ago, to repeat those that no optimizer step has used."""
         remaining = self._batches[self._position - batches :]
         return {
             "length": self.length,
@@ -110,10 +106,7 @@ class ExperienceLoader(Generic[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue inside the saved iteration: its remaining batches come first, ``collect`` is called after them.
-
-        Args:
-            state: From :meth:`state_dict`.
+        """Continue inside the saved iteration: its remaining batches come first, then ``collect`` is called.
 
         Raises:
             ValueError: If the saved iteration had another number of batches.

@@ -1,17 +1,17 @@
 """``StepLoader``: supervised data, one optimizer step at a time.
 
 Each step takes the next window of ``micro_batch_size * accumulate * world_size`` examples of a permutation of (seed,
-epoch), partitions it **globally** into micro-batches of nearly equal tokens and deals these to the ranks. Every
+epoch), partitions it **globally** into micro-batches of nearly equal tokens and assigns these to the ranks. Every
 micro-batch carries the counts of its whole step, so that the gradient of a step does not depend on how it was split.
 
-The last window of an epoch may be short. Lightning divides each loss by ``accumulate_grad_batches`` there too, and
-averages over ranks there too, so ``step_micro_batches`` is ``accumulate * world_size`` in every step. And every rank
-must yield equally many batches, so where examples run out a rank gets one with nothing to learn.
+The last window of an epoch may be short. Lightning divides each loss by ``accumulate_grad_batches`` and averages over
+ranks there too, so ``step_micro_batches`` is ``accumulate * world_size`` in every step, and a rank without examples
+gets a batch without targets, since every rank must yield equally many batches.
 
-With a token budget, micro-batches are made once, of examples that fill the budget (best-fit-decreasing bins), and an
-epoch is a permutation of them: a step takes the next ``accumulate * world_size``. They are the same in all epochs, as
-their number has to be: Lightning asks for it before the first. Which examples share a micro-batch does not change a
-gradient, only which share a step.
+With a token budget, examples are packed once into micro-batches that fill the budget (best-fit-decreasing bins), and
+an epoch is a permutation of these: a step takes the next ``accumulate * world_size``. They are the same in all epochs,
+because Lightning asks for their number before the first. Gradients depend on which examples share a step, not on which
+share a micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +25,10 @@ from rlhfkit.validation import check_integer
 
 
 class StepBatch(Protocol):
-    """A batch that can be turned into one that trains nothing."""
+    """A batch that can be turned into one without targets."""
 
     def without_targets(self) -> Self:
-        """The same batch with nothing to learn."""
+        """The same batch with nothing to train."""
         ...
 
 
@@ -41,12 +41,12 @@ class MapDataset(Protocol):
 
 
 class TokenizedDataset(MapDataset, Protocol):
-    """A map-style data set that knows the sizes of its examples."""
+    """A map-style data set with the sizes of its examples."""
 
     lengths: list[int]
     """Tokens of each example."""
     targets: list[int]
-    """Learned tokens of each example."""
+    """Trained tokens of each example."""
 
 
 B = TypeVar("B", bound=StepBatch)
@@ -78,13 +78,13 @@ class StepLoader(Generic[B]):
         drop_last: bool = False,
         whole_epoch: bool = False,
     ) -> None:
-        """Set up the steps; no example is touched yet.
+        """Plan the steps; no example is read yet.
 
         Args:
             examples: Map-style data.
             collate: Makes a batch of examples and the totals of their step.
-            lengths: Tokens of each example; what micro-batches are balanced by.
-            targets: Learned tokens of each example; what normalises the loss.
+            lengths: Tokens of each example, to balance micro-batches.
+            targets: Trained tokens of each example, to normalise the loss.
             micro_batch_size: Examples per micro-batch on average; or
             max_tokens_per_micro_batch: Tokens per micro-batch at most.
             accumulate: Micro-batches per step and rank (``Trainer(accumulate_grad_batches)``).
@@ -92,9 +92,9 @@ class StepLoader(Generic[B]):
             world_size: Ranks.
             shuffle: A new permutation in each epoch; in order when false.
             seed: Of the permutations.
-            epoch: Tells the epoch, e.g. ``lambda: trainer.current_epoch``; ``None``: what :meth:`set_epoch` was told.
-            drop_last: Leave out a window that is not full.
-            whole_epoch: Totals are those of the epoch and not of the step: the plain mean of the losses of all batches
+            epoch: Returns the epoch, e.g. ``lambda: trainer.current_epoch``; ``None``: the one of :meth:`set_epoch`.
+            drop_last: Skip a window that is not full.
+            whole_epoch: Totals are those of the epoch instead of the step: the plain mean of the losses of all batches
                 is then exact, which is what validation logs.
 
         Raises:
@@ -132,8 +132,8 @@ class StepLoader(Generic[B]):
         self.whole_epoch = whole_epoch
         self._epoch = epoch
         self._set_epoch = 0
-        self._position = 0  # batches handed out in the epoch that is running
-        self._start = 0  # batches that the next iterator leaves out: they were trained on before the run was resumed
+        self._position = 0  # batches yielded in the current epoch
+        self._start = 0  # batches to skip: trained on before the run was resumed
         self._bins: list[list[int]] | None = None
         if max_tokens_per_micro_batch is not None:
             ties = permutation(len(lengths), seed=seed, number=-1) if shuffle else None
@@ -146,7 +146,7 @@ class StepLoader(Generic[B]):
 
     @property
     def units(self) -> int:
-        """What an epoch is a permutation of: examples, or micro-batches that fill a token budget."""
+        """Length of the permutation of an epoch: examples, or micro-batches that fill a token budget."""
         return len(self.lengths) if self._bins is None else len(self._bins)
 
     @property
@@ -160,35 +160,24 @@ class StepLoader(Generic[B]):
         return full * self.accumulate + (0 if self.drop_last else self._micro_batches(rest))
 
     def _micro_batches(self, units: int) -> int:
-        """Micro-batches per rank of a window of that many units."""
+        """Micro-batches per rank in a window of that many units."""
         return ceil(units / ((self.micro_batch_size or 1) * self.world_size))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch, where no ``epoch`` callable was given.
-
-        Args:
-            epoch: From 0.
-        """
+        """Set the epoch, from 0, where no ``epoch`` callable was given."""
         self._set_epoch = epoch
 
     def order(self, epoch: int) -> list[int]:
-        """The units in the order of an epoch, the same on every rank.
-
-        Args:
-            epoch: From 0.
-        """
+        """The units in the order of an epoch (from 0), the same on every rank."""
         if not self.shuffle:
             return list(range(self.units))
         return permutation(self.units, seed=self.seed, number=epoch)
 
     def steps(self, epoch: int) -> Iterator[tuple[StepTotals, list[list[int]]]]:
-        """All steps of an epoch, before they are dealt to ranks.
-
-        Args:
-            epoch: From 0.
+        """All steps of an epoch (from 0), before they are assigned to ranks.
 
         Yields:
-            The totals of a step and its micro-batches, those of all ranks; an empty one has nothing to learn.
+            The totals of a step and the micro-batches of all ranks; an empty one has nothing to train.
         """
         order = self.order(epoch)
         if self.drop_last:
@@ -199,11 +188,10 @@ class StepLoader(Generic[B]):
             yield epoch_totals or self._totals(self._rows(units), self.accumulate), self._split(units)
 
     def _rows(self, units: Sequence[int]) -> Sequence[int]:
-        """The examples of units."""
         return units if self._bins is None else [row for unit in units for row in self._bins[unit]]
 
     def _split(self, units: Sequence[int]) -> list[list[int]]:
-        """The micro-batches of a step, fullest first, those of all ranks; an empty one where there are too few."""
+        """The micro-batches of a step for all ranks, fullest first, with empty ones where there are too few."""
         wanted = self._micro_batches(len(units)) * self.world_size
         if self._bins is not None:
             filled = [self._bins[unit] for unit in units]
@@ -215,18 +203,18 @@ class StepLoader(Generic[B]):
         return filled + [[] for _ in range(wanted - len(filled))]
 
     def _totals(self, rows: Sequence[int], averaged: int) -> StepTotals:
-        """Totals of these examples, whose loss is the average of that many micro-batches of every rank."""
+        """Totals of these examples, averaged over that many micro-batches of every rank."""
         targets = [self.targets[row] for row in rows]
         return StepTotals(float(sum(targets)), float(sum(n > 0 for n in targets)), averaged * self.world_size)
 
     def __iter__(self) -> Iterator[B]:
-        """This rank's micro-batches of the epoch, or of the rest of the one that was loaded."""
+        """This rank's micro-batches of the epoch, or the rest of a restored one."""
         epoch = self._set_epoch if self._epoch is None else self._epoch()
         start, self._start = self._start, 0
         self._position = 0
         for totals, micro_batches in self.steps(epoch):
             for rows in micro_batches[self.rank :: self.world_size]:
-                self._position += 1  # before it is handed out: nothing after the last yield ever runs
+                self._position += 1  # before the yield: code after the last yield never runs
                 if self._position > start:
                     yield self._batch(rows, totals, micro_batches)
 
@@ -236,19 +224,15 @@ class StepLoader(Generic[B]):
         return self.collate([self.examples[self._shortest(micro_batches)]], totals).without_targets()
 
     def _shortest(self, micro_batches: list[list[int]]) -> int:
-        """The example that costs least where something has to go through the model."""
+        """The cheapest example, for a forward pass without targets."""
         return min((row for rows in micro_batches for row in rows), key=lambda row: self.lengths[row])
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the epoch and what it depends on, as plain values."""
+        """Position in the epoch, and the sizes it depends on."""
         return self.state_dict_before(0)
 
     def state_dict_before(self, batches: int) -> dict[str, Any]:
-        """The state of some batches ago, to repeat those that no optimizer step was made with.
-
-        Args:
-            batches: Of this epoch.
-        """
+        """The state ``batches`` batches ago, to repeat those that no optimizer step has used."""
         return {
             "position": (self._position - batches) % len(self),
             "examples": len(self.lengths),
@@ -260,13 +244,10 @@ class StepLoader(Generic[B]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Leave out what was trained on already when the next epoch is started.
-
-        Args:
-            state: From :meth:`state_dict`.
+        """Skip what was already trained on when the next epoch starts.
 
         Raises:
-            ValueError: If the order of the data would not be the one that was saved.
+            ValueError: If the order of the data would differ from the saved one.
         """
         own = self.state_dict()
         changed = [name for name in own if name != "position" and own[name] != state.get(name)]

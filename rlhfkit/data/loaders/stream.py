@@ -1,8 +1,8 @@
 """``StreamLoader``: supervised data of unknown length, one optimizer step at a time.
 
-A step takes the next ``micro_batch_size * accumulate * world_size`` examples of the stream. That is all that exact
-totals need: the window of a step is known before its first micro-batch is handed out. Every rank reads the whole stream
-and takes its share of each step: ranks need not talk to one another, and the steps are the same on any number of them.
+A step takes the next ``micro_batch_size * accumulate * world_size`` examples of the stream, which is enough for exact
+totals before its first micro-batch is yielded. Every rank reads the whole stream and takes its share of each step, so
+ranks need no communication, and the steps are the same on any number of ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +15,11 @@ from rlhfkit.validation import check_integer
 B = TypeVar("B")
 
 Stream = Iterator[tuple[Any, TokenExample]]
-"""Examples without end, each with the place behind it: plain values that the stream can be opened at again."""
+"""Endless examples, each with the position after it: plain values at which the stream can be opened again."""
 
 
 class StreamLoader(Generic[B]):
-    """A sized, resumable loader over a stream; an epoch is a number of steps, and the next one goes on behind it.
+    """A sized, resumable loader over a stream. An epoch is a number of steps; the next one continues after it.
 
     Example::
 
@@ -37,12 +37,12 @@ class StreamLoader(Generic[B]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Set up the steps; nothing is read yet.
+        """Plan the steps; nothing is read yet.
 
         Args:
-            open_stream: Opens the stream at a place; ``None``: at its beginning.
+            open_stream: Opens the stream at a position; ``None``: at its beginning.
             collate: Makes a batch of examples and the totals of their step.
-            steps_per_epoch: Optimizer steps that are called an epoch.
+            steps_per_epoch: Optimizer steps per epoch.
             micro_batch_size: Examples per micro-batch on average.
             accumulate: Micro-batches per step and rank (``Trainer(accumulate_grad_batches)``).
             rank: This rank.
@@ -68,22 +68,22 @@ class StreamLoader(Generic[B]):
         self.world_size = world_size
         self.window = micro_batch_size * accumulate * world_size
         self._stream: Stream | None = None
-        self._before: Any = None  # place in front of the step that is being handed out
-        self._behind: Any = None  # place behind it
-        self._position = 0  # batches handed out in the epoch that is running
-        self._start = 0  # batches of it that were trained on before the run was resumed
+        self._before: Any = None  # position before the current step
+        self._behind: Any = None  # position after it
+        self._position = 0  # batches yielded in the current epoch
+        self._start = 0  # batches to skip: trained on before the run was resumed
 
     def __len__(self) -> int:
         """Micro-batches per epoch, the same on every rank."""
         return self.steps_per_epoch * self.accumulate
 
     def __iter__(self) -> Iterator[B]:
-        """This rank's micro-batches of the next epoch, or of the rest of the one that was loaded."""
+        """This rank's micro-batches of the next epoch, or the rest of a restored one."""
         start, self._start = self._start, 0
         self._position = start // self.accumulate * self.accumulate
         for _ in range(self._position // self.accumulate, self.steps_per_epoch):
             for batch in self._next_step():
-                self._position += 1  # before it is handed out: nothing after the last yield ever runs
+                self._position += 1  # before the yield: code after the last yield never runs
                 if self._position > start:
                     yield batch
 
@@ -105,24 +105,17 @@ class StreamLoader(Generic[B]):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Place in the stream and position in the epoch, as plain values."""
+        """Position in the stream and in the epoch."""
         return self.state_dict_before(0)
 
     def state_dict_before(self, batches: int) -> dict[str, Any]:
-        """The state of some batches ago, to repeat those that no optimizer step was made with.
-
-        Args:
-            batches: At most those handed out of the last step.
-        """
+        """The state ``batches`` batches of the last step ago, to repeat those that no optimizer step has used."""
         inside = batches > 0 or self._position % self.accumulate != 0
         place = self._before if inside else self._behind
         return {"place": place, "position": (self._position - batches) % len(self), **self._sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind what was trained on already.
-
-        Args:
-            state: From :meth:`state_dict`.
+        """Continue after what was already trained on.
 
         Raises:
             ValueError: If the saved run was inside an epoch of other sizes.
