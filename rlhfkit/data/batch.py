@@ -65,12 +65,12 @@ class PaddedBatch:
 
     @property
     def token_denominator(self) -> float | None:
-        """Denominator of an exact token mean: tokens of the step per averaged micro-batch; ``None`` if unknown."""
+        """Denominator of an exact token mean: the step's tokens per averaged micro-batch; ``None`` if unknown."""
         return None if self.step_tokens is None else max(self.step_tokens, 1.0) / self.step_micro_batches
 
     @property
     def sequence_denominator(self) -> float | None:
-        """Denominator of an exact sequence mean: sequences of the step per averaged micro-batch; ``None`` if unknown."""
+        """Denominator of an exact sequence mean: the step's sequences per averaged micro-batch; ``None`` if unknown."""
         return None if self.step_sequences is None else max(self.step_sequences, 1.0) / self.step_micro_batches
 
     def _map(self, change: Any) -> Self:

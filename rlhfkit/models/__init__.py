@@ -1,4 +1,8 @@
-"""Hugging Face models: loading, packed attention, and one forward pass that gives log-probs."""
+"""Hugging Face models: loading, LoRA, packed attention, and one forward pass that gives log-probs or values.
+
+May import: losses, data, and Transformers and peft when used.
+Start at :mod:`rlhfkit.models.load` and :mod:`rlhfkit.models.forward`.
+"""
 
 from rlhfkit.models.forward import PolicyOutput, policy_output, unwrap
 from rlhfkit.models.heads import ScalarModel, load_scalar_model, reward_output, scalar_output

@@ -1,7 +1,7 @@
 """Student and teacher compared at the selected tokens of a batch, a chunk of tokens at a time.
 
 Neither model's logits exist for all tokens: hidden states are kept, and the output layers run chunk by chunk, again in
-the backward pass. Shapes: B sequences, T tokens, M selected tokens, V vocabulary, H hidden size.
+the backward pass. Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from rlhfkit.models.forward import NO_ROUTER, TokenizedBatch, check_packing, mod
 from rlhfkit.models.output_logits import output_logits
 
 TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
-"""What the teacher says about some of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K)."""
+"""The teacher at a slice of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K)."""
 
 
 class Comparison(NamedTuple):
-    """What :func:`compare_logits` gives.
+    """The result of :func:`compare_logits`.
 
     Attributes:
         values: The sum over the tokens, or (M, ...) token by token.
@@ -34,7 +34,7 @@ class Comparison(NamedTuple):
 
 @torch.no_grad()
 def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, packed: bool | None = None) -> TeacherRows:
-    """Run a frozen model; its logits can be asked for afterwards, chunk by chunk.
+    """Run a frozen model whose logits can be computed afterwards, chunk by chunk.
 
     Args:
         model: A Hugging Face causal language model, bare or wrapped.
@@ -43,7 +43,7 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, pac
         packed: See :func:`~rlhfkit.models.policy_output`.
 
     Returns:
-        Gives the logits of a slice of the M tokens.
+        A function from a slice of the M tokens to their logits.
     """
     bare = unwrap(model)
     inputs, positions = _inputs(bare, batch, mask, packed)
@@ -57,7 +57,7 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, pac
 
     def select(hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, 1)[positions]
-        # A ZeRO-3 shard is whole only while its layer runs, so it is copied.
+        # ZeRO 3 gathers the weight only while its layer runs, so it is copied.
         kept["weight"] = layer.weight.clone() if is_sharded(layer.weight) else layer.weight
         kept["bias"], kept["dtype"] = layer.bias, rows.dtype
         return known.encode(rows)
@@ -80,16 +80,16 @@ def compare_logits(
     router_aux_loss: bool = False,
     packed: bool | None = None,
 ) -> Comparison:
-    """Sum of a function of the logits of the selected tokens, or its values token by token, with gradient.
+    """Apply a function to the logits of the selected tokens, chunk by chunk, with gradient.
 
     Args:
         model: A Hugging Face causal language model, bare or wrapped.
         batch: B sequences, padded on the right.
         mask: (B, T-1) bool on the next-token axis.
-        compare: Of the logits (m, V) of some selected tokens, the tokens themselves (m,) and the slice of the M that
-            they are; gives a tensor whose sum over the chunks is wanted. It runs again in the backward pass.
+        compare: Takes the logits (m, V) of some selected tokens, the tokens themselves (m,) and their slice of the M;
+            returns a tensor that is summed over the chunks. It runs again in the backward pass.
         chunk_size: Tokens whose logits exist at a time.
-        by_token: ``compare`` gives (m, ...), a value for each token, and these are wanted instead of a sum.
+        by_token: ``compare`` returns (m, ...), a value for each token, which are concatenated instead of summed.
         router_aux_loss: See :func:`~rlhfkit.models.policy_output`.
         packed: See :func:`~rlhfkit.models.policy_output`.
 
@@ -105,7 +105,7 @@ def compare_logits(
         def one(rows: Tensor, part: slice) -> Tensor:
             return compare(head(rows), targets[part], part)
 
-        starts = range(0, max(len(rows), 1), chunk_size)  # without a token, a sum of 0 that has a gradient
+        starts = range(0, max(len(rows), 1), chunk_size)  # at least one chunk, so that an empty sum has a gradient
         parts = [slice(start, start + chunk_size) for start in starts]
         values = [checkpoint(one, rows[part], part, use_reentrant=False) for part in parts]
         return torch.cat(values) if by_token else torch.stack(values).sum(0)

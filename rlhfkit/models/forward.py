@@ -1,6 +1,6 @@
 """One forward pass of the policy over a batch: log-probs (and entropy) of its tokens, without padding or logits.
 
-Shapes: B sequences, T tokens, N real tokens of the batch, V vocabulary.
+Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
 import inspect
@@ -17,15 +17,15 @@ from rlhfkit.models.attention.packed import PACKED_ATTENTION, PackedLayout
 from rlhfkit.models.output_logits import output_logits
 
 VALUE_HEAD = "value_head"
-"""Attribute of a language model that holds the value head of a shared backbone; no part of the Hugging Face model."""
+"""Attribute of a language model that holds the value head of a shared backbone; not part of the Hugging Face model."""
 NO_VALUE_HEAD = (
-    "{} makes its logits in a way of its own, and a value head beside that is not supported: use a critic with a "
-    "backbone of its own"
+    "a value head is not supported for {}, whose logits are not computed from the output layer alone: use a critic "
+    "with its own backbone"
 )
 
 
 class PolicyOutput(NamedTuple):
-    """What the policy says about a batch.
+    """The result of :func:`policy_output`.
 
     Attributes:
         logprobs: (B, T-1) float32; 0 where the mask is false.
@@ -42,14 +42,14 @@ class PolicyOutput(NamedTuple):
 
 
 class TokenizedBatch(Protocol):
-    """The part of a batch that a forward pass reads; :class:`~rlhfkit.data.Experience` has it."""
+    """The fields of a batch that a forward pass reads; :class:`~rlhfkit.data.Experience` has them."""
 
     input_ids: Tensor
     attention_mask: Tensor
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The Hugging Face model inside a DeepSpeed engine, a DDP or a peft wrapper, or the model itself."""
+    """The Hugging Face model inside a DeepSpeed engine, DDP or a peft wrapper, or the model itself."""
     inner = getattr(model, "module", None)
     model = inner if isinstance(inner, nn.Module) else model
     peft_base = getattr(model, "get_base_model", None)
@@ -58,9 +58,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
-    """Let the output layer run ``forward`` for a while.
+    """Replace the ``forward`` of the output layer inside the context.
 
-    The layer's own hooks still run around it, which is what gathers a ZeRO-3 shard before and frees it after.
+    The layer's own hooks still run around it, which gather a ZeRO-3 shard before and free it after.
     """
     layer = cast(Any, model).get_output_embeddings()
     layer.forward = forward
@@ -71,7 +71,7 @@ def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
 
 
 def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -> tuple[dict[str, Any], Tensor]:
-    """What a backbone is called with, packed or padded.
+    """Arguments of a backbone for a batch, packed or padded.
 
     Args:
         model: The model itself, without wrappers.
@@ -79,7 +79,7 @@ def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -
         packed: See :func:`policy_output`.
 
     Returns:
-        The arguments, and (B, T) int64: where each token lies in the flattened ``input_ids`` among them.
+        The arguments, and (B, T) int64: index of each token in their flattened ``input_ids``.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention.
@@ -95,17 +95,17 @@ def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -
         layout, tokens = PackedLayout.from_batch(batch.input_ids, real)
         packed_inputs = {"input_ids": tokens, "position_ids": layout.position_ids, "packed_layout": layout}
         return packed_inputs, layout.places
-    # Padding is on the right, where causal attention cannot see it; ours needs no mask, others build one from this.
+    # Padding on the right is invisible to causal attention: ours needs no mask, others build one from attention_mask.
     inputs = {"input_ids": batch.input_ids} if ours else {"input_ids": batch.input_ids, "attention_mask": real.long()}
     return inputs, torch.arange(real.numel(), device=real.device).view(real.shape)
 
 
 def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Make sure after a forward pass that someone has kept the sequences of a packed row apart.
+    """Check after a forward pass that attention has separated the sequences of a packed row.
 
     Args:
-        model: What was called, for the message.
-        inputs: What it was called with, see :func:`model_inputs`.
+        model: The model that was called, for the message.
+        inputs: Its arguments, see :func:`model_inputs`.
 
     Raises:
         RuntimeError: If the row was packed and no attention layer has read where its sequences begin and end.
@@ -114,7 +114,7 @@ def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     if layout is not None and not layout.readers:
         raise RuntimeError(
             f"no attention layer of {type(unwrap(model)).__name__} has read where the sequences of a packed row begin "
-            "and end, so they have seen one another: the model's forward pass must hand its keyword arguments on to "
+            "and end, so they have seen one another: the model's forward pass must pass its keyword arguments on to "
             "its attention layers; or load it with attention='sdpa'"
         )
 
@@ -140,17 +140,17 @@ def policy_output(
         batch: Has ``input_ids`` (B, T) int64 and ``attention_mask`` (B, T) bool, padded on the right.
         mask: (B, T-1) bool on the next-token axis: which tokens' log-probs are wanted.
         temperature: Divides the logits; that of the sampler, so that log-probs compare.
-        entropy: Also give the entropy of each selected position.
-        router_aux_loss: Also give the load-balancing loss of a mixture of experts, over all tokens that go through it.
-        values: Also give the numbers of the model's value head, see :func:`~rlhfkit.models.heads.add_value_head`.
-        packed: Remove the padding. ``None``: where the model's attention is ours.
+        entropy: Also return the entropy of each selected position.
+        router_aux_loss: Also return the load-balancing loss of a mixture of experts, over all tokens.
+        values: Also return the values of the model's value head, see :func:`~rlhfkit.models.heads.add_value_head`.
+        packed: Remove the padding. ``None``: if the model has our packed attention.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
     """
     bare, mask = unwrap(model), mask.bool()
     inputs, places = model_inputs(bare, batch, packed)
-    positions = places[:, :-1][mask]  # (M,): where a wanted token is predicted
+    positions = places[:, :-1][mask]  # (M,): positions that predict the selected tokens
     targets = batch.input_ids[:, 1:][mask]
     if router_aux_loss:
         inputs["output_router_logits"] = True
@@ -177,7 +177,7 @@ def _chosen(
     entropy: bool,
     values: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(M, 1 to 3): log-probs, then entropy and values where asked for, of the M selected tokens; the router's loss."""
+    """(M, 1 to 3) log-probs, then entropy and values if asked for, of the selected tokens; and the router's loss."""
     known = output_logits(bare)
     if known is None:
         if values:
@@ -205,7 +205,7 @@ def _chosen(
             logit_softcap=known.softcap,
         )
         columns = [column for column in out if column is not None]
-        if values:  # one forward pass for both heads; the value head's own hooks gather a ZeRO-3 shard
+        if values:  # both heads in one forward pass; the value head's own hooks gather a ZeRO-3 shard
             columns.append(getattr(bare, VALUE_HEAD)(selected)[:, 0])
         stacked = torch.stack(columns, -1)
         dtype = stacked.dtype
@@ -217,27 +217,27 @@ def _chosen(
     return known.decode(output.logits, dtype), getattr(output, "aux_loss", None)
 
 
-NO_ROUTER = "{} has no router whose load could be balanced: use router_aux_loss_coef=0"
+NO_ROUTER = "{} has no router with a load-balancing loss: use router_aux_loss_coef=0"
 
 
 def has_router(model: nn.Module) -> bool:
-    """Whether a model, bare or wrapped, is a mixture of experts whose load can be balanced."""
+    """Whether a model, bare or wrapped, is a mixture of experts with a load-balancing loss."""
     return any(_family_loss(kind) is not None for kind in {type(module) for module in model.modules()})
 
 
 def backbone_router_loss(
     backbone: nn.Module, router_logits: Sequence[Tensor] | None, attention_mask: Tensor | None
 ) -> Tensor:
-    """The loss that the family's language model computes from its router logits, by the family's own function.
+    """Load-balancing loss of a backbone without a language-model head, by the family's own function.
 
     Args:
         backbone: A Hugging Face model without a head.
-        router_logits: What it gives for ``output_router_logits=True``: (N, experts) for each layer.
+        router_logits: Its output for ``output_router_logits=True``: (N, experts) for each layer.
         attention_mask: (B, T) where the batch is padded, else ``None``.
 
     Returns:
         Scalar; ``experts * sum_e share_e * probability_e`` (Fedus et al., 2021, arXiv:2101.03961), where the shares sum
-        to the number of experts that a token goes to.
+        to the number of experts per token.
 
     Raises:
         ValueError: If the model is no mixture of experts, or its family has no such loss.
@@ -251,6 +251,6 @@ def backbone_router_loss(
 
 
 def _family_loss(kind: type) -> Callable[..., Tensor] | None:
-    """Transformers' function in the file of a model's class, where its form is the usual one (not that of Doge)."""
+    """Transformers' function in the file of a model's class, if it has the usual signature (Doge's has another)."""
     loss = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
     return None if loss is None or "num_keys" in inspect.signature(loss).parameters else loss

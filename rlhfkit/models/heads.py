@@ -1,6 +1,6 @@
-"""``ScalarModel``: a language model that says one number at every token: critic, reward model, process reward model.
+"""``ScalarModel``: a language model with one number per token: critic, reward model, process reward model.
 
-Shapes: B sequences, T tokens, N real tokens of the batch, H hidden size.
+Shapes: B sequences, T tokens, M wanted tokens, H hidden size.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def _made(backbone: Any, stepwise: bool) -> Any:
 
 
 class ScalarHead(nn.Linear):
-    """The last layer, in float32 at least: bfloat16 would round a reward of 5 to multiples of 1/32."""
+    """The last layer, at least in float32: bfloat16 would round a reward of 5 to multiples of 1/32."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """From (..., H) to (..., outputs)."""
@@ -80,7 +80,7 @@ class ScalarHead(nn.Linear):
 
 
 class ScalarOutput(NamedTuple):
-    """What a :class:`ScalarModel` says about a batch.
+    """The result of :func:`scalar_forward`.
 
     Attributes:
         values: (B, T) float32, raw; 0 where not wanted.
@@ -95,12 +95,12 @@ class ScalarModel(nn.Module):
     """A Hugging Face classifier without its pooling: one number for every token.
 
     The number is the only output of a sequence classifier with one label (reward models, critics), or for a token
-    classifier with two labels (process reward models) the log-odds ``z_1 - z_0`` of label 1, which is all that the
-    softmax of the two depends on.
+    classifier with two labels (process reward models) the log-odds ``z_1 - z_0`` of label 1, on which alone the softmax
+    of the two depends.
 
     Args:
-        model: Of a :func:`~rlhfkit.models.heads.classifier_class`: Transformers' own where it has one. It is
-            trained, and :meth:`save_pretrained` writes it, so Transformers and others read our folders and we theirs.
+        model: Of a :func:`~rlhfkit.models.heads.classifier_class`. It is trained, and :meth:`save_pretrained` writes
+            it, so folders can be exchanged with Transformers and others.
 
     Raises:
         ValueError: If the model has no linear layer ``score``, as decoder-only classifiers have.
@@ -126,11 +126,11 @@ class ScalarModel(nn.Module):
     def forward(
         self, positions: Tensor, *, router_aux_loss: bool = False, **inputs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Numbers at chosen places of the flattened batch.
+        """Numbers at some tokens of the flattened batch.
 
         Args:
-            positions: (M,) int64, places in the flattened ``input_ids``.
-            router_aux_loss: Also give the load-balancing loss of a mixture of experts, over all tokens.
+            positions: (M,) int64, indices into the flattened ``input_ids``.
+            router_aux_loss: Also return the load-balancing loss of a mixture of experts, over all tokens.
             **inputs: Passed to the backbone.
 
         Returns:
@@ -148,22 +148,15 @@ class ScalarModel(nn.Module):
         return chosen, backbone_router_loss(model.base_model, logits, inputs.get("attention_mask"))
 
     def normalize(self, rewards: Tensor) -> Tensor:
-        """Shift and scale by the mean and standard deviation in the configuration (OpenRLHF's ``mean`` and ``std``).
-
-        Args:
-            rewards: Any shape, raw.
-
-        Returns:
-            The same shape; unchanged where the configuration has none.
-        """
+        """Normalise by the configuration's ``mean`` and ``std`` (OpenRLHF's names); unchanged if it has none."""
         mean, std = getattr(self.config, "mean", None), getattr(self.config, "std", None)
         return rewards if mean is None or std is None else (rewards - mean) / std
 
     def save_pretrained(self, folder: str | Path, *, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write what ``from_pretrained`` of the classifier's class loads.
+        """Write a folder that ``from_pretrained`` of the classifier's class loads.
 
         Args:
-            folder: Made when missing.
+            folder: Created if missing.
             state_dict: Full weights under this module's names; its own when ``None``.
         """
         weights = self.state_dict() if state_dict is None else state_dict
@@ -184,22 +177,22 @@ def load_scalar_model(
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> ScalarModel:
-    """Load a critic or reward model, or make one of a causal language model. Dropout is off.
+    """Load a critic or reward model, or make one from a causal language model. Dropout is off.
 
     A new head is the same on every rank and in every run, whatever the seed.
 
     Args:
         name: Folder or hub name of a causal language model, which gets a new head, or of a classifier with its head.
         stepwise: A token classifier with two labels instead of a sequence classifier with one.
-        new_head: Whether a causal language model is welcome; false where only a trained model makes sense.
+        new_head: Whether a causal language model is allowed; false where only a trained classifier makes sense.
         head_std: Standard deviation of a new head's normally distributed weights; ``None``: 1 / (H + 1), as OpenRLHF
             and Stiennon et al. (2020, arXiv:2009.01325, appendix B.1); 0: all outputs start at 0.
-        dtype: Type of the weights.
+        dtype: Of the weights.
         attention: Transformers' ``attn_implementation``; ``None``: our packed attention where the model allows it.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train the head and new adapters, and freeze everything else.
         quantization: Hold the frozen weights in 4 bits; needs ``lora``.
-        trust_remote_code: Run Python code that comes with the model. Off unless asked.
+        trust_remote_code: Run Python code that comes with the model. Off by default.
 
     Returns:
         The model, in training mode.
@@ -236,17 +229,17 @@ def load_scalar_model(
 
 
 def add_value_head(model: nn.Module, *, std: float | None = None) -> None:
-    """Put a value head on a language model's trunk: policy and critic in one, read by ``policy_output(values=True)``.
+    """Add a value head to a language model, so that policy and critic share a backbone.
 
-    The head is the attribute ``value_head`` of the model. It travels with the model's state, but it is no part of the
-    Hugging Face model: what is saved as a folder or published to an engine goes without it.
+    The head is the attribute ``value_head`` of the model, used by ``policy_output(values=True)``. It is part of the
+    model's state dict, but not of the Hugging Face model: saved folders and weight syncs to engines leave it out.
 
     Args:
         model: A Hugging Face causal language model, changed in place, before it is wrapped.
-        std: Spread of the head's weights, see :func:`load_scalar_model`.
+        std: Standard deviation of the head's weights, see :func:`load_scalar_model`.
 
     Raises:
-        ValueError: If the model has a value head, or makes its logits in a way of its own.
+        ValueError: If the model has a value head, or its logits cannot be computed from the output layer alone.
     """
     bare: Any = unwrap(model)
     if hasattr(bare, VALUE_HEAD):
@@ -261,7 +254,7 @@ def add_value_head(model: nn.Module, *, std: float | None = None) -> None:
 
 
 def _needs_head(config: Any, name: str, stepwise: bool, new_head: bool) -> bool:
-    """Whether the model is no classifier yet."""
+    """Whether the model is not a classifier yet."""
     wanted, labels = ("ForTokenClassification", 2) if stepwise else ("ForSequenceClassification", 1)
     architecture = (getattr(config, "architectures", None) or ["model of unknown kind"])[0]
     classifier = "Classification" in architecture
@@ -276,7 +269,7 @@ def _needs_head(config: Any, name: str, stepwise: bool, new_head: bool) -> bool:
 
 def _initialize(head: nn.Linear, std: float | None) -> None:
     std = 1.0 / (head.in_features + 1) if std is None else std
-    # Not in the default type, which is float64 in a Trainer(precision="64-true") and has other numbers.
+    # Not in the default dtype: that is float64 in a Trainer(precision="64-true"), which draws other numbers.
     shape, generator = (head.out_features, head.in_features), torch.Generator().manual_seed(0)
     noise = torch.randn(shape, generator=generator, dtype=torch.float32)
     with torch.no_grad(), full_parameters(head.parameters(), modifier_rank=0):
@@ -288,17 +281,7 @@ def _initialize(head: nn.Linear, std: float | None) -> None:
 def scalar_output(
     model: nn.Module, batch: TokenizedBatch, mask: Tensor | None = None, *, packed: bool | None = None
 ) -> Tensor:
-    """What a :class:`ScalarModel` says at the tokens of a batch: the values of :func:`scalar_forward`.
-
-    Args:
-        model: See there.
-        batch: See there.
-        mask: See there.
-        packed: See there.
-
-    Returns:
-        (B, T) float32, raw (see :meth:`ScalarModel.normalize`); 0 where not wanted.
-    """
+    """The values of :func:`scalar_forward`: (B, T) float32 numbers at the tokens of a batch."""
     return scalar_forward(model, batch, mask, packed=packed).values
 
 
@@ -310,15 +293,15 @@ def scalar_forward(
     router_aux_loss: bool = False,
     packed: bool | None = None,
 ) -> ScalarOutput:
-    """What a :class:`ScalarModel` says at the tokens of a batch, in one forward pass without padding.
+    """Run a :class:`ScalarModel` over a batch in one forward pass without padding.
 
     Args:
         model: A :class:`ScalarModel`, bare or wrapped (DeepSpeed engine).
         batch: Has ``input_ids`` (B, T) int64 and ``attention_mask`` (B, T) bool, padded on the right.
         mask: (B, T) bool, the tokens whose number is wanted; all real ones when ``None``. A critic's value of the state
             in which token t+1 is chosen is the number at token t.
-        router_aux_loss: Also give the load-balancing loss of a mixture of experts, over all tokens that go through it.
-        packed: Remove the padding. ``None``: where the model's attention is ours.
+        router_aux_loss: Also return the load-balancing loss of a mixture of experts, over all tokens.
+        packed: Remove the padding. ``None``: if the model has our packed attention.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
@@ -341,13 +324,13 @@ def last_tokens(batch: TokenizedBatch) -> Tensor:
 def reward_output(
     model: nn.Module, batch: TokenizedBatch, *, normalized: bool = False, packed: bool | None = None
 ) -> Tensor:
-    """The reward of each sequence: what a :class:`ScalarModel` says at its last token.
+    """The reward of each sequence: the number of a :class:`ScalarModel` at its last token.
 
     Args:
         model: A :class:`ScalarModel`, bare or wrapped (DeepSpeed engine).
         batch: B sequences, padded on the right.
         normalized: Shift and scale by the mean and standard deviation in the configuration, if it has them.
-        packed: Remove the padding. ``None``: where the model's attention is ours.
+        packed: Remove the padding. ``None``: if the model has our packed attention.
 
     Returns:
         (B,) float32.

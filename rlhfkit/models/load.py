@@ -1,4 +1,4 @@
-"""Hugging Face models and tokenizers by name, the way every module loads them."""
+"""Loading of Hugging Face models, configurations and tokenizers by name."""
 
 import copy
 import warnings
@@ -14,11 +14,11 @@ from rlhfkit.models.attention.packed import PACKED_ATTENTION
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora, load_adapter
 
 Quantization = Literal["nf4"]
-"""How frozen weights may be held: 4-bit NormalFloat."""
+"""Format of quantized frozen weights: 4-bit NormalFloat."""
 
 
 def quantization_config(quantization: Quantization, dtype: torch.dtype) -> Any:
-    """Transformers' description of weights in 4 bits.
+    """Transformers' configuration of weights in 4 bits.
 
     Args:
         quantization: ``nf4``, with its scales quantized too (OpenRLHF's choice).
@@ -45,13 +45,10 @@ def quantization_config(quantization: Quantization, dtype: torch.dtype) -> Any:
 
 
 def keep_4bit_layout(model: nn.Module) -> None:
-    """Let weights in 4 bits stay as they are in eval mode.
+    """Keep bitsandbytes from rearranging 4-bit weights in eval mode.
 
-    bitsandbytes 0.50 rearranges them in place for inference on CPUs with AVX512-BF16, and does not undo it when the
-    model is trained on: the backward pass then stops at the layer, and what is merged is no longer the weight.
-
-    Args:
-        model: Loaded with :func:`quantization_config`, or not quantized; changed in place.
+    bitsandbytes 0.50 rearranges them in place for inference on CPUs with AVX512-BF16 and does not undo it when training
+    continues: the backward pass then fails at the layer, and merged weights are wrong. Other models are left alone.
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -65,11 +62,11 @@ _DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16, "64
 
 
 def precision_dtype(precision: str, *, compute: bool = False) -> torch.dtype:
-    """The type of weights (or of the arithmetic) under a Lightning precision.
+    """Dtype of weights (or of matrix products) under a Lightning precision.
 
     Args:
         precision: ``Trainer.precision``: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` ...
-        compute: The type that matrix products run in, which for ``-mixed`` differs from that of the weights.
+        compute: Return the dtype of matrix products, which for ``-mixed`` differs from that of the weights.
 
     Returns:
         E.g. ``torch.float32`` for the weights of ``bf16-mixed``, ``torch.bfloat16`` for its arithmetic.
@@ -84,7 +81,7 @@ def precision_dtype(precision: str, *, compute: bool = False) -> torch.dtype:
 
 
 def existing_name(name: str) -> str:
-    """Reject a path that does not exist before the hub client turns it into a confusing message about repositories."""
+    """Refuse a name that looks like a path but is no folder; Transformers' own error is about repositories."""
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path and not Path(name).expanduser().is_dir():
         raise FileNotFoundError(
@@ -94,21 +91,17 @@ def existing_name(name: str) -> str:
 
 
 def base_model_name(name: str) -> str:
-    """The model behind a name: that of an adapter's folder, or the name itself. Engines are started with it.
-
-    Args:
-        name: Folder or hub name.
-    """
+    """The base model of an adapter's folder, or the name itself; engines are started with it."""
     base = adapter_base(name)
     return name if base is None else existing_name(base)
 
 
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model, or of the model behind an adapter.
+    """Load the configuration of a model, or of the base model of an adapter.
 
     Args:
         name: Folder or hub name.
-        trust_remote_code: Run Python code that comes with the model. Off unless asked.
+        trust_remote_code: Run Python code that comes with the model. Off by default.
 
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
@@ -119,28 +112,14 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def context_length(config: Any) -> int | None:
-    """Tokens that a model can see.
-
-    Args:
-        config: Of Transformers.
-
-    Returns:
-        ``None`` for models that see everything, such as recurrent ones.
-    """
+    """Context length in tokens from a Transformers configuration; ``None`` without a limit, as in recurrent models."""
     text = config.get_text_config()
     named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
     return next((int(length) for length in named if length), None)
 
 
 def require_attention(attention: str | None) -> None:
-    """Refuse flash attention that is not installed, with the cure.
-
-    Args:
-        attention: Transformers' ``attn_implementation``.
-
-    Raises:
-        ImportError: If its package is missing.
-    """
+    """Raise ImportError if ``attention`` is flash attention and its package is not installed."""
     from transformers.utils import is_flash_attn_2_available
 
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
@@ -157,14 +136,9 @@ def pretrained_arguments(
     quantization: Quantization | None,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    """What ``from_pretrained`` of any class of models is called with; the ``config`` among it may be changed.
+    """Arguments of ``from_pretrained`` of any model class; the ``config`` among them may be changed.
 
-    Args:
-        name: Folder or hub name.
-        dtype: Type of the weights.
-        attention: See :func:`load_causal_lm`.
-        quantization: See :func:`load_causal_lm`.
-        trust_remote_code: See :func:`load_causal_lm`.
+    The arguments are those of :func:`load_causal_lm`.
 
     Raises:
         ImportError: If flash attention or bitsandbytes is asked for and not installed.
@@ -185,11 +159,7 @@ def pretrained_arguments(
 
 
 def choose_attention(model: nn.Module, attention: str | None) -> None:
-    """Switch a loaded model to our packed attention, where that is asked for, or nothing is and it can be packed.
-
-    Args:
-        model: Loaded with :func:`pretrained_arguments`, changed in place.
-        attention: See :func:`load_causal_lm`.
+    """Switch a model from :func:`pretrained_arguments` to our packed attention, if asked for or by default if possible.
 
     Raises:
         ValueError: If packed attention is asked for and would be wrong.
@@ -210,17 +180,17 @@ def load_causal_lm(
 ) -> "PreTrainedModel":
     """Load a causal language model for training.
 
-    A folder that holds an adapter is loaded onto its base model, and the adapter is what will be trained.
+    A folder that holds an adapter is loaded onto its base model, and the adapter is trained.
 
     Args:
         name: Folder or hub name.
-        dtype: Type of the weights.
+        dtype: Of the weights.
         attention: Transformers' ``attn_implementation``; ``None``: our packed attention where the model allows it.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Freeze the weights and train new adapters.
         quantization: Hold the frozen weights in 4 bits (``nf4``: QLoRA, Dettmers et al., 2023, arXiv:2305.14314). Needs
             bitsandbytes, and adapters to train.
-        trust_remote_code: Run Python code that comes with the model. Off unless asked.
+        trust_remote_code: Run Python code that comes with the model. Off by default.
 
     Returns:
         The model, in training mode.
@@ -253,10 +223,9 @@ def load_causal_lm(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch all dropout of a model off for good, in training mode too, and the noise that routers add.
+    """Disable all dropout of a model, in training mode too, and the noise that routers add.
 
-    Args:
-        model: Changed in place: ``Dropout`` layers, and probabilities that attention layers hold as plain numbers.
+    ``Dropout`` layers, and probabilities that attention layers hold as plain numbers, are set to 0 in place.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
@@ -264,23 +233,23 @@ def disable_dropout(model: nn.Module) -> None:
                 warnings.warn(f"the adapters' dropout of {module.p} is switched off like all others", stacklevel=2)
             module.p = 0.0
         for attribute, value in vars(module).items():  # attention_dropout, resid_dropout, layerdrop, input_jitter_noise
-            # Phi-MoE's router_jitter_noise is a threshold of its routing, in evaluation too.
+            # Phi-MoE's router_jitter_noise is a routing threshold, used in evaluation too.
             noise = "drop" in attribute or ("jitter" in attribute and attribute != "router_jitter_noise")
             if noise and isinstance(value, float):
                 setattr(module, attribute, 0.0)
         if isinstance(getattr(vars(module).get("config"), "attention_dropout", None), float) and not hasattr(
             module, "config_class"
-        ):  # Persimmon's layers read it there; the model's own configuration stays as it is, to be saved
+        ):  # Persimmon's layers read it from the configuration; the model's own, which is saved, stays unchanged
             module.config = copy.copy(module.config)
             module.config.attention_dropout = 0.0
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer and give it a padding token if it has none (the end-of-sequence token, as peers do).
+    """Load a tokenizer; without a padding token it gets the end-of-sequence token, as in TRL and OpenRLHF.
 
     Args:
         name: Folder or hub name.
-        trust_remote_code: Run Python code that comes with the tokenizer. Off unless asked.
+        trust_remote_code: Run Python code that comes with the tokenizer. Off by default.
 
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
@@ -297,7 +266,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrained
 
 
 def stop_token_ids(name: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[int, ...]:
-    """Tokens that end a completion: the generation configuration's end-of-sequence tokens and the tokenizer's.
+    """Tokens that end a completion: end-of-sequence tokens of the generation configuration and of the tokenizer.
 
     Args:
         name: Folder or hub name of the model.

@@ -1,4 +1,7 @@
-"""``LoRA``: which low-rank adapters are trained."""
+"""LoRA: its configuration, and adapters in a model (added, loaded, disabled, saved). peft makes and runs the layers.
+
+Adapters are put into the model in place: its class, its names of other weights and its forward pass stay the same.
+"""
 
 import json
 import warnings
@@ -36,19 +39,21 @@ class LoRA:
     experts: bool = True
     """With ``all-linear``, also the experts of a mixture, each with matrices of ``rank``. Transformers holds a layer's
     experts in one tensor, and peft adds the adapters to it before it is used: a second copy of it exists until the
-    backward pass. Neither ``dropout`` nor ``dora`` can be had for them."""
+    backward pass. Neither ``dropout`` nor ``dora`` is possible for them.
+    """
     dropout: float = 0.0
-    """On the adapters' inputs; switched off, with a warning, where probabilities are compared."""
+    """On the inputs of the adapters; disabled, with a warning, where probabilities are compared."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski, 2023, arXiv:2312.03732)."""
     dora: bool = False
-    """Train the length of each row of W too (DoRA, Liu et al., 2024, arXiv:2402.09353)."""
+    """Train the norm of each row of W too (DoRA, Liu et al., 2024, arXiv:2402.09353)."""
     init: Literal["kaiming", "gaussian", "orthogonal"] = "kaiming"
-    """How A (B starts at 0) or both are drawn. Ways that change W itself (PiSSA, OLoRA) are left out: switching the
-    adapter off would not give back the model that training started from."""
+    """Initialisation of A (B starts at 0) or of both. Methods that change W itself (PiSSA, OLoRA) are not supported:
+    disabling the adapter would not restore the model that training started from.
+    """
 
     def __post_init__(self) -> None:
-        """Check every field once, where it is written."""
+        """Check all fields."""
         check_integer("LoRA.rank", self.rank, minimum=1)
         check_number("LoRA.alpha", self.alpha, above=0)
         check_number("LoRA.dropout", self.dropout, minimum=0, below=1)
@@ -59,15 +64,12 @@ class LoRA:
         for name, holds, rule in rules:
             if not holds:
                 raise ValueError(f"LoRA.{name} must be {rule}, got {getattr(self, name)!r}")
-        if not isinstance(self.targets, str):  # YAML hands over a list
+        if not isinstance(self.targets, str):  # YAML gives a list
             object.__setattr__(self, "targets", tuple(self.targets))
 
     @classmethod
     def of(cls, value: "LoRA | Mapping[str, Any] | None") -> "LoRA | None":
-        """From the plain dictionary that a checkpoint holds.
-
-        Args:
-            value: That, or what is none of its business.
+        """Restore from the dictionary of :meth:`plain`; a LoRA or ``None`` is returned as it is.
 
         Raises:
             ValueError: If the dictionary has other names.
@@ -81,7 +83,7 @@ class LoRA:
         return cls(**cast(Mapping[str, Any], value))
 
     def plain(self) -> dict[str, Any]:
-        """As a dictionary of plain values, for checkpoints and logs."""
+        """Dictionary of plain values, for checkpoints and logs."""
         values = asdict(self)
         return values | {"targets": self.targets if isinstance(self.targets, str) else list(self.targets)}
 
@@ -89,17 +91,17 @@ class LoRA:
 ADAPTER = "default"
 """peft's name of the adapter that is trained."""
 _START = "start"  # a frozen copy of an adapter that was trained before
-_PREFIX = "base_model.model."  # peft's files name weights as its own wrapper does
+_PREFIX = "base_model.model."  # of names in peft's files, which are those of its wrapper
 
 
-# ---------------------------------------------------------------------------------------------------- putting them in
+# ------------------------------------------------------------------------------------------------ adding and loading
 
 
 def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
-    """Put new adapters into a model and freeze everything else. They change nothing until they are trained.
+    """Add new adapters to a model and freeze everything else. They have no effect until they are trained.
 
-    They are the same on every rank and in every run, whatever the seed, and in float32 beside weights of 16 bits, where
-    small updates would be lost (as peft does).
+    They are the same on every rank and in every run, whatever the seed, and in float32 beside weights of 16 bits, in
+    which small updates would be lost (as in peft).
 
     Args:
         model: A Hugging Face model, changed in place.
@@ -137,7 +139,7 @@ def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Put a saved adapter into the model it belongs to, to be trained on.
+    """Load a saved adapter into its base model, to train it further.
 
     Args:
         model: A Hugging Face model without adapters, changed in place.
@@ -181,19 +183,19 @@ def _linear_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def _takes_adapter(name: str, layer: nn.Module, layers: Mapping[str, nn.Module]) -> bool:
-    """Whether a layer is linear and is called as one."""
+    """Whether a layer is linear and is called as a linear layer."""
     from transformers.pytorch_utils import Conv1D
 
     if not isinstance(layer, nn.Linear | Conv1D) or "Router" in type(layer).__name__:
-        return False  # routers of Llama 4 and Phi-MoE are linear layers that give more than one tensor
+        return False  # routers of Llama 4 and Phi-MoE are linear layers that return several tensors
     home, _, last = name.rpartition(".")
-    # The kernels of Mamba read the weight of this layer and never call it; peft refuses it in some of the families.
+    # Mamba's kernels read the weight of this layer without calling it; peft refuses it in some families.
     mamba = all(hasattr(layers.get(home), part) for part in ("A_log", "conv1d", "in_proj"))
     return not (mamba and last == "out_proj")
 
 
 def _expert_weights(model: nn.Module) -> list[str]:
-    """Last names of the tensors (experts, rows, columns) that hold a layer's experts, such as ``experts.down_proj``."""
+    """Last names of the (experts, rows, columns) tensors that hold a layer's experts, such as ``experts.down_proj``."""
     found = set()
     for name, module in model.named_modules():
         if "expert" in type(module).__name__.lower():
@@ -210,7 +212,7 @@ def _inject(model: nn.Module, config: Any, adapter: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         inject_adapter_in_model(config, model, adapter)
-    if not is_deepspeed_zero3_enabled():  # which refuses two types in one model, and keeps float32 copies itself
+    if not is_deepspeed_zero3_enabled():  # ZeRO 3 refuses mixed dtypes and keeps float32 copies itself
         for name, parameter in model.named_parameters():
             if ".lora_" in name and parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
@@ -226,13 +228,13 @@ def _inject(model: nn.Module, config: Any, adapter: str) -> None:
             )
 
 
-# -------------------------------------------------------------------------------------------------------- asking them
+# --------------------------------------------------------------------------------------------- inspecting, disabling
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that carry adapters, by name; empty for a model without."""
     if not any(".lora_" in name for name, _ in model.named_parameters()):
-        return {}  # and peft is not loaded
+        return {}  # without loading peft
     from peft.tuners.lora import LoraLayer
 
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
@@ -244,11 +246,9 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def save_initial_adapter(model: nn.Module) -> None:
-    """Keep a frozen copy of adapters that were trained before, so that :func:`adapter_disabled` gives them back.
+    """Keep a frozen copy of adapters that were trained before, for :func:`adapter_disabled`.
 
-    Args:
-        model: With or without adapters, before training and before it is wrapped. New ones need no copy: they start
-            at nothing.
+    New adapters need no copy: they start with no effect. Call it before training and before the model is wrapped.
     """
     layers = adapter_layers(model).values()
     if not any(bool(layer.lora_B[ADAPTER].weight.any()) for layer in layers):
@@ -259,19 +259,19 @@ def save_initial_adapter(model: nn.Module) -> None:
     config = type(hugging_face.peft_config[ADAPTER])(**hugging_face.peft_config[ADAPTER].to_dict())
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # one more is what we want
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # adding one is intended
         _inject(model, config, _START)
     set_peft_model_state_dict(model, state, adapter_name=_START)
     for layer in layers:
-        layer.set_adapter([ADAPTER])  # trained, and the copy frozen
+        layer.set_adapter([ADAPTER])  # the copy stays frozen
 
 
 @contextmanager
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
-    """Let a model with adapters be what it was before training, for a while: its own reference model.
+    """Restore the model before training inside the context: its own reference model.
 
-    The adapters are skipped, or replaced by the copy of :func:`save_initial_adapter`. No weight moves and nothing
-    is gathered; it works inside DeepSpeed engines. Not for backward passes.
+    The adapters are skipped, or replaced by the copy of :func:`save_initial_adapter`. No weight moves and nothing is
+    gathered; it works inside DeepSpeed engines. Not for backward passes.
 
     Example::
 
@@ -287,7 +287,7 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
     layers = list(adapter_layers(model).values())
     if not layers:
         raise ValueError(f"{type(model).__name__} has no adapters that could be switched off; load it with LoRA(...)")
-    # Not peft's own switches: they change requires_grad, from which DeepSpeed's engines have taken their hooks.
+    # Not peft's own switches: they change requires_grad, on which the hooks of DeepSpeed's engines depend.
     before = [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
     for layer in layers:
         if _START in layer.lora_A:
@@ -302,11 +302,7 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def frozen_weight_names(model: nn.Module) -> set[str]:
-    """Names of the weights that the adapters leave as they were loaded; empty for a model without adapters.
-
-    Args:
-        model: Bare or wrapped.
-    """
+    """Names of the weights that adapters leave as they were loaded; empty for a model without adapters."""
     if not has_adapter(model):
         return set()
     parameters = model.named_parameters(remove_duplicate=False)  # tied weights under both names
@@ -317,13 +313,10 @@ def frozen_weight_names(model: nn.Module) -> set[str]:
 
 
 def adapter_base(folder: str | Path) -> str | None:
-    """The model that the adapter in a folder belongs to; ``None`` when the folder holds no adapter.
-
-    Args:
-        folder: Path of a folder; a hub name is taken for a model.
+    """The base model of the adapter in a folder; ``None`` if it holds no adapter, or ``folder`` is a hub name.
 
     Raises:
-        ValueError: If the adapter does not say.
+        ValueError: If the adapter's configuration does not name it.
     """
     file = Path(folder).expanduser() / "adapter_config.json"
     if not file.is_file():
@@ -339,8 +332,8 @@ def save_adapter(model: nn.Module, folder: str | Path, state_dict: Mapping[str, 
 
     Args:
         model: With adapters.
-        folder: Made when missing.
-        state_dict: Full weights by the model's names; others than the adapter's are ignored.
+        folder: Created if missing.
+        state_dict: Full weights by the model's names; only the adapter's are written.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file

@@ -1,7 +1,7 @@
-"""What a causal language model does with its logits behind the output layer: nothing, a factor, a soft cap, or more.
+"""How a causal language model computes its logits from the output layer: unchanged, scaled, soft-capped, or otherwise.
 
-Gemma 2 caps them, Cohere, Granite and Falcon-H1 multiply them. Which names and conventions a family has for that is not
-asked: the code behind the output layer is run on known numbers, and what it makes of them is what it does.
+Gemma 2 caps its logits, Cohere, Granite and Falcon-H1 scale them. Families name that differently, so the model's own
+code after the output layer is run on known numbers and the function is fitted to its results.
 """
 
 import logging
@@ -19,15 +19,14 @@ log = logging.getLogger(__name__)
 
 _TOKENS = 2
 _TINY = {torch.float32: 2.0**-20, torch.float64: 2.0**-40}
-"""Factors that bring numbers to where a soft cap is a straight line, to the rounding of the type; powers of 2 round
-nothing themselves."""
+"""Factors that bring numbers to where a soft cap is linear up to rounding; powers of 2 are exact."""
 
 
 class OutputLogits(NamedTuple):
     """``logits = cap(scale * raw)`` with ``cap(z) = c tanh(z / c)``, of the output layer's ``raw``.
 
     Attributes:
-        scale: Factor on what the output layer gives.
+        scale: Factor on the result of the output layer.
         softcap: c; ``None``: no cap.
     """
 
@@ -36,23 +35,23 @@ class OutputLogits(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are what the output layer gives."""
+        """Whether logits are the result of the output layer itself."""
         return self.scale == 1.0 and self.softcap is None
 
     def apply(self, raw: Tensor) -> Tensor:
-        """Logits, of the shape and type of what the output layer gives."""
+        """Logits, of the shape and dtype of ``raw``."""
         if self.softcap is None:
             return raw if self.scale == 1.0 else raw * self.scale
         return (raw * (self.scale / self.softcap)).tanh() * self.softcap
 
     def encode(self, values: Tensor) -> Tensor:
-        """Prepare numbers that are no logits to pass through the model's own code behind the output layer.
+        """Scale other numbers so that the model's own code after the output layer is linear on them.
 
         Args:
             values: Any shape, finite.
 
         Returns:
-            Float32 at least, from which :meth:`decode` makes ``values`` again once the model has returned them.
+            At least float32; :meth:`decode` restores ``values`` from what the model makes of it.
         """
         if self.is_plain:
             return values
@@ -60,7 +59,7 @@ class OutputLogits(NamedTuple):
         return values * (_TINY[values.dtype] / self.scale)
 
     def decode(self, output: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers that :meth:`encode` has prepared, after the model's own code, in their type again."""
+        """Inverse of :meth:`encode` followed by the model's own code, in the given dtype."""
         return output if self.is_plain else (output / _TINY[output.dtype]).to(dtype)
 
 
@@ -68,25 +67,25 @@ _KNOWN: "WeakKeyDictionary[nn.Module, OutputLogits | None]" = WeakKeyDictionary(
 
 
 def output_logits(model: nn.Module) -> OutputLogits | None:
-    """How a model makes logits of what its output layer gives.
+    """Find how a model computes logits from the result of its output layer.
 
-    Found once per model by running the model's own code behind the layers, which are replaced meanwhile by numbers that
-    are chosen; no weight is read, so a sharded or empty model will do. What is found is checked against 2 x V of them,
-    from 1e-3 to 1e4 on both sides of 0.
+    Done once per model by running the model's own code after its layers, which are replaced by known numbers; no weight
+    is read, so it works on sharded and empty models. The result is checked against 2 x V numbers from 1e-3 to 1e4 on
+    both sides of 0.
 
     Args:
         model: A Hugging Face causal language model, without wrappers.
 
     Returns:
-        Factor and cap; ``None`` if it does anything else, or its output layer is no plain linear layer: then only its
-        own logits are right. That is logged.
+        Factor and cap; ``None``, with a log message, if the model does anything else or its output layer is no plain
+        linear layer: then only its own logits are right.
     """
     if model not in _KNOWN:
         _KNOWN[model] = found = _find(model)
         if found is None:
             log.warning(
-                "%s makes its logits in a way of its own: they are computed for every token and all of the vocabulary "
-                "at once, which takes more memory",
+                "the logits of %s are not its output layer's, scaled or capped: they are computed for every token and "
+                "the whole vocabulary at once, which takes more memory",
                 type(model).__name__,
             )
     return _KNOWN[model]
@@ -105,21 +104,21 @@ def _find(model: nn.Module) -> OutputLogits | None:
         raw = size.view(1, _TOKENS, vocabulary) * (1.0 - 2.0 * (torch.arange(vocabulary) % 2))
         hidden = torch.zeros(1, _TOKENS, width, dtype=weight.dtype)
     try:
-        found = _fit(raw, _behind(model, backbones[0], layer, hidden, raw))
+        found = _fit(raw, _logits_from(model, backbones[0], layer, hidden, raw))
         if found is None:
             return None
-        few = raw[..., :3].float()  # what a forward pass has instead of logits: another type, and not V of them
-        if _fits(found, few, _behind(model, backbones[0], layer, hidden, few)):
+        few = raw[..., :3].float()  # as encoded by a forward pass: another dtype, and not V columns
+        if _fits(found, few, _logits_from(model, backbones[0], layer, hidden, few)):
             return found
-    except Exception as error:  # whatever a family's code does with numbers it has not computed
-        log.debug("%s: the code behind the output layer does not run alone: %s", type(model).__name__, error)
+    except Exception as error:  # a family's code may fail on numbers it has not computed
+        log.debug("%s: the code after the output layer does not run alone: %s", type(model).__name__, error)
     return None
 
 
-def _behind(model: nn.Module, backbone: nn.Module, layer: nn.Module, hidden: Tensor, raw: Tensor) -> Tensor:
-    """What the model makes of the output layer's ``raw`` (1, T, n)."""
+def _logits_from(model: nn.Module, backbone: nn.Module, layer: nn.Module, hidden: Tensor, raw: Tensor) -> Tensor:
+    """The logits that the model computes from the output layer's ``raw`` (1, T, n)."""
     tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    # Not model(...): hooks of engines around it belong to real forward passes.
+    # Not model(...): an engine's hooks belong to real forward passes only.
     with torch.no_grad(), _stand_in(model, backbone, lambda: _Hidden(hidden)), _stand_in(model, layer, lambda: raw):
         return cast(Tensor, cast(Any, model).forward(input_ids=tokens, use_cache=False, return_dict=True).logits)
 
@@ -141,14 +140,14 @@ def _fit(raw: Tensor, logits: Any) -> OutputLogits | None:
 
 
 def _fits(found: OutputLogits, raw: Tensor, logits: Any) -> bool:
-    """Whether the logits are what was found, in no narrower a type than what they were made of."""
+    """Whether the logits are those of ``found``, in no narrower a dtype than ``raw``."""
     if not isinstance(logits, Tensor) or logits.shape != raw.shape or logits.dtype not in (raw.dtype, torch.float32):
         return False
     return torch.allclose(found.apply(raw).double(), logits.double(), rtol=1e-5, atol=1e-8)
 
 
 class _Hidden:
-    """The output of a backbone of which only the hidden states are known."""
+    """The output of a backbone with hidden states only."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -164,7 +163,7 @@ class _Hidden:
 
 
 class _StandIn(nn.Module):
-    """A module that gives what it is told to, and has all else from the one whose place it takes."""
+    """A module that returns a given result and has all other attributes of the module it replaces."""
 
     def __init__(self, original: nn.Module, result: Callable[[], Any]) -> None:
         super().__init__()
@@ -179,7 +178,7 @@ class _StandIn(nn.Module):
 
 @contextmanager
 def _stand_in(model: nn.Module, original: nn.Module, result: Callable[[], Any]) -> Iterator[None]:
-    """Let another module be called in place of one of the model's for a while; no hook of it runs."""
+    """Replace a module of the model inside the context; none of its hooks run."""
     places = [(owner, key) for owner in model.modules() for key, child in owner._modules.items() if child is original]
     for owner, key in places:
         owner._modules[key] = _StandIn(original, result)

@@ -1,7 +1,6 @@
-"""One row of a batch alone against the same row among the others: no row may see another.
+"""One row of a batch alone against the same row among others: no row may see another.
 
-What :mod:`rlhfkit.models.attention.families` finds out on a tiny copy is checked here on the model itself, with real
-tokens.
+:mod:`rlhfkit.models.attention.families` checks this on a tiny copy, this file on the model itself with real tokens.
 """
 
 import torch
@@ -11,18 +10,15 @@ from rlhfkit.models.forward import TokenizedBatch, policy_output, unwrap
 from rlhfkit.models.heads import ScalarModel, scalar_output
 
 ROW_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
-"""Nats (for numbers of a scalar model: times their size, where that is above 1) that a row's tokens may differ on
-average. In float32 sums in another order give about 1e-5, in 64 bits too, where norms and log-probs are still taken in
-32. A bfloat16 has 8 bits, so a logit of 20 is rounded to multiples of 0.1, and tokens of a mixture of experts can go to
-others; over a row that averages to a few hundredths, while rows that see one another differ by 0.5 and more."""
+"""Allowed mean difference over the tokens of a row, in nats (for a scalar model: relative to its numbers' size, where
+above 1). In float32 sums in another order give about 1e-5, in float64 too, where norms and log-probs are still float32.
+bfloat16 rounds a logit of 20 to multiples of 0.1, and tokens of a mixture of experts can change experts; averaged over
+a row that gives a few hundredths, while rows that see one another differ by 0.5 and more.
+"""
 
 
 class UnpaddedBatch:
-    """Sequences without padding, as a batch.
-
-    Args:
-        input_ids: (B, T) int64.
-    """
+    """A batch of (B, T) int64 sequences without padding."""
 
     def __init__(self, input_ids: Tensor) -> None:
         self.input_ids = input_ids
@@ -31,12 +27,12 @@ class UnpaddedBatch:
 
 @torch.no_grad()
 def row_difference(model: nn.Module, batch: TokenizedBatch, row: int) -> float:
-    """How far what a model says of a row changes when the row is alone. Two forward passes, whatever the batch.
+    """How much the result for a row changes when the row is alone in its batch. Two forward passes, whatever the batch.
 
     Args:
         model: A causal language model or a :class:`~rlhfkit.models.ScalarModel`, bare or wrapped, in eval mode.
         batch: B sequences, padded on the right.
-        row: Which of them.
+        row: Index of the row.
 
     Returns:
         Mean difference over the row's tokens: log-probs in nats; of a scalar model its numbers, divided by their mean

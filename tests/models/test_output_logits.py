@@ -186,11 +186,9 @@ def test_what_is_neither_factor_nor_cap_takes_the_models_own_logits_and_says_so(
     with caplog.at_level("WARNING", logger="rlhfkit"):
         for _ in range(2):
             out = policy_output(model, batch, batch.loss_mask)
-    assert [record.getMessage().partition(" in a way")[0] for record in caplog.records] == [
-        "OddLogits makes its logits"
-    ]
+    assert [record.getMessage().partition(" are not")[0] for record in caplog.records] == ["the logits of OddLogits"]
     torch.testing.assert_close(
         out.logprobs[batch.loss_mask], by_transformers(model, batch, 1.0)[0], rtol=1e-4, atol=1e-4
     )
-    with pytest.raises(ValueError, match="OddLogits makes its logits in a way of its own"):
+    with pytest.raises(ValueError, match="a value head is not supported for OddLogits"):
         add_value_head(model)

@@ -1,16 +1,14 @@
-"""What a model's family can do, found out on a tiny copy when a model is loaded, not looked up in a list of names.
+"""Whether a model family supports packed rows, measured on a tiny copy when a model is loaded.
 
-A packed row is right only if every layer that mixes tokens keeps its sequences apart. Nothing that a class declares
-says so: attention may ignore the layout that it is handed, build a window, a soft cap or learned sinks in code of its
-own, count positions by itself, or stand beside recurrent layers. So each class is tried, once a process for each
-configuration: a copy of a few layers with hidden sizes of a few hundred numbers and random weights in float32 on the
-CPU (``tiny_config.py``), whose packed rows must say what the model's own code says of one sequence at a
-time. It takes a tenth of a second. It was chosen over a check of the loaded model on its first batch because it runs
-before anything is sharded (ZeRO 3 would need every rank in it), is exact where weights of 16 bits would hide a small
-leak behind their rounding, finds the same on every rank, and makes windows shorter than its sequences, where a batch of
-short sequences would never reach a window of 4096 tokens.
+Packing is right only if every layer that mixes tokens separates the sequences, and no declared attribute says so:
+attention may ignore the layout, implement windows, soft caps or sinks on its own, count positions itself, or be mixed
+with recurrent layers. So each class is tested once per process and configuration: the packed rows of a copy with few,
+narrow layers and random float32 weights on the CPU (``tiny_config.py``) must equal the results of the model's own code
+on one sequence at a time. That takes a tenth of a second. Unlike a check of the loaded model on its first batch it runs
+before anything is sharded (ZeRO 3 would need every rank), is exact where 16-bit weights would hide a small leak, gives
+the same result on every rank, and makes windows shorter than its sequences.
 
-What cannot be tried is taken for not possible. :class:`~rlhfkit.Invariants` checks real rows for the same property.
+A family whose test fails for any reason is not packed. :class:`~rlhfkit.Invariants` checks the same on real rows.
 """
 
 import copy
@@ -34,44 +32,42 @@ log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Nats, or units of the hidden state, both of which are about 1 in the tiny copy. float32 gives 1e-4 at most over all
-families of Transformers; the smallest real difference seen, a soft cap of 50 on scores of about 2, gives 6e-3."""
+families of Transformers; the smallest real difference seen, a soft cap of 50 on scores of about 2, gives 6e-3.
+"""
 
 SEQUENCES = ((5, 9, 20, 33, 7, 11, 13, 29), (5, 9, 20, 8, 41, 50, 10, 21, 6), (40, 30, 22, 19, 17))
-"""Tokens of the trial. The first two begin alike, so a shared prompt is tried too; all are longer than a window is."""
+"""Tokens of the test. The first two begin alike, to test a shared prefix; all are longer than a window."""
 
 _MOST_PARAMETERS = 10**8
 
 
 def packing_problem(model: nn.Module) -> str | None:
-    """Why sequences of this model's family cannot lie in one row, apart from one another; ``None``: they can.
+    """Why sequences of this model's family cannot be packed into one row; ``None`` if they can.
 
-    Args:
-        model: A Hugging Face model; only its class and its configuration are looked at.
+    Only the class and the configuration of the Hugging Face model are read.
     """
     return _packing_problem(FamilyKey.of(model))
 
 
 def exact_attention(model: nn.Module) -> str | None:
-    """Transformers' attention for batches with padding: ``None`` for the one that a class takes unless told.
+    """Transformers' ``attn_implementation`` that is exact for padded batches; ``None`` if the default one is.
 
-    That is ``sdpa`` for most, which leaves soft caps of Gemma 2's attention out; then it is ``eager``.
-
-    Args:
-        model: A Hugging Face model; only its class and its configuration are looked at.
+    The default is ``sdpa`` for most classes, which ignores the soft caps of Gemma 2's attention; then it is ``eager``.
+    Only the class and the configuration of the Hugging Face model are read.
     """
     return _exact_attention(FamilyKey.of(model))
 
 
 @dataclass(frozen=True)
 class FamilyKey:
-    """What models of a family with one configuration have in common."""
+    """Class and configuration of a model, hashable."""
 
     kind: Any
     """The class."""
     said: str
     """The configuration as text."""
     config: Any = field(compare=False)
-    """The configuration of the first that asked."""
+    """The configuration of the first model with this key."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "FamilyKey":
@@ -82,7 +78,7 @@ class FamilyKey:
 
     @property
     def has_interface(self) -> bool:
-        """Whether the class says that its attention goes through Transformers' attention interface."""
+        """Whether the class declares that it uses Transformers' attention interface."""
         return bool(getattr(self.kind, "_supports_attention_backend", False))
 
 
@@ -90,27 +86,23 @@ class FamilyKey:
 def _packing_problem(family: FamilyKey) -> str | None:
     if not family.has_interface:
         return "its attention does not go through Transformers' attention interface"
-    return tried(lambda: _packed(TinyCopies(family)))
+    return find_problem(lambda: _packed(TinyCopies(family)))
 
 
 @cache
 def _exact_attention(family: FamilyKey) -> str | None:
     if not family.has_interface:
-        return None  # what the class takes is in its own code, whose author knows what it can do
-    if tried(lambda: _padded(TinyCopies(family), None)) is None:
+        return None  # the class implements its own attention, which is taken as exact
+    if find_problem(lambda: _padded(TinyCopies(family), None)) is None:
         return None
-    return "eager" if tried(lambda: _padded(TinyCopies(family), "eager")) is None else None
+    return "eager" if find_problem(lambda: _padded(TinyCopies(family), "eager")) is None else None
 
 
-def tried(trial: Callable[[], str | None]) -> str | None:
-    """What a trial finds, or the error in which it ends, as one line.
-
-    Args:
-        trial: Gives the reason why something does not work, or ``None``.
-    """
+def find_problem(trial: Callable[[], str | None]) -> str | None:
+    """Run a test that returns a problem or ``None``; an error in it is a problem too, as one line."""
     try:
         return trial()
-    except Exception as error:  # a family that nobody has seen may fail in any way
+    except Exception as error:  # an unknown family may fail in any way
         first = next(iter(str(error).strip().splitlines()), "")[:160]
         return f"a tiny copy of it raises {type(error).__name__}: {first}"
 
@@ -135,10 +127,7 @@ def _padded(copies: "TinyCopies", attention: str | None) -> str | None:
 
 
 class TinyCopies:
-    """Tiny models of a class, all with the same random weights.
-
-    Args:
-        family: Class and configuration; shrunk here.
+    """Tiny models of one class, all with the same random weights.
 
     Raises:
         ValueError: If the configuration cannot be shrunk enough.
@@ -155,7 +144,7 @@ class TinyCopies:
 
     @cached_property
     def alone(self) -> list[Tensor]:
-        """What the model's own code says of each of :data:`SEQUENCES` by itself, (T, V) or (T, H) each."""
+        """Results of the model's own code for each of :data:`SEQUENCES` alone, (T, V) or (T, H) each."""
         plain = self.build("eager")
         return [self.run(plain, input_ids=torch.tensor([row]))[0] for row in SEQUENCES]
 
@@ -166,12 +155,12 @@ class TinyCopies:
         return ids, pad_sequence([torch.ones(len(row)) for row in SEQUENCES], batch_first=True).bool()
 
     def difference(self, rows: Sequence[Tensor], how: str, last: int = 0) -> str | None:
-        """Say how far results are from those of each sequence alone, if they are.
+        """Describe how far results are from those of each sequence alone; ``None`` if within :data:`TOLERANCE`.
 
         Args:
-            rows: Of each of :data:`SEQUENCES`, like :attr:`alone`.
-            how: They were made.
-            last: Tokens that they are of; 0: all.
+            rows: For each of :data:`SEQUENCES`, like :attr:`alone`.
+            how: They were computed, for the message.
+            last: Compare only the last tokens; 0: all.
         """
         far = max(float((row - other[-last:]).abs().max()) for row, other in zip(rows, self.alone, strict=True))
         return (
@@ -179,11 +168,7 @@ class TinyCopies:
         )
 
     def build(self, attention: str | None) -> nn.Module:
-        """A model in eval mode.
-
-        Args:
-            attention: Transformers' ``attn_implementation``; ``None``: the one that it takes unless told.
-        """
+        """Build a model in eval mode, with Transformers' ``attn_implementation`` or, for ``None``, the default one."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
             model = self._empty(attention)
@@ -195,7 +180,7 @@ class TinyCopies:
         return model.eval()
 
     def _empty(self, attention: str | None) -> nn.Module:
-        """In float32, whatever the default type is now."""
+        """Build it in float32, whatever the default dtype is."""
         config, before = copy.deepcopy(self.config), torch.get_default_dtype()
         config._attn_implementation = "eager" if attention == PACKED_ATTENTION else attention
         if attention == PACKED_ATTENTION:
@@ -209,12 +194,7 @@ class TinyCopies:
 
     @torch.no_grad()
     def run(self, model: Any, **inputs: Any) -> Tensor:
-        """(B, T, V) log-probs of a language model, (B, T, H) hidden states of another.
-
-        Args:
-            model: From :meth:`build`.
-            **inputs: Of its forward pass.
-        """
+        """(B, T, V) log-probs of a language model, (B, T, H) hidden states of another model."""
         with torch.autocast("cpu", enabled=False):
             if model.get_output_embeddings() is not None:
                 return cast(Tensor, model(**inputs, use_cache=False).logits.float().log_softmax(-1))
@@ -223,7 +203,7 @@ class TinyCopies:
 
 @contextmanager
 def _unsharded() -> Iterator[None]:
-    """Outside ``deepspeed.zero.Init``, in which Lightning's own strategies for ZeRO 3 build models."""
+    """Leave ``deepspeed.zero.Init``, in which Lightning's own ZeRO-3 strategies build models."""
     if "deepspeed" not in sys.modules:
         yield
         return
@@ -238,7 +218,7 @@ def _unsharded() -> Iterator[None]:
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Weights that keep activations at about 1 and leave none at zero, where it would not show."""
+    """Random weights that keep activations at about 1, none of them zero."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -249,7 +229,7 @@ def _randomize(model: nn.Module) -> None:
 
 
 def use_packed_attention(model: nn.Module, *, required: bool = False) -> None:
-    """Switch a model to our packed attention if its family can be packed; else to an exact one, and say so in the log.
+    """Switch a model to our packed attention if its family supports it; else to an exact one, with a log message.
 
     Of a model with other parts (a vision tower) only the text part is switched.
 
@@ -278,11 +258,7 @@ def use_packed_attention(model: nn.Module, *, required: bool = False) -> None:
 
 
 def use_transformers_attention(model: nn.Module) -> None:
-    """Switch a model to Transformers' attention that is exact for its family, for use with a cache of keys and values.
-
-    Args:
-        model: A Hugging Face model, changed in place.
-    """
+    """Switch a model to the Transformers attention that is exact for its family, for use with a key-value cache."""
     hugging_face: Any = model
     own = exact_attention(model) or hugging_face.get_correct_attn_implementation(None)
     hugging_face.config.get_text_config()._attn_implementation = own

@@ -1,12 +1,12 @@
 """Attention for packed batches: many sequences in one row, each seeing only itself, on every device.
 
-The padding of a batch is removed before the model and never computed, so every linear layer sees real tokens only. For
-attention alone the sequences are set apart again: grouped into buckets by the next power of two of their length, padded
-within a bucket (less than twofold) and given to PyTorch's fused causal attention. No (N, N) mask exists, there are at
-most log2(T) kernel calls, and a sequence cannot see another because it is never in the same matrix.
+Padding is removed before the model, so every linear layer computes real tokens only. For attention the sequences are
+separated again: grouped into buckets by the next power of two of their length, padded within a bucket (less than
+twofold) and given to PyTorch's fused causal attention. There is no (N, N) mask, at most log2(T) kernel calls, and no
+sequence can see another because they are never in the same matrix.
 
-Registered with Transformers under :data:`PACKED_ATTENTION`, for any model that routes through its attention interface.
-Which models may use it is found out in :mod:`rlhfkit.models.attention.families`.
+Registered with Transformers under :data:`PACKED_ATTENTION`, for models that use its attention interface;
+:mod:`rlhfkit.models.attention.families` finds out which of them may use it.
 """
 
 from collections import defaultdict
@@ -23,33 +23,33 @@ PACKED_ATTENTION = "rlhfkit_packed"
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length: where their tokens lie in the packed row, and where they go back to."""
+    """Sequences of similar length: indices of their tokens in the packed row."""
 
     gather: Tensor
     """(S, L) int64, index into the packed row for each of S sequences padded to L; padding points at token 0."""
     real: Tensor
-    """Positions of ``gather.flatten()`` whose results are kept: neither padding nor a prefix that another row has."""
+    """Positions of ``gather.flatten()`` whose results are kept: neither padding nor a prefix of another row."""
     longest: int
     """L, tokens."""
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How a packed row of N tokens divides into sequences. Built once a forward, used in every layer.
+    """The division of a packed row of N tokens into sequences. Built once per forward pass, used in every layer.
 
-    Neighbours may share a prefix (the prompt of a preference pair, or of a group of samples): it lies in the packed row
-    once, so that all linear layers compute it once; attention reads its keys and values for every row that has it.
+    Neighbours may share a prefix (the prompt of a preference pair, or of a group of samples): it is in the packed row
+    once, so that linear layers compute it once; attention reads its keys and values for every sequence that has it.
     """
 
     buckets: tuple[Bucket, ...]
     order: Tensor
-    """(N,) int64, undoes the order in which buckets return their tokens."""
+    """(N,) int64, undoes the order of the tokens in the concatenated results of the buckets."""
     position_ids: Tensor
     """(1, N) int64, from 0 in every sequence."""
     places: Tensor
-    """(B, T) int64, where in the packed row each token of each sequence lies; 0 for padding."""
+    """(B, T) int64, index of each token of each sequence in the packed row; 0 for padding."""
     readers: set[int] = field(default_factory=set, compare=False)
-    """Which attention layers have kept the sequences apart, each by its ``id``; empty after a forward pass: none."""
+    """The ``id`` of each attention layer that has used the layout; empty after a forward pass if none did."""
 
     @classmethod
     def from_lengths(
@@ -59,9 +59,8 @@ class PackedLayout:
 
         Args:
             lengths: Tokens of each of B sequences, in the order in which they are packed; at least 1 each.
-            device: Where the index tensors are put.
-            shared: Of each sequence, how many leading tokens it has in common with the one before it and leaves to
-                that; none when ``None``.
+            device: Of the index tensors.
+            shared: Number of leading tokens that each sequence shares with the one before it; 0 when ``None``.
         """
         sizes = torch.tensor(lengths)
         kept_from = torch.zeros_like(sizes) if shared is None else torch.tensor(shared)
@@ -74,7 +73,7 @@ class PackedLayout:
             places[row, : kept_from[row]] = places[row - 1, : kept_from[row]]
         members: dict[int, list[int]] = defaultdict(list)
         for row, (length, prefix) in enumerate(zip(lengths, kept_from.tolist(), strict=True)):
-            if prefix < length:  # else the whole sequence is there already
+            if prefix < length:  # else another row contains the whole sequence
                 members[(length - 1).bit_length()].append(row)
         buckets, returned = [], []
         for key in sorted(members):
@@ -107,7 +106,7 @@ class PackedLayout:
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(queries, keys) causal band whose last row sees the last key; ``None`` where no entry of it is false."""
+    """(queries, keys) causal band whose last row sees the last key; ``None`` if all entries are true."""
     if queries == 1 and (window is None or keys <= window):
         return None
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
@@ -158,18 +157,18 @@ def packed_attention(
     """Transformers' attention interface: causal attention, over packed rows when there is a layout.
 
     Args:
-        module: The attention layer. One that says ``is_causal = False`` (of a vision tower) sees everything.
+        module: The attention layer. A layer with ``is_causal = False`` (of a vision tower) sees all tokens.
         query: (1, heads, N, D) packed, or (B, heads, T, D).
         key: Same with key heads; longer than ``query`` when there is a cache.
         value: Same as ``key``.
         attention_mask: Only when the caller gave one, e.g. for generation with padding; causal without it.
         scaling: Factor of the scores; 1/sqrt(D) when ``None``.
         dropout: Probability.
-        sliding_window: Tokens a position can look back, itself included; all when ``None``.
-        is_causal: Whether tokens see only what is before them; ``None``: what the layer says, as in Transformers' own.
-        packed_layout: Where sequences begin and end; ``None``: the rows of the batch are the sequences.
-        **unused: Whatever else Transformers hands to every attention. Models whose results depend on more than the
-            above (soft caps, sinks) are told apart when they are loaded.
+        sliding_window: Tokens that a position can see, itself included; all when ``None``.
+        is_causal: Whether tokens see only earlier ones; the layer's attribute when ``None``, as in Transformers.
+        packed_layout: The sequences of a packed row; ``None``: the rows of the batch are the sequences.
+        **unused: Other arguments that Transformers passes to every attention. Models that depend on these (soft caps,
+            sinks) are found when they are loaded.
 
     Returns:
         (1, N, heads, D) or (B, T, heads, D), and no weights.
@@ -182,13 +181,13 @@ def packed_attention(
     pieces = []
     for bucket in packed_layout.buckets:
         q, k, v = (x[0][:, bucket.gather].transpose(0, 1) for x in (query, key, value))  # (S, heads, L, D)
-        together = _attend(q, k, v, None, scaling, dropout, sliding_window, True).transpose(1, 2)
-        pieces.append(together.flatten(0, 1)[bucket.real])  # (tokens, heads, D)
+        attended = _attend(q, k, v, None, scaling, dropout, sliding_window, True).transpose(1, 2)
+        pieces.append(attended.flatten(0, 1)[bucket.real])  # (tokens, heads, D)
     return torch.cat(pieces)[packed_layout.order][None], None
 
 
 def _mask_if_given(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Transformers' mask interface: nothing, unless the caller gave a padding mask."""
+    """Transformers' mask interface: no mask, unless the caller gave a padding mask."""
     if attention_mask is None:
         return None
     from transformers.masking_utils import sdpa_mask
@@ -197,7 +196,7 @@ def _mask_if_given(*args: Any, attention_mask: Tensor | None = None, **kwargs: A
 
 
 def register_packed_attention() -> None:
-    """Make :data:`PACKED_ATTENTION` known to Transformers; idempotent."""
+    """Register :data:`PACKED_ATTENTION` with Transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,8 +1,8 @@
-"""A tiny copy of a model's configuration that keeps everything that decides how its attention works.
+"""A tiny copy of a model's configuration that keeps everything that affects how its attention works.
 
-Layers are cut to the first few that show every kind there is; hidden and feed-forward sizes, the number of heads and
-the vocabulary become small, and windows become shorter than the sequences of a check. The size of a head, positions,
-experts and their groups stay, because they depend on one another in ways that only the model's own code knows.
+Layers are cut to the first few that contain every kind of layer; hidden and feed-forward sizes, the number of heads and
+the vocabulary become small, and windows become shorter than the sequences of a check. The head size, positions, experts
+and their groups stay, because they depend on one another in ways that only the model's own code knows.
 """
 
 import copy
@@ -13,7 +13,7 @@ from typing import Any
 VOCABULARY = 64
 WINDOW = 3
 _FEED_FORWARD = 8
-_MOST_LAYERS = 24  # of pattern-like numbers; lists of layer kinds may ask for more
+_MOST_LAYERS = 24  # from numeric patterns; lists of layer kinds may need more
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_layers_per_stack", "num_blocks")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -24,11 +24,7 @@ _PERIOD_NAME = re.compile(r"(pattern|period|interval|every_n_layers|sparse_step|
 
 
 def tiny_config(config: Any) -> Any:
-    """Copy a configuration and make the copy tiny.
-
-    Args:
-        config: Of a Transformers model; nested configurations (a vision tower's) are shrunk as well.
-    """
+    """Copy a Transformers configuration and shrink the copy, nested configurations (of a vision tower) included."""
     config = copy.deepcopy(config)
     for part in [config, *_nested(config)]:
         _shrink(part)
@@ -44,7 +40,7 @@ def _nested(config: Any) -> Iterator[Any]:
 
 
 def _first(values: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    """The first of some attributes that is a number."""
+    """The first of these attributes that is an integer."""
     return next((values[name] for name in names if isinstance(values.get(name), int)), None)
 
 
@@ -54,7 +50,7 @@ def _shrink(config: Any) -> None:
     changes: dict[str, Any] = {}
     if layers is not None:
         kept = _layers_needed(before, layers)
-        if shared:  # layers that read the keys of earlier ones: every kind of layer once more
+        if shared:  # layers that share keys of earlier ones: every kind of layer twice
             kept, changes["num_kv_shared_layers"] = min(2 * kept, layers), min(2 * kept, layers) // 2
         changes |= {name: min(kept, before[name]) for name in _LAYER_COUNTS if isinstance(before.get(name), int)}
         changes |= _per_layer(before, layers, kept)
@@ -74,12 +70,12 @@ def _shrink(config: Any) -> None:
 
 
 def _layers_needed(before: dict[str, Any], layers: int) -> int:
-    """How many of the first layers show everything that layers differ in."""
+    """How many of the first layers contain all kinds of layers."""
     needed = 2
     for name, value in before.items():
         if isinstance(value, list | tuple) and len(value) == layers:
             kinds = [repr(kind) for kind in value]
-            if len(set(kinds)) < layers:  # else they are indices
+            if len(set(kinds)) < layers:  # otherwise they are indices
                 needed = max(needed, max(kinds.index(kind) for kind in kinds) + 1)
         elif isinstance(value, list | tuple) and name == "block_types":
             needed = max(needed, len(value))
@@ -89,7 +85,7 @@ def _layers_needed(before: dict[str, Any], layers: int) -> int:
 
 
 def _per_layer(before: dict[str, Any], layers: int, kept: int) -> dict[str, Any]:
-    """Lists with an entry for each layer, cut; lists of layers, without those that are gone."""
+    """Cut lists with an entry per layer, and lists of layer indices."""
     changes: dict[str, Any] = {}
     for name, value in before.items():
         if not isinstance(value, list | tuple) or not value:
@@ -103,7 +99,7 @@ def _per_layer(before: dict[str, Any], layers: int, kept: int) -> dict[str, Any]
 
 
 def _widths(before: dict[str, Any]) -> dict[str, Any]:
-    """Fewer heads of the size they have, and a hidden size to match."""
+    """Fewer heads of unchanged size, and a hidden size to match."""
     hidden, heads = _first(before, _HIDDEN), _first(before, _HEADS)
     if hidden is None:
         return {}

@@ -1,4 +1,4 @@
-"""Weights on their way to files and engines: adapters merged, names as saved, Hugging Face folders.
+"""Weights for files and engines: adapters merged, names as saved, Hugging Face folders.
 
 May import: the rest of models, torch, Transformers and peft.
 Start at :mod:`rlhfkit.models.weights.merging`.

@@ -1,4 +1,11 @@
-"""Model folders with given weights, whatever the model in memory looks like (sharded, with adapters, in 4 bits)."""
+"""Weights as files of ``save_pretrained`` hold them: whole folders, or a few tensors at a time for engines.
+
+Transformers 5 may hold a model differently from its files: the experts of a mixture, several tensors in the files, are
+one in memory, and names may differ. ``save_pretrained`` converts the whole state at once; a sharded model cannot be
+gathered as a whole, so :func:`saved_layout` applies the same conversions group by group.
+
+Written for Transformers 5.19, whose ``core_model_loading`` is not part of its documented interface.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -11,13 +18,13 @@ from torch import Tensor, nn
 
 
 def save_weights(model: nn.Module, folder: str | Path, weights: Mapping[str, Tensor]) -> None:
-    """Write what ``from_pretrained`` of the model's class loads.
+    """Write a folder that ``from_pretrained`` of the model's class loads.
 
     Args:
-        model: A Hugging Face model; gives class, configuration and persistent buffers (a router's trained correction),
-            not weights, and stays as it is.
-        folder: Made when missing.
-        weights: Full weights by Hugging Face name; tied ones may be missing. Their type is written too.
+        model: A Hugging Face model, possibly sharded or quantized; only its class, configuration and persistent buffers
+            (a router's trained correction) are used.
+        folder: Created if missing.
+        weights: Full weights by Hugging Face name; tied ones may be missing. Written in their own dtype.
     """
     original = cast(Any, model)
     config = copy.deepcopy(original.config)
@@ -35,7 +42,7 @@ def save_weights(model: nn.Module, folder: str | Path, weights: Mapping[str, Ten
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of a model that are converted together, most often one."""
+    """Tensors of a model that are converted together, usually one."""
 
     members: tuple[str, ...]
     """Their names in the model."""
@@ -45,11 +52,7 @@ class TensorGroup:
     _model: Any
 
     def convert(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors of the files, by name.
-
-        Args:
-            tensors: The group's, one for each of ``members``, whole; ``meta`` tensors give shapes only.
-        """
+        """The tensors of the files by name, from the group's whole tensors; ``meta`` tensors give shapes only."""
         transform = copy.deepcopy(self._transform)
         for name, pattern, tensor in zip(self.members, self._patterns, tensors, strict=True):
             transform.add_tensor(self._first, name, pattern, tensor)
@@ -61,8 +64,8 @@ def saved_layout(model: nn.Module, names: Sequence[str]) -> list[TensorGroup]:
     """How tensors of a model become those of its files.
 
     Args:
-        model: Of Transformers, without wrappers.
-        names: Of its parameters and buffers, without what wrappers and adapters add to them.
+        model: A Transformers model, without wrappers.
+        names: Of its parameters and buffers, as a model without wrappers and adapters has them.
 
     Returns:
         Groups in the order of ``names``, each name in one of them.
@@ -71,14 +74,14 @@ def saved_layout(model: nn.Module, names: Sequence[str]) -> list[TensorGroup]:
 
 
 def _conversions(model: Any) -> list[Any]:
-    """What ``from_pretrained`` has done to this model, or would do."""
+    """The conversions that ``from_pretrained`` applied to this model, or would apply."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     known = getattr(model, "_weight_conversions", None)
     if known is not None:
         return list(known)
-    # Of a model that was not loaded from files nothing says whether these had a prefix.
+    # For a model that was not loaded from files it is unknown whether these had a prefix.
     found = get_model_conversion_mapping(model, add_legacy=False)
     return [one for one in found if not isinstance(one, PrefixChange)]
 
@@ -91,7 +94,7 @@ def _grouped(model: Any, names: Sequence[str], transforms: list[Any]) -> list[Te
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     members: dict[str, list[tuple[str, str]]] = {}
     transform: dict[str, Any] = {}
-    for name in sorted(names, key=dot_natural_key):  # some renamings wait for an earlier name in this order
+    for name in sorted(names, key=dot_natural_key):  # some renamings depend on an earlier name in this order
         first, pattern = rename_source_key(name, renamings, converters, reverse=True)
         transform.setdefault(first, WeightRenaming(name, first) if pattern is None else by_pattern[pattern])
         members.setdefault(first, []).append((name, name if pattern is None else pattern))

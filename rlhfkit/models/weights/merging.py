@@ -1,4 +1,4 @@
-"""Weights as a model without adapters would have them: adapters added, 4 bits expanded; the model is left alone."""
+"""Weights as a model without adapters would have them: adapters merged, 4 bits dequantized, the model unchanged."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from rlhfkit.models.forward import VALUE_HEAD, unwrap
 from rlhfkit.models.lora import adapter_layers
 
 _WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-_BASE = ".base_layer"  # peft puts the layer that an adapter belongs to under this name
+_BASE = ".base_layer"  # peft's name of the layer that an adapter wraps
 
 
 @dataclass(frozen=True)
 class MergedWeight:
-    """One weight under its Hugging Face name, computed when asked for."""
+    """One weight under its Hugging Face name, computed on demand."""
 
     name: str
     parameter: nn.Parameter
-    """As the model holds it: a shard, 4 bits, or the weight itself."""
+    """As in the model: a shard, 4 bits, or the weight itself."""
     layer: Any = None
-    """The LoRA layer around it, if its adapter is to be added."""
+    """The LoRA layer around it, if its adapter is to be merged."""
 
     @property
     def parts(self) -> list[nn.Parameter]:
-        """What has to be whole before :meth:`compute`: the parameter and its adapter's."""
+        """Parameters that must be gathered for :meth:`compute`: the weight and its adapter's."""
         if self.layer is None:
             return [self.parameter]
         adapter = _active(self.layer)
@@ -37,13 +37,13 @@ class MergedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole weight."""
+        """Shape of the whole weight."""
         state = getattr(self.parameter, "quant_state", None)
         return full_shape(self.parameter) if state is None else tuple(state.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of :meth:`compute`."""
+        """Dtype of :meth:`compute`."""
         state = getattr(self.parameter, "quant_state", None)
         dtype: torch.dtype = self.parameter.dtype if state is None else state.dtype
         return dtype
@@ -54,7 +54,7 @@ class MergedWeight:
         if self.layer is None:
             return weight
         adapter = _active(self.layer)
-        # Summed in float32 at least and rounded once, as far as the type allows what the two parts do in a forward.
+        # Summed at least in float32 and rounded once, as close to the forward pass as the dtype allows.
         exact = torch.promote_types(weight.dtype, torch.float32)
         if _of_experts(self.layer):
             left, right, scale = self.layer.get_delta_factors(adapter)
@@ -70,21 +70,21 @@ class MergedWeight:
 
 
 def merged_weights(module: nn.Module) -> list[MergedWeight]:
-    """All weights by Hugging Face name, tied ones once (whoever loads them ties again, as the configuration says).
+    """All weights by Hugging Face name, tied ones once (loading ties them again, as the configuration says).
 
-    The value head of a shared backbone is left out: no engine knows it.
+    The value head of a shared backbone is left out: engines do not have it.
 
     Args:
         module: Bare, or wrapped by DDP, ``torch.compile``, peft or a DeepSpeed engine.
 
     Raises:
-        NotImplementedError: If peft has trained something else than LoRA or DoRA matrices of linear layers.
+        NotImplementedError: If peft has trained anything else than LoRA or DoRA matrices of linear layers.
     """
     module = without_wrappers(module)
     layers = adapter_layers(module)
     found: list[MergedWeight] = []
     seen: set[int] = set()
-    for name, parameter in module.named_parameters():  # leaves out an object it has yielded before
+    for name, parameter in module.named_parameters():  # yields each object once
         shard = getattr(parameter, "ds_id", None)
         if shard is not None and shard in seen:
             continue
@@ -96,27 +96,19 @@ def merged_weights(module: nn.Module) -> list[MergedWeight]:
         layer = _layer_around(layers, owner, kind)
         found.append(MergedWeight(_plain_name(name, layers), parameter, layer))
     for one in found:
-        _ = one.parts  # refuses what cannot be merged now, not in the middle of a transfer
+        _ = one.parts  # raises here for what cannot be merged, not during a transfer
     return found
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:
-    """The Hugging Face model inside.
-
-    Args:
-        module: Bare, or wrapped by DDP, ``torch.compile``, peft or a DeepSpeed engine, in any order.
-    """
+    """The Hugging Face model inside any nesting of DDP, ``torch.compile``, peft or a DeepSpeed engine."""
     while (inner := unwrap(module)) is not module:
         module = inner
     return module
 
 
 def persistent_buffers(model: nn.Module) -> list[MergedWeight]:
-    """Buffers that files of the model hold, by Hugging Face name: a router's trained correction, for example.
-
-    Args:
-        model: Without wrappers.
-    """
+    """Buffers that the model's files contain, by Hugging Face name, such as a router's trained correction."""
     layers = adapter_layers(model)
     return [
         MergedWeight(_plain_name(f"{owner}.{name}" if owner else name, layers), cast(nn.Parameter, buffer))
@@ -127,7 +119,7 @@ def persistent_buffers(model: nn.Module) -> list[MergedWeight]:
 
 
 def _plain_name(name: str, layers: Mapping[str, Any]) -> str:
-    """A name without what wrappers and adapters put into it."""
+    """Remove the parts of a name that wrappers and adapters add."""
     for wrapper in (*_WRAPPER_NAMES, "base_layer.") if layers else _WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name
@@ -136,11 +128,8 @@ def _plain_name(name: str, layers: Mapping[str, Any]) -> str:
 def adapter_weights(module: nn.Module) -> list[MergedWeight]:
     """The trained adapter's own weights under the model's names.
 
-    Args:
-        module: Bare or wrapped.
-
     Raises:
-        ValueError: If there is none, or something else is trained too, which a file of the adapter would not hold.
+        ValueError: If there is none, or something else is trained too, which an adapter file cannot hold.
     """
     module = without_wrappers(module)
     trained = [
@@ -156,7 +145,7 @@ def adapter_weights(module: nn.Module) -> list[MergedWeight]:
 
 
 def _of_adapter(name: str) -> bool:
-    """Whether a parameter is an adapter's own."""
+    """Whether a parameter belongs to an adapter."""
     if "modules_to_save" in name or (".lora_" in name and name.endswith(".bias")) or "lora_embedding" in name:
         raise NotImplementedError(
             f"{name!r} is trained by peft but is no LoRA matrix of a linear layer, so it cannot be merged on the fly: "
@@ -166,7 +155,7 @@ def _of_adapter(name: str) -> bool:
 
 
 def _layer_around(layers: Mapping[str, Any], owner: str, kind: str) -> Any:
-    """The LoRA layer of a parameter; those of several tensors of one module (experts) lie inside one another."""
+    """The LoRA layer of a parameter; those of several tensors of one module (experts) are nested."""
     while owner.endswith(_BASE):
         owner = owner.removesuffix(_BASE)
         layer = layers.get(owner)
@@ -176,7 +165,7 @@ def _layer_around(layers: Mapping[str, Any], owner: str, kind: str) -> Any:
 
 
 def _of_experts(layer: Any) -> bool:
-    """Whether a LoRA layer belongs to a tensor that holds several weights."""
+    """Whether a LoRA layer belongs to a tensor with several weights."""
     return hasattr(layer, "parameter_name") and layer.num_experts > 1
 
 

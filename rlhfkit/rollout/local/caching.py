@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhfkit.models.attention.families import SEQUENCES, FamilyKey, TinyCopies, exact_attention, tried
+from rlhfkit.models.attention.families import SEQUENCES, FamilyKey, TinyCopies, exact_attention, find_problem
 from rlhfkit.rollout.local.generator import append_token, begin_texts
 
 
@@ -25,7 +25,7 @@ def cache_problem(model: nn.Module) -> str | None:
 
 @cache
 def _cache_problem(family: FamilyKey, attention: str | None) -> str | None:
-    return tried(lambda: _continued(TinyCopies(family), attention))
+    return find_problem(lambda: _continued(TinyCopies(family), attention))
 
 
 @torch.no_grad()
