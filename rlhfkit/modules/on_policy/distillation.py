@@ -20,7 +20,7 @@ from rlhfkit.losses import (
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import PolicyOutput
 from rlhfkit.models.distillation import compare_logits, teacher_logits
-from rlhfkit.modules.functions import function_name, refuse_without_effect, resolve_function
+from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.supervised.teacher import load_teacher
 from rlhfkit.validation import check_integer, check_number

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import Aggregation, LossOutput
-from rlhfkit.modules.functions import function_name, resolve_function
+from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.validation import check_integer, check_number
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss, discounted_returns, group_advantages, whiten
-from rlhfkit.modules.functions import refuse_without_effect
+from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.rewards import KLPlace
 from rlhfkit.validation import check_number

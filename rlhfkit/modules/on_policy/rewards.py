@@ -24,8 +24,8 @@ from rlhfkit.losses import (
     token_rewards,
 )
 from rlhfkit.models import load_scalar_model, load_tokenizer, policy_output, reward_output
+from rlhfkit.modules.arguments import options
 from rlhfkit.modules.base import PolicyModule, freeze
-from rlhfkit.modules.functions import options
 from rlhfkit.modules.on_policy.kl_control import KLControl
 from rlhfkit.validation import check_integer, check_number
 

@@ -15,7 +15,7 @@ from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, s
 from rlhfkit.losses.preference.kto import KTOLossType
 from rlhfkit.models import LoRA, policy_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.functions import function_name
+from rlhfkit.modules.arguments import function_name
 from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.preference.reference import ReferenceModule, data_sets
 from rlhfkit.validation import check_number

@@ -16,8 +16,8 @@ from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, lo
 from rlhfkit.losses.distillation import Divergence, Remainder
 from rlhfkit.models import LoRA, unwrap
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
+from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.functions import function_name, resolve_function
 from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
 from rlhfkit.modules.supervised.teacher import load_teacher
