@@ -1,4 +1,4 @@
-"""Hyperparameters that are functions or dataclasses: checkpoints hold names and plain values, no pickled code."""
+"""Arguments of modules that are functions or dataclasses; checkpoints hold their names and plain values."""
 
 import difflib
 import functools
@@ -11,14 +11,9 @@ Options = TypeVar("Options")
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The dotted name under which :func:`resolve_function` finds a function again.
+    """The dotted name by which :func:`resolve_function` finds a function, e.g. ``"rlhfkit.losses.policy.ppo_loss"``.
 
-    Args:
-        function: Any callable.
-
-    Returns:
-        E.g. ``"rlhfkit.losses.policy.ppo.ppo_loss"``. Of a lambda, a local function or a partial one a text in angle
-        brackets, which cannot be resolved.
+    For a lambda, a local function or a partial it is a description in angle brackets, which cannot be resolved.
     """
     if isinstance(function, functools.partial):
         return f"<functools.partial of {function_name(function.func)}: not importable>"
@@ -33,12 +28,12 @@ def function_name(function: Callable[..., Any]) -> str:
 def resolve_function(
     function: str | Callable[..., Any], argument: str, *, home: str | None = None
 ) -> Callable[..., Any]:
-    """A callable, or what a name stands for.
+    """Return a function that was given as itself or by its name.
 
     Args:
-        function: E.g. ``"my_package.my_loss"``, as in YAML.
-        argument: Name of the argument, for messages.
-        home: Package in which a name without a dot is looked up, e.g. ``"rlhfkit.losses"`` for ``"cispo_loss"``.
+        function: A callable, or its name as in YAML: ``"my_package.my_loss"``.
+        argument: Name of the argument, for error messages.
+        home: Package in which names without a dot are looked up, e.g. ``"rlhfkit.losses"`` for ``"cispo_loss"``.
 
     Raises:
         ValueError: If nothing callable has that name.
@@ -54,14 +49,14 @@ def resolve_function(
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{argument}={function!r} cannot be imported: {error}{_meant(name, home)}") from error
+        raise ValueError(f"{argument}={function!r} cannot be imported: {error}{_suggestion(name, home)}") from error
     if not callable(found):
         raise ValueError(f"{argument}={function!r} is a {type(found).__name__}, not a function")
     return cast(Callable[..., Any], found)
 
 
 def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> Options:
-    """Make the options dataclass that a constructor was given.
+    """Return an options dataclass that was given as itself, as a mapping of its fields, or not at all.
 
     Args:
         kind: The dataclass; all of its fields have defaults.
@@ -82,22 +77,22 @@ def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> O
 
 
 def refuse_without_effect(given: Mapping[str, bool], beside: str) -> None:
-    """Raise if an argument was given that another one leaves without any effect.
+    """Raise if arguments were given that have no effect because of another one.
 
     Args:
-        given: By the name of an argument, whether it was given.
-        beside: The other one, as the user wrote it.
+        given: Whether each argument was given, by name.
+        beside: The other argument, as the user wrote it.
 
     Raises:
-        ValueError: If any was.
+        ValueError: If any was given.
     """
     names = [name for name, chosen in given.items() if chosen]
     if names:
         raise ValueError(f"{', '.join(names)} would have no effect beside {beside}: leave out the one or the other")
 
 
-def _meant(name: str, home: str | None) -> str:
-    """A hint where the name is nearly that of a public function of the home."""
+def _suggestion(name: str, home: str | None) -> str:
+    """A hint for an error message if the name resembles that of a public function of the home."""
     if home is None or not name.startswith(f"{home}."):
         return ""
     public = pkgutil.resolve_name(home).__all__

@@ -1,6 +1,7 @@
 """What all modules share."""
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+import rlhfkit
 from rlhfkit import DPOModule, GRPOModule
 
 
@@ -75,3 +77,11 @@ def test_hyperparameters_are_attributes_and_in_checkpoints(tmp_path: Path) -> No
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     loaded = Longer.load_from_checkpoint(tmp_path / "saved.ckpt", lr=1e-5)
     assert (loaded.beta, loaded.lr, loaded.hparams.lr, loaded.hparams.extra) == (0.2, 1e-5, 1e-5, 2.0)
+
+
+def test_code_reads_hyperparameters_as_attributes() -> None:
+    """``hparams`` are copies for checkpoints and loggers: a value resolved or changed later would be missed there."""
+    folder = Path(rlhfkit.__file__).parent
+    reads = re.compile(r"""\bhparams(\[|\.get\(|\.(?!update\()\w+)""")
+    found = [str(file) for file in folder.rglob("*.py") if reads.search(file.read_text())]
+    assert not found, found
