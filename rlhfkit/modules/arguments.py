@@ -11,7 +11,7 @@ Options = TypeVar("Options")
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The dotted name by which :func:`resolve_function` finds a function, e.g. ``"rlhfkit.losses.policy.ppo_loss"``.
+    """The dotted name by which :func:`resolve_function` finds a function, e.g. ``"my_package.my_loss"``.
 
     For a lambda, a local function or a partial it is a description in angle brackets, which cannot be resolved.
     """

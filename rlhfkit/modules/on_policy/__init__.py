@@ -1,5 +1,5 @@
 """Learning from the policy's own samples: GRPO, PPO, on-policy distillation and their presets.
 
-May import the files of ``modules/`` above it and ``supervised/teacher.py``, models, data and losses. Start at
-:meth:`rlhfkit.modules.on_policy.base.OnPolicyModule.prepare`, then read ``grpo.py``.
+May import: the files of ``modules/``, ``supervised/teacher.py``, models, data, losses; engines and rewards stay outside.
+Start at :class:`rlhfkit.modules.on_policy.base.OnPolicyModule` and its ``prepare()``, then read ``grpo.py``.
 """
