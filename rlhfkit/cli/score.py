@@ -90,7 +90,9 @@ def score(
                 samples.append(as_sample(line, index, prompt, completion, reference))
             score_samples(scorer, samples, timeout=timeout)
             unscored += sum(sample.reward is None for sample in samples)
-            writer.write(line | _reward_columns(sample) for line, sample in zip(lines, samples, strict=True))
+            writer.write(
+                line | {"reward": sample.reward} | _parts(sample) for line, sample in zip(lines, samples, strict=True)
+            )
             advance(len(lines))
     if unscored:
         log.warning("%d lines of %s could not be scored; their reward is null", unscored, describe(data))
@@ -139,10 +141,9 @@ def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str,
     )
 
 
-def _reward_columns(sample: Sample) -> dict[str, Any]:
-    """Return the columns that are added to a line."""
-    parts = {"reward_parts": sample.reward_parts} if len(sample.reward_parts) > 1 else {}
-    return {"reward": sample.reward, **parts}
+def _parts(sample: Sample) -> dict[str, Any]:
+    """Return the column ``reward_parts``, if there are several."""
+    return {"reward_parts": sample.reward_parts} if len(sample.reward_parts) > 1 else {}
 
 
 def _stamp(data: Source) -> list[int]:

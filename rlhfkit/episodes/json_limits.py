@@ -23,7 +23,11 @@ def check_json(value: Any) -> None:
         inside: list[Any] = []
         for one in values:
             if isinstance(one, str):
-                _check_text(one)
+                try:
+                    one.encode()
+                except UnicodeEncodeError as error:
+                    message = f"text must be Unicode; character {error.start} is half of a surrogate pair"
+                    raise ValueError(message) from None
             elif isinstance(one, Mapping):
                 inside += [*one.keys(), *one.values()]
             elif isinstance(one, list | tuple):
@@ -32,13 +36,6 @@ def check_json(value: Any) -> None:
 
 
 _TOO_DEEP = f"lists and objects may be nested {MAX_NESTING} levels deep, not more"
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"text must be Unicode; character {error.start} is half of a surrogate pair") from None
 
 
 def parse_json(text: str) -> Any:

@@ -131,7 +131,8 @@ class ToolEnvironment(Environment):
         """Run the called tools concurrently."""
         calls = list(self.tool_call_parser(action))
         if not calls:
-            return Step(reward=await _awaited(self.answer_reward(action)), done=True)
+            reward = self.answer_reward(action)
+            return Step(reward=await reward if inspect.isawaitable(reward) else reward, done=True)
         outcomes = await asyncio.gather(*map(self._run, calls))
         messages: list[Message] = [
             {"role": self.role, "name": wanted.name, "content": text}
@@ -155,7 +156,7 @@ class ToolEnvironment(Environment):
             inspect.signature(tool).bind(**wanted.arguments)
         except TypeError as error:
             return f"Error: {wanted.name}: {error}", False
-        bound = _bound(tool, wanted.arguments)
+        bound = functools.partial(tool, **wanted.arguments)  # async if the tool is
         try:
             result = await call_with_timeout(bound, timeout=self.timeout, description=f"tool {wanted.name}")
         except Exception as error:
@@ -176,12 +177,3 @@ class ToolEnvironmentFactory:
     def __call__(self) -> ToolEnvironment:
         """Create an environment."""
         return ToolEnvironment(self.tools)
-
-
-def _bound(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """The tool with its arguments, async if it is."""
-    return functools.partial(tool, **arguments)
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

@@ -1,4 +1,7 @@
-"""``rlhfkit export`` and ``rlhfkit merge-adapter``: folders that Transformers and peft load, from plain checkpoints."""
+"""``rlhfkit export`` and ``rlhfkit merge-adapter``: folders that Transformers and peft load, from plain checkpoints.
+
+Covers ``folders.py`` and ``merge_adapter.py`` too.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``rlhfkit generate`` on a tiny model: what it writes, and what an interruption costs."""
+"""``rlhfkit generate`` on a tiny model: its output, and what an interruption costs. Covers ``progress.py`` too."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``rlhfkit score``: rewards on lines."""
+"""``rlhfkit score``: rewards of lines."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What tests of episodes share: an engine that remembers what it was asked, a chat template, small environments."""
+"""Shared by tests of episodes: an engine that records its requests, a chat template, small environments."""
 
 import threading
 import time

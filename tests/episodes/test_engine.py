@@ -1,4 +1,7 @@
-"""Episodes on a real engine: exact tokens, rewards where they were earned, limits, faults, independence."""
+"""Episodes on a real engine: exact tokens, rewards of turns, limits, failures, independence of concurrency.
+
+Covers ``base.py``, ``episode.py``, ``environment.py``, ``trajectory.py`` and ``event_loop.py`` too.
+"""
 
 import asyncio
 import pickle

@@ -1,4 +1,4 @@
-"""Engines around engines: what the one inside can do is handed on, and every pair of them works."""
+"""Engines around engines: the inner engine's members are passed on, and every pair of them works."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the policy reads next is what its chat template would write, and what it has said stays as it was sampled."""
+"""Observations are tokenised as the chat template writes them, and sampled turns stay as they were sampled."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""How requests are put together: waves for an engine in this process, many small calls for a shared one."""
+"""Batching of requests: large batches for an engine in this process, many small calls for a shared one."""
 
 import asyncio
 import threading

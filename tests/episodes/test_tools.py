@@ -1,4 +1,4 @@
-"""Tools: calls as models write them, results as models read them, and everything that can go wrong in between."""
+"""Tools: calls as models write them, results as models read them, errors in between. Covers ``json_limits.py``."""
 
 import asyncio
 import time

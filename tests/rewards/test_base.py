@@ -1,4 +1,4 @@
-"""Properties of scoring: any callable, every answer checked, parts logged by name."""
+"""Scoring samples: any callable is a reward, every value is checked, parts are logged by name."""
 
 import asyncio
 import functools

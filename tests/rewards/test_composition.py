@@ -1,4 +1,4 @@
-"""Properties of weighted sums whose parts are normalised, and of what parts tell about themselves."""
+"""Weighted sums whose parts are normalised, and metrics of rewards."""
 
 import math
 

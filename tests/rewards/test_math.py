@@ -1,4 +1,4 @@
-"""Properties of judging mathematics: equal values match, nothing hangs, no process stays behind."""
+"""Grading mathematics: equal values match, nothing hangs, no process is left behind. Covers ``math_worker.py`` too."""
 
 import concurrent.futures
 import os
@@ -63,8 +63,8 @@ def test_expression_that_never_ends_counts_as_wrong_and_the_next_is_judged(rewar
 
 def test_process_that_dies_is_replaced(reward: MathMatch) -> None:
     assert reward([sample("42", "42")]) == [1.0]
-    guard = reward.sandbox.processes[0].pid
-    os.kill(guard, signal.SIGKILL)
+    supervisor = reward.sandbox.processes[0].pid
+    os.kill(supervisor, signal.SIGKILL)
     time.sleep(0.2)
     assert reward([sample("42", "42")]) == [1.0]
 
@@ -94,12 +94,12 @@ def test_reference_that_cannot_be_understood_is_not_scored(reward: MathMatch, ca
 def test_close_ends_the_processes_and_a_copy_has_none() -> None:
     made = MathMatch(workers=1)
     assert made([sample("1", "1")]) == [1.0]
-    guard = made.sandbox.processes[0].pid
+    supervisor = made.sandbox.processes[0].pid
     copy = pickle.loads(pickle.dumps(made))
     assert copy.sandbox.processes[0].pid is None
     made.close()
     with pytest.raises(ProcessLookupError):
-        os.kill(guard, 0)
+        os.kill(supervisor, 0)
 
 
 def test_shared_function_and_missing_answer() -> None:

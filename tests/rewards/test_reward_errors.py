@@ -1,4 +1,4 @@
-"""What a reward does wrong is said with its name, the rule and the cure."""
+"""Errors of rewards name the reward, the rule and the solution. Covers ``rewards/base.py``."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Properties of rewards by rule."""
+"""Rule-based rewards."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A reward that cannot be stopped is named while it runs."""
+"""A reward that runs long and cannot be stopped is named in a warning."""
 
 import asyncio
 import logging

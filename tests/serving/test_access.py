@@ -1,4 +1,4 @@
-"""Tokens that are never shown, and who may listen where."""
+"""Tokens are never shown, and servers without one listen on the loopback address only."""
 
 import pickle
 

@@ -205,17 +205,13 @@ def _range(*bounds: Any) -> range:
     return made
 
 
-def _isinstance(value: Any, kinds: Any) -> bool:
-    return isinstance(value, kinds)
-
-
 _BUILTINS = frozenset(dir(builtins))
 _TYPES: dict[str, type] = {
     one.__name__: one for one in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs, "all": lambda values: all(map(_truth, values)), "any": lambda values: any(map(_truth, values)),
-    "bool": _truth, "dict": dict, "float": float, "frozenset": frozenset, "int": int, "isinstance": _isinstance,
+    "bool": _truth, "dict": dict, "float": float, "frozenset": frozenset, "int": int, "isinstance": isinstance,
     "len": len, "list": list, "max": max, "min": min, "range": _range, "round": round, "set": set, "sorted": sorted,
     "str": str, "sum": _sum, "tuple": tuple,
 }  # fmt: skip
@@ -352,7 +348,7 @@ class _Evaluator:
             case ast.UnaryOp(op=unary, operand=operand):
                 return _UNARY[type(unary)](self._value(operand))
             case ast.BoolOp(op=op, values=values):
-                return self._either(values) if isinstance(op, ast.Or) else self._both(values)
+                return self._first_of(values, isinstance(op, ast.Or))
             case ast.List(elts=elements):
                 return list(map(self._value, elements))
             case ast.Tuple(elts=elements):
@@ -367,19 +363,12 @@ class _Evaluator:
                 return self._value(value)[self._value(index)]
         raise TestFailed("not known")
 
-    def _either(self, values: list[ast.expr]) -> Any:
+    def _first_of(self, values: list[ast.expr], truth: bool) -> Any:
+        """Return the first value with this truth value, else the last: ``or`` with true, ``and`` with false."""
         value: Any = None
         for one in values:
             value = self._value(one)
-            if _truth(value):
-                break
-        return value
-
-    def _both(self, values: list[ast.expr]) -> Any:
-        value: Any = None
-        for one in values:
-            value = self._value(one)
-            if not _truth(value):
+            if _truth(value) is truth:
                 break
         return value
 

@@ -168,7 +168,9 @@ class CodeExecution:
     def _evaluate(self, sample: Sample, tests: ProgramTests, program: str, call_worker: CallWorker) -> float | None:
         """Return the reward of one program; called in a thread of its own, with a sandbox of its own."""
         own_pid_namespace = "processes" in (self.sandbox.isolation or ())
-        evaluation = ProgramEvaluation(call_worker, self._code(sample.prompt, program), self.timeout, own_pid_namespace)
+        setup = str(sample.prompt.metadata.get(self.setup) or "") if self.setup is not None else ""
+        code = f"{setup}\n{program}" if setup else program
+        evaluation = ProgramEvaluation(call_worker, code, self.timeout, own_pid_namespace)
         try:
             passed = evaluation.count_passed(tests, self.compare)
         except SandboxError as failure:
@@ -187,7 +189,7 @@ class CodeExecution:
                     "reward %r: %d of the %d tests of prompt %d are more than calls with plain values, so they run "
                     "inside the program's interpreter, where a program can make them pass without being right (an "
                     "object that equals everything is enough): %r. Write tests as `assert f(arguments) == expected`, "
-                    "or as inputs and outputs; those are judged outside",
+                    "or as inputs and outputs; those are evaluated outside",
                     *(self.name, len(free), test.count, sample.prompt.index, free[0][:200]),
                 )
 
@@ -226,7 +228,3 @@ class CodeExecution:
                 f"reward {self.name!r}, column {self.tests!r} of prompt {prompt.index}: {error}"
             ) from error
         return tests.first(self.max_tests)
-
-    def _code(self, prompt: Prompt, program: str) -> str:
-        before = str(prompt.metadata.get(self.setup) or "") if self.setup is not None else ""
-        return f"{before}\n{program}" if before else program

@@ -1,4 +1,4 @@
-"""Agents written against OpenAI's API make samples: exact, independent of each other, also when some of them fail."""
+"""Agents that use OpenAI's API make samples: exact, independent of each other, also when some of them fail."""
 
 import asyncio
 import importlib.util

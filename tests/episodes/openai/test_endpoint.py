@@ -1,4 +1,7 @@
-"""The real ``openai`` client against the endpoint on a real engine: what is recorded is what the engine saw."""
+"""The real ``openai`` client against the endpoint on a real engine: what is recorded is what the engine saw.
+
+Covers ``session.py`` too.
+"""
 
 import asyncio
 import logging

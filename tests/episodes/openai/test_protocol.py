@@ -1,4 +1,4 @@
-"""Messages of clients: whatever they send is read or refused, and what was sampled is recognised."""
+"""Messages of clients are read or refused, and sampled answers are recognised."""
 
 import json
 from typing import Any

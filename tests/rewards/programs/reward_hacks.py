@@ -1,6 +1,6 @@
-"""Programs that try to pass tests without knowing the answers. They run inside our own sandbox only.
+"""Programs that try to pass tests without computing the answers. They run inside our own sandbox only.
 
-The tests ask ``secret(1)`` and ``secret(2)``, or print what ``secret`` gives, whose values no program can guess.
+The tests ask ``secret(1)`` and ``secret(2)``, or print what ``secret`` returns, whose values no program can guess.
 """
 
 # ruff: noqa: E501 -- short programs are one line of text each
@@ -30,7 +30,7 @@ hits = []
 def secret(n):
     return answer(n, hits)
 """
-"""What a cheat that searches uses; it does not hold the answers itself."""
+"""What a hack that searches uses; it does not hold the answers itself."""
 
 ALWAYS = """
 class Always:
@@ -222,10 +222,10 @@ for top in ("/var/tmp", "/tmp", "/data", "/home", "/root", "/mnt", "/dev/shm", o
 """,
     "the data set by its path": FIND
     + """
-hits += found(read("/var/tmp/rlhfkit-cheats.jsonl"))
+hits += found(read("/var/tmp/rlhfkit-hacks.jsonl"))
 for name in os.listdir("/proc"):
-    hits += found(read(f"/proc/{name}/root/var/tmp/rlhfkit-cheats.jsonl"))
-    hits += found(read(f"/proc/{name}/cwd/rlhfkit-cheats.jsonl"))
+    hits += found(read(f"/proc/{name}/root/var/tmp/rlhfkit-hacks.jsonl"))
+    hits += found(read(f"/proc/{name}/cwd/rlhfkit-hacks.jsonl"))
 """,
     "a file handle of the data set": FIND
     + """

@@ -1,4 +1,4 @@
-"""Properties of judging values from outside: what equals what, which tests can be judged so, and what is read."""
+"""Tests that are evaluated outside of the program: equality of values, supported assertions. Covers ``values.py`` too."""
 
 import json
 import random
@@ -36,9 +36,9 @@ VALUES = [
 
 
 def outcome(test: str, **functions: Any) -> bool | str:
-    """Of a test of functions that are called here; "free" if it is not judged outside."""
-    judged = parse_assertions(test)
-    if judged is None:
+    """Of a test of functions that are called here; "free" if it is not evaluated outside."""
+    parsed = parse_assertions(test)
+    if parsed is None:
         return "free"
 
     def call(function: str, method: str | None, arguments: list[Any], keywords: dict[str, Any]) -> Any:
@@ -48,7 +48,7 @@ def outcome(test: str, **functions: Any) -> bool | str:
         return loads(dumps(target(*loads(dumps(arguments)), **loads(dumps(keywords)))))
 
     try:
-        return judged.passes(call)
+        return parsed.passes(call)
     except TestFailed:
         return False
 

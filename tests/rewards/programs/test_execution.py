@@ -1,4 +1,7 @@
-"""Properties of scoring programs: what passes, what does not, and that what a program does stays in its sandbox."""
+"""Scoring programs: what passes, what fails, and that a program's effects stay in its sandbox.
+
+Covers ``evaluation.py``, ``parsing.py``, ``worker.py`` and ``driver.py`` too.
+"""
 
 import json
 import pickle

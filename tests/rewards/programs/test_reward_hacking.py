@@ -1,4 +1,7 @@
-"""No program gets a reward that it has not earned, and none takes another's: each cheat is a program of ``cheats``."""
+"""No program gets a reward that it has not earned, or another's: each attempt is a program of ``reward_hacks.py``.
+
+Covers ``driver.py`` and ``worker.py``, as attacked by the programs that they run.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,18 +39,18 @@ def reward() -> Iterator[CodeExecution]:
 
 @pytest.fixture(scope="module")
 def rewards(reward: CodeExecution) -> dict[str, tuple[object, object, object]]:
-    """Of each cheat, between an honest program before it and one behind it, with the data set for all to read."""
-    data = Path("/var/tmp/rlhfkit-cheats.jsonl")
+    """Of each hack, between an honest program before it and one behind it, with the data set for all to read."""
+    data = Path("/var/tmp/rlhfkit-hacks.jsonl")
     data.write_text(str(SECRETS))
     data.chmod(0o644)
-    cheats = [(name, program, ASSERTIONS, HONEST) for name, program in CALLED.items()]
-    cheats += [(f"{name}, printing", program, OUTPUTS, HONEST_OUTPUT) for name, program in PRINTING.items()]
-    batch = [sample(program, tests) for _, cheat, tests, honest in cheats for program in (honest, cheat)]
+    hacks = [(name, program, ASSERTIONS, HONEST) for name, program in CALLED.items()]
+    hacks += [(f"{name}, printing", program, OUTPUTS, HONEST_OUTPUT) for name, program in PRINTING.items()]
+    batch = [sample(program, tests) for _, hack, tests, honest in hacks for program in (honest, hack)]
     try:
         given = reward([*batch, sample(HONEST, ASSERTIONS)])
     finally:
         data.unlink()
-    return {name: (given[2 * i], given[2 * i + 1], given[2 * i + 2]) for i, (name, *_) in enumerate(cheats)}
+    return {name: (given[2 * i], given[2 * i + 1], given[2 * i + 2]) for i, (name, *_) in enumerate(hacks)}
 
 
 def test_there_are_at_least_forty() -> None:
@@ -55,7 +58,7 @@ def test_there_are_at_least_forty() -> None:
 
 
 @pytest.mark.parametrize("name", [*CALLED, *(f"{name}, printing" for name in PRINTING)])
-def test_a_cheat_gets_nothing_and_harms_nobody(rewards: dict[str, tuple[object, object, object]], name: str) -> None:
+def test_a_hack_gets_nothing_and_harms_nobody(rewards: dict[str, tuple[object, object, object]], name: str) -> None:
     assert rewards[name] == (1.0, 0.0, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Batcher: what arrives together is scored together, once, and fails alone."""
+"""Batcher: requests that arrive together are scored in one batch, once, and fail alone."""
 
 import sys
 import threading

@@ -1,4 +1,7 @@
-"""RemoteReward against real servers: right, slow, down, wrong, overloaded and unauthenticated ones."""
+"""RemoteReward against real servers: right, slow, down, wrong, overloaded and unauthenticated ones.
+
+Covers ``endpoints.py`` and ``wire.py`` too.
+"""
 
 import asyncio
 import datetime

@@ -1,4 +1,7 @@
-"""``rlhfkit serve-reward``: a real server, asked by RemoteReward, by plain HTTP, and by a training run."""
+"""``rlhfkit serve-reward``: a real server, used by RemoteReward, by plain HTTP, and by a training run.
+
+Covers ``cli/serve_reward.py`` too.
+"""
 
 import asyncio
 import json

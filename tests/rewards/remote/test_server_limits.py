@@ -1,4 +1,4 @@
-"""What one request can do to a reward server: neither its memory nor its health check are for a client to take."""
+"""One request can neither use up a reward server's memory nor block its health check. Covers ``remote/server.py``."""
 
 import subprocess
 import sys

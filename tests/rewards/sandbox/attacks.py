@@ -1,7 +1,7 @@
-"""What a hostile program tries against the trainer, and a trainer to try it on. Run as a program by ``test_walls``.
+"""Attacks of a hostile program on the trainer, and a trainer to attack. Run as a program by ``test_isolation.py``.
 
 The trainer holds a secret in a file that everybody may read, in its memory and in its environment, and listens on a
-port. It prints which walls stand, and which attacks of the program inside its sandbox succeeded.
+port. It prints the active isolation layers, and which attacks of the program inside its sandbox succeeded.
 """
 
 import json
@@ -136,7 +136,7 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(0.2)
 process = os.getppid()
-for _ in range(2):  # the worker, the guard
+for _ in range(2):  # the worker, the supervisor
     try:
         above = int(open(f"/proc/{process}/stat").read().rsplit(")", 1)[1].split()[1])
     except OSError:

@@ -1,4 +1,4 @@
-"""A reward whose samples fork, print, close, flood and write where answers go. Imported by sandboxes."""
+"""A reward whose samples fork, print, close, flood and write into the channel of answers. Imported by sandboxes."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Rewards that do what each sample's text says, most of it bad. Imported by sandboxes, so it loads nothing."""
+"""Rewards that do what each sample's text says, most of it bad. Imported by sandboxes, so it imports little."""
 
 import asyncio
 import os
@@ -64,7 +64,7 @@ def hide_from_killers() -> None:
     hang()
 
 
-def kill_guard() -> None:
+def kill_supervisor() -> None:
     """The process that watches over us, with a child that stays."""
     if os.fork() == 0:
         os.setsid()
@@ -121,7 +121,7 @@ ACTS = {
     "eat memory": eat_memory,
     "eat memory together": eat_memory_together,
     "fork bomb": fork_bomb,
-    "kill guard": kill_guard,
+    "kill supervisor": kill_supervisor,
     "hide": hide_from_killers,
     "flood": flood,
     "forge": forge,

@@ -1,4 +1,4 @@
-"""Answers belong to questions: whatever a call does, it gets its own answer or none, and so does every other call."""
+"""Each call gets its own answer or none, whatever it or other calls do."""
 
 import random
 import resource

@@ -1,4 +1,7 @@
-"""Properties of child processes: whatever runs in them, the caller gets an answer in time and nothing stays behind."""
+"""Child processes: whatever runs in them, the caller gets an answer in time and nothing is left behind.
+
+Covers ``process.py`` and ``child.py`` too.
+"""
 
 import os
 import pickle
@@ -121,7 +124,7 @@ def test_fork_bomb_is_bounded_and_all_of_it_is_killed(one: SandboxPool) -> None:
     counting.join()
     assert outcome.status == "timeout"
     if "user" in one.isolation or "processes" in one.isolation:
-        assert 20 <= most[0] <= 24 + 3  # the guard and the two processes of bubblewrap are not counted
+        assert 20 <= most[0] <= 24 + 3  # the supervisor and the two processes of bubblewrap are not counted
     assert wait_until_gone(folder) == []
     assert one.run(0).status == "ok"
 
@@ -241,7 +244,7 @@ def test_a_process_that_was_killed_between_calls_is_replaced(one: SandboxPool) -
 def test_a_fork_of_the_trainer_that_ends_ends_nothing_else() -> None:
     one = sandbox()
     assert one.run(0).status == "ok"
-    guard = one.processes[0].pid
+    supervisor = one.processes[0].pid
     fork = os.fork()
     if fork == 0:
         try:
@@ -250,7 +253,7 @@ def test_a_fork_of_the_trainer_that_ends_ends_nothing_else() -> None:
             os._exit(0)
     assert os.waitpid(fork, 0)[1] == 0
     assert one.run(0).status == "ok"
-    assert one.processes[0].pid == guard
+    assert one.processes[0].pid == supervisor
     one.close()
 
 
@@ -346,8 +349,8 @@ def test_root_in_a_container_becomes_a_user_whose_processes_are_counted() -> Non
         pytest.skip("not root, or without setpriv")
     with alone("fork bomb", 1.0, *contained) as trainer:
         assert trainer.stdout is not None
-        folder, *walls = trainer.stdout.readline().split()
-        assert set(walls) == {"user", "trainer", "memory"}  # but not the network, nor processes of its own
+        folder, *layers = trainer.stdout.readline().split()
+        assert set(layers) == {"user", "trainer", "memory"}  # but not the network, nor processes of its own
         time.sleep(0.6)
         assert 20 <= len(processes_of(folder)) <= 25
         assert trainer.stdout.readline() == "timeout\n"
@@ -355,19 +358,19 @@ def test_root_in_a_container_becomes_a_user_whose_processes_are_counted() -> Non
 
 
 @LINUX
-@pytest.mark.parametrize("act", ["hide", "eat memory together", "kill guard"])
+@pytest.mark.parametrize("act", ["hide", "eat memory together", "kill supervisor"])
 def test_without_namespaces_the_whole_tree_is_hunted_down(act: str) -> None:
-    """But for what is left of a worker that kills its guard: there the call ends, and that is all."""
+    """But for what is left of a worker that kills its supervisor: there the call ends, and that is all."""
     none = "echo 0 > /proc/sys/user/max_pid_namespaces && echo 0 > /proc/sys/user/max_user_namespaces"
     refuse = ["unshare", "--user", "--map-root-user", "sh", "-c", f'{none} && exec "$@"', "sh"]
     if subprocess.run([*refuse, "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine allows no user namespace, in which to forbid further ones")
     with alone(act, 5.0 if act != "hide" else 0.5, *refuse) as trainer:
         assert trainer.stdout is not None
-        folder, *walls = trainer.stdout.readline().split()
-        assert walls == ["memory"]
+        folder, *layers = trainer.stdout.readline().split()
+        assert layers == ["memory"]
         assert trainer.stdout.readline() == ("timeout\n" if act == "hide" else "died\n")
-    left = processes_of(folder) if act == "kill guard" else []
+    left = processes_of(folder) if act == "kill supervisor" else []
     for process in left:
         os.kill(process, signal.SIGKILL)
     assert len(left) <= 1

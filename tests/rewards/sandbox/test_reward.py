@@ -1,4 +1,7 @@
-"""Properties of rewards in child processes: values are the reward's own, and every failure follows the policy."""
+"""Rewards in child processes: values are the reward's own, and every failure is handled as ``on_failure`` says.
+
+Covers ``reward_worker.py`` and ``rewards/call_metrics.py`` too.
+"""
 
 import math
 import pickle
