@@ -1,4 +1,4 @@
-"""A real server on the loopback address: which requests it admits, how it starts and stops. Covers ``middleware.py`` too."""
+"""A real server on the loopback address: what it admits, how it starts and stops. Covers ``middleware.py`` too."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Tests that are evaluated outside of the program: equality of values, supported assertions. Covers ``values.py`` too."""
+"""Tests that are evaluated outside of the program: equality, supported assertions. Covers ``values.py`` too."""
 
 import json
 import random
