@@ -17,12 +17,8 @@ DType = Literal["float32", "bfloat16", "float16"]
 def atomic_folder(output: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to ``output`` if the block ends without an error, and removed otherwise.
 
-    Args:
-        output: Folder to write; its parents are created.
-        overwrite: Replace it if it exists.
-
     Raises:
-        FileExistsError: If it exists.
+        FileExistsError: If ``output`` exists and is not to be overwritten.
     """
     folder = Path(output)
     if folder.exists() and not overwrite:
@@ -41,13 +37,7 @@ def atomic_folder(output: str | os.PathLike[str], *, overwrite: bool) -> Iterato
 
 
 def resolve_dtype(dtype: DType | None, model: str, *, trust_remote_code: bool) -> torch.dtype:
-    """Return the type that weights are written in.
-
-    Args:
-        dtype: What was asked for; ``None``: the type of ``model``.
-        model: Folder or hub name of the model that training started from.
-        trust_remote_code: Passed to Transformers.
-    """
+    """Return the type that weights are written in; ``None``: the type of ``model``, which training started from."""
     from transformers import AutoConfig
 
     if dtype is None:

@@ -8,18 +8,7 @@ from contextlib import contextmanager
 def progress_bar(
     title: str, total: int, *, done: int = 0, unit: str, shown: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar while the context lasts.
-
-    Args:
-        title: Text in front of the bar.
-        total: Final count.
-        done: Initial count.
-        unit: What is counted.
-        shown: False: show nothing.
-
-    Yields:
-        A function that advances the bar by a count.
-    """
+    """Show a progress bar while the context lasts; yield a function that advances it by a count."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -113,12 +113,8 @@ def _resolve_reward(reward: Reward | None, reward_model: str | None) -> Reward:
 def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str, answer: Any = None) -> Sample:
     """Return a line as a sample for rewards.
 
-    Args:
-        line: With prompt and completion; ``prompt_ids`` and ``completion_ids`` are used if there are any.
-        index: Position of the line, used if it has no ``index`` of its prompt.
-        prompt: Column of the prompt. Of chat messages, ``Prompt.text`` gets the contents, one per line.
-        completion: Column of the completion.
-        answer: The reference answer.
+    ``prompt_ids`` and ``completion_ids`` are used if there are any, and ``index`` if the line has no ``index`` of its
+    prompt. Of chat messages, ``Prompt.text`` gets the contents, one per line.
     """
     content = line[prompt]
     text = content if isinstance(content, str) else "\n".join(str(message["content"]) for message in content)

@@ -115,15 +115,9 @@ def load_reward(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Reward:
-    """Return the reward that a name on the command line refers to, with its model loaded.
+    """Return the reward that a name on the command line refers to: a folder, an importable dotted path, or a hub name.
 
-    Args:
-        reward: A folder; else a dotted path that can be imported; else a hub name.
-        separator: See :func:`serve_reward`, as for the other arguments.
-        normalized: Of a model.
-        dtype: Of a model.
-        device: Of a model.
-        trust_remote_code: Of a model.
+    The other arguments are those of :func:`serve_reward`; they are for models, which are loaded.
 
     Raises:
         ValueError: If a dotted path leads to nothing that can be called.

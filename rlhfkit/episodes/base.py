@@ -40,15 +40,8 @@ EpisodeFactory = Callable[[Prompt, int], RunnableEpisode]
 class EpisodeEngineBase(EngineWrapper):
     """Runs episodes concurrently in the event loop of one thread. Subclasses define the episodes.
 
-    Args:
-        engine: Samples the turns.
-        max_turns: Turns of the policy per episode.
-        max_episode_tokens: Tokens of an episode, prompt included; ``None``: the model's context.
-        episode_timeout: Time limit of an episode in seconds.
-        blocked_after: Seconds that one step of async code may block the event loop before that is an error.
-        concurrency: Concurrent episodes; ``None``: all.
-        parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
-        on_error: ``"mask"``: an episode that fails is not trained on; ``"raise"``: it ends the run.
+    Arguments are those of :class:`~rlhfkit.episodes.EpisodeEngine`; ``blocked_after`` is the number of seconds that one
+    step of async code may block the event loop before that is an error.
 
     Raises:
         TypeError: If ``engine`` is not a ``RolloutEngine``.

@@ -41,18 +41,7 @@ class EpisodeLimits:
 
 
 class Episode:
-    """One episode.
-
-    Args:
-        prompt: The prompt that it starts with.
-        sample_index: Index in the group.
-        environment: Creates the environment.
-        sampler: Samples the turns.
-        observations: Tokenises observations.
-        limits: Its limits.
-        sampling: Sampling parameters; ``group_size`` is ignored.
-        iteration: Goes into the seeds.
-    """
+    """One episode: the given index in the group of a prompt. ``iteration`` goes into the seeds."""
 
     def __init__(
         self,
@@ -83,12 +72,11 @@ class Episode:
         self._environment_seconds = 0.0
 
     async def run(self) -> Sample:
-        """Run the episode until it ends.
+        """Run the episode until it ends, and return the sample.
 
-        Returns:
-            The sample; its ``info`` has ``reward`` (``None`` after an error or timeout), ``ended`` (:data:`EndReason`),
-            ``turns``, ``failed``, ``environment_tokens``, ``environment_seconds``, ``last_text``, ``steps``, and
-            ``error`` if there was one.
+        Its ``info`` has ``reward`` (``None`` after an error or timeout), ``ended`` (:data:`EndReason`), ``turns``,
+        ``failed``, ``environment_tokens``, ``environment_seconds``, ``last_text``, ``steps``, and ``error`` if there
+        was one.
 
         Raises:
             EngineFailedError: If the engine failed.

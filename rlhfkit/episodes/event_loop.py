@@ -45,12 +45,9 @@ class EventLoopThread:
     def wait(self, futures: Sequence["concurrent.futures.Future[Any]"], *, blocked_after: float) -> None:
         """Wait until one of the futures is done.
 
-        Args:
-            futures: From :meth:`submit`.
-            blocked_after: Seconds that one step of a coroutine may block the loop.
-
         Raises:
-            BlockedLoopError: If it is blocked longer; the message shows where. The thread is abandoned.
+            BlockedLoopError: If one step of a coroutine blocks the loop for more than ``blocked_after`` seconds; the
+                message shows where. The thread is abandoned.
         """
         first = concurrent.futures.FIRST_COMPLETED
         while not concurrent.futures.wait(futures, timeout=1.0, return_when=first).done:
@@ -101,13 +98,9 @@ class EventLoopThread:
 
 
 async def call_with_timeout(function: Callable[..., Any], *arguments: Any, timeout: float, description: str) -> Any:
-    """Call a function, async or not, and wait for its result for a limited time.
+    """Call a function, async or not, and wait at most ``timeout`` seconds for its result.
 
-    Args:
-        function: A coroutine function, or a plain one, which runs in a thread of its own.
-        *arguments: Its arguments.
-        timeout: Time limit in seconds.
-        description: What is called, for the message.
+    A plain function runs in a thread of its own.
 
     Raises:
         TimeoutError: If it takes longer. A coroutine is cancelled, a thread abandoned.

@@ -22,12 +22,7 @@ _SOME_CONVERSATION: tuple[Message, ...] = ({"role": "user", "content": "."},)
 
 
 class ObservationTokenizer:
-    """Tokenises observations for one model.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        template_arguments: Passed to the chat template: ``enable_thinking``, ``tools``.
-    """
+    """Tokenises observations for one model; ``template_arguments`` are passed to the chat template."""
 
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
@@ -36,9 +31,7 @@ class ObservationTokenizer:
     def encode_conversation(self, messages: Sequence[Message], **arguments: Any) -> list[int]:
         """Return the token ids of a conversation up to the start of the policy's turn.
 
-        Args:
-            messages: At least one.
-            **arguments: For the template, in addition to its own.
+        ``arguments`` are passed to the template in addition to its own.
 
         Raises:
             ValueError: If there is no template, or it refuses the messages.
@@ -55,11 +48,8 @@ class ObservationTokenizer:
     ) -> list[int]:
         """Return the token ids of an observation, to be appended to the trajectory.
 
-        Args:
-            observation: Text and token ids are used as they are; messages go through the chat template.
-            turn: The last action, which the template has to end; messages can only follow one.
-            conversation: The messages before that turn, if they are known.
-            **arguments: For the template, in addition to its own.
+        Text and token ids are used as they are. Messages go through the chat template; they can only follow a
+        ``turn``, which the template has to end, after the messages of ``conversation`` if they are known.
 
         Raises:
             TypeError: If the observation has the wrong type.

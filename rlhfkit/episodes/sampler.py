@@ -33,15 +33,9 @@ class _Request:
 
 
 def turn_index(prompt_index: int, sample_index: int, turn: int | str) -> int:
-    """Return the number that replaces the prompt's index in the seed of one turn, a hash of the arguments.
+    """Return the number that replaces the prompt's index in the seed of one turn: a 63-bit hash of the arguments.
 
-    Args:
-        prompt_index: Row of the prompt in its data set.
-        sample_index: Index in the group.
-        turn: Number of the turn, or any text that distinguishes the requests of an episode.
-
-    Returns:
-        A 63-bit non-negative integer.
+    ``turn`` is the number of the turn, or any text that distinguishes the requests of an episode.
     """
     digest = hashlib.blake2b(f"{prompt_index}/{sample_index}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -91,13 +85,7 @@ class TurnSampler:
             self._pump_soon()
 
     async def sample(self, token_ids: list[int], sampling: SamplingSpec, *, iteration: int, index: int) -> Sample:
-        """Sample one turn.
-
-        Args:
-            token_ids: The context.
-            sampling: Sampling parameters, with ``group_size`` 1.
-            iteration: Goes into the seed.
-            index: Goes into the seed in place of the prompt's, see :func:`turn_index`.
+        """Sample one turn after a context; ``iteration`` and ``index`` (:func:`turn_index`) go into the seed.
 
         Raises:
             RequestError: If the engine refuses this request; other requests are not affected.

@@ -7,12 +7,7 @@ from rlhfkit.data.types import FinishReason, Prompt, Sample
 
 
 class Trajectory:
-    """The tokens of an episode so far.
-
-    Args:
-        prompt: Its ``token_ids`` are the initial context.
-        sample_index: Index in the group.
-    """
+    """The tokens of an episode so far; the prompt's ``token_ids`` are the initial context."""
 
     def __init__(self, prompt: Prompt, sample_index: int) -> None:
         self.prompt = prompt

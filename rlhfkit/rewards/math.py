@@ -106,10 +106,7 @@ def _shared() -> MathMatch:
 def math_match(samples: Sequence[Sample]) -> list[float | None]:
     """1 where the completion's final answer equals the reference answer mathematically, else 0.
 
-    :class:`MathMatch` takes a time limit and a number of processes; here they are the defaults.
-
-    Args:
-        samples: With ``prompt.answer`` set.
+    :class:`MathMatch` is the same with other limits.
 
     Raises:
         ImportError: If math-verify is not installed.

@@ -83,9 +83,6 @@ def exact_match(samples: Sequence[Sample]) -> list[float]:
 
     :class:`ExactMatch` takes arguments for other comparisons.
 
-    Args:
-        samples: With ``prompt.answer`` set.
-
     Raises:
         ValueError: If a prompt has no answer.
     """

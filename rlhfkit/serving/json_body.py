@@ -87,11 +87,7 @@ class JSONBodyReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlhfkit-json")
 
     async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """Read and parse a request's body.
-
-        Args:
-            request: A request whose body has not been read.
-            parse: Called with the bytes, in the thread; raises ``ValueError`` if they are invalid.
+        """Read a request's body and parse it in the thread; ``parse`` raises ``ValueError`` if it is invalid.
 
         Raises:
             HTTPException: If the body is refused.

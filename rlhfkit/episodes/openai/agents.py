@@ -18,6 +18,7 @@ from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint
+    from rlhfkit.episodes.openai.session import ChatSession
     from rlhfkit.serving.access import AccessToken
 
 
@@ -247,7 +248,7 @@ class _AgentEpisode:
             ended = "turns" if session.limit == "turns" else "tokens"
         return self._sample(session, ended, reward, time.monotonic() - began)
 
-    def _sample(self, session: Any, ended: EndReason, reward: float | None, seconds: float) -> Sample:
+    def _sample(self, session: "ChatSession", ended: EndReason, reward: float | None, seconds: float) -> Sample:
         failed = ended in ("time", "error")
         info: dict[str, Any] = {
             "reward": None if failed else reward,

@@ -149,14 +149,7 @@ class OpenAIEndpoint:
     def open_session(
         self, prompt: Prompt, sample_index: int, sampling: SamplingSpec, *, iteration: int, max_turns: int
     ) -> tuple[str, ChatSession]:
-        """Start a session.
-
-        Args:
-            prompt: The prompt of the episode.
-            sample_index: Index in the group.
-            sampling: Sampling parameters.
-            iteration: Goes into the seeds.
-            max_turns: Maximum number of answers.
+        """Start a session of at most ``max_turns`` answers, for the given index in the group of a prompt.
 
         Returns:
             Its name, which cannot be guessed, and the session, which records the requests.

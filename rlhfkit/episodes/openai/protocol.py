@@ -13,13 +13,7 @@ from rlhfkit.episodes.tools import ToolCall
 
 
 class ChatError(Exception):
-    """A request that cannot be answered; sent to clients as an error of OpenAI's API.
-
-    Args:
-        message: For people.
-        code: For programs.
-        status: HTTP status.
-    """
+    """A request that cannot be answered; sent to clients as an error of OpenAI's API with a code and an HTTP status."""
 
     def __init__(self, message: str, *, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(message)
@@ -132,13 +126,7 @@ def _message_key(message: Message) -> tuple[Any, ...]:
 
 
 def assistant_message(text: str, calls: Sequence[ToolCall], request_id: str) -> dict[str, Any]:
-    """Return the policy's turn as a message.
-
-    Args:
-        text: The whole turn.
-        calls: Tool calls found in it.
-        request_id: Unique prefix of the ids of the calls.
-    """
+    """Return the policy's turn as a message; ``request_id`` is the prefix of the ids of its tool calls."""
     if not calls:
         return {"role": "assistant", "content": text}
     return {
@@ -167,14 +155,7 @@ def chat_completion(
 ) -> dict[str, Any]:
     """Return a response as JSON.
 
-    Args:
-        message: The policy's turn.
-        request_id: Unique.
-        model: Name of the model.
-        finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        prompt_tokens: Number of tokens that the policy read.
-        completion_tokens: Number of tokens that it sampled.
-        logprobs: One entry per token, if they were asked for.
+    ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``logprobs`` has one entry per token, if asked for.
     """
     return {
         "id": f"chatcmpl-{request_id}",

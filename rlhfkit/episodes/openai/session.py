@@ -47,15 +47,8 @@ class ChatTurn:
 class ChatSession:
     """All requests of one agent and their answers.
 
-    Args:
-        prompt: The prompt of the episode.
-        sample_index: Index in the group.
-        sampling: Sampling parameters.
-        iteration: Goes into the seeds.
-        observations: Tokenises messages.
-        tool_call_parser: Finds tool calls in answers.
-        max_context_tokens: Maximum number of tokens of a conversation, all answers included.
-        max_turns: Maximum number of answers.
+    At most ``max_turns`` answers are given, and a conversation has at most ``max_context_tokens``, all answers
+    included. ``iteration`` goes into the seeds.
     """
 
     def __init__(
@@ -88,11 +81,7 @@ class ChatSession:
         self._warned = False
 
     async def answer(self, request: ChatRequest, sampler: TurnSampler) -> ChatTurn:
-        """Sample the policy's next turn.
-
-        Args:
-            request: With the whole conversation.
-            sampler: Samples it.
+        """Sample the policy's next turn in the conversation of a request.
 
         Raises:
             ChatError: If the request cannot be answered, or a limit is reached.
@@ -133,8 +122,8 @@ class ChatSession:
             return self._build_context(messages, tools)
         self._answering += 1  # other requests of the session may arrive meanwhile
         try:
-            began: tuple[ChatTurn | None, Trajectory] = await run_in_thread(self._build_context, messages, tools)
-            return began
+            built: tuple[ChatTurn | None, Trajectory] = await run_in_thread(self._build_context, messages, tools)
+            return built
         finally:
             self._answering -= 1
 
@@ -210,10 +199,7 @@ class ChatSession:
     def sample(self, finish_reason: FinishReason, reward: float | None, info: dict[str, Any]) -> Sample:
         """Return the trajectory with the most sampled tokens, of several the one that ended last.
 
-        Args:
-            finish_reason: Why the episode ended.
-            reward: Reward of the episode, credited to its last action.
-            info: Further entries of ``Sample.info``.
+        ``reward`` is credited to its last action; ``info`` is added to ``Sample.info``.
         """
         leaves = self.leaves()
         if not leaves:

@@ -51,11 +51,7 @@ class ProgramEvaluation:
     _deadline: float = 0.0
 
     def count_passed(self, tests: ProgramTests, compare: Callable[[str, str], bool]) -> int:
-        """Run the tests and return how many pass.
-
-        Args:
-            tests: All tests of the program.
-            compare: Whether an output equals the expected one.
+        """Run the tests and return how many pass; ``compare`` says whether an output equals the expected one.
 
         Raises:
             SandboxError: If the sandbox gives no answer.
@@ -100,9 +96,9 @@ class ProgramEvaluation:
             return 0
         count = 0
         for code in tests:
-            word = secrets.token_hex(16)
-            answer = self._text({"do": "ask", "line": {"code": code, "token": word}})
-            count += answer == word
+            token = secrets.token_hex(16)
+            answer = self._text({"do": "ask", "line": {"code": code, "token": token}})
+            count += answer == token
             if answer is None:
                 break
         return count

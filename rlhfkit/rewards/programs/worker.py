@@ -60,12 +60,9 @@ def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[
 
 
 class _Program:
-    """One interpreter with a program.
+    """One interpreter with a program; ``mode`` is that of the driver.
 
-    Args:
-        packages: See :func:`runner`.
-        mode: Mode of the driver.
-        own_pid_namespace: Whether all processes that can be signalled from here belong to the sandbox.
+    ``own_pid_namespace``: whether all processes that can be signalled from here belong to the sandbox.
     """
 
     def __init__(self, packages: str, mode: str, own_pid_namespace: bool) -> None:
@@ -97,14 +94,7 @@ class _Program:
             self._close(self.input, self.output)
 
     def run(self, source: str, text: bytes, limit: int, deadline: float) -> dict[str, Any]:
-        """Send a program and its input, and return what it writes until it ends.
-
-        Args:
-            source: Source code.
-            text: Standard input.
-            limit: Maximum size of the output in bytes.
-            deadline: On the monotonic clock.
-        """
+        """Send a program and its input, and return what it writes until it ends, up to ``limit`` bytes."""
         output = self._exchange({self.requests: _line(source), self.input: text}, self.output, limit, deadline)
         if output is None:  # too much of it
             return {"text": None, "timeout": False}
@@ -114,13 +104,7 @@ class _Program:
         return {"text": output.decode(errors="replace") if good else None, "timeout": self.process.returncode is None}
 
     def ask(self, request: Any, limit: int, deadline: float) -> dict[str, Any]:
-        """Write a request as one line of JSON, and read one line.
-
-        Args:
-            request: JSON values.
-            limit: Maximum size of the line in bytes.
-            deadline: On the monotonic clock.
-        """
+        """Write a request as one line of JSON, and read one line of up to ``limit`` bytes."""
         line = self._exchange({self.requests: _line(request)}, self.answers, limit, deadline, line=True)
         whole = line is not None and line.endswith(b"\n") and line.count(b"\n") == 1
         text = line[:-1].decode(errors="replace") if line is not None and whole else None

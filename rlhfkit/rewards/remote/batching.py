@@ -35,12 +35,7 @@ class Batcher:
     def __init__(
         self, score: Callable[[Sequence[Sample]], Scores], *, max_batch: int = 256, max_wait: float = 0.005
     ) -> None:
-        """Set the function that scores, and the limits.
-
-        Args:
-            score: Returns checked values for samples, in order.
-            max_batch: Samples at which a batch is closed.
-            max_wait: Seconds that a request waits for others.
+        """Set the function that scores, and the limits; ``max_wait`` is in seconds.
 
         Raises:
             ValueError: If an argument is out of range.

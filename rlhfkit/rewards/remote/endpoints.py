@@ -31,12 +31,7 @@ class ServerUnavailable(Exception):
     """The server is down, slow, overloaded or broken; the request may be retried."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
-        """Create the error.
-
-        Args:
-            message: With the server's URL.
-            retry_after: Seconds to wait that the server asked for.
-        """
+        """Create the error; ``retry_after`` is the number of seconds that the server asked to wait."""
         super().__init__(message)
         self.retry_after = retry_after
 
@@ -83,14 +78,9 @@ def least_outstanding(endpoints: Sequence[Endpoint], avoided: set[Endpoint]) -> 
 
 
 async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout: float, max_bytes: int) -> bytes:
-    """Post JSON and return the body of the response.
+    """Post JSON and return the body of the response, of at most ``max_bytes``.
 
-    Args:
-        client: With the headers.
-        url: Where to.
-        content: JSON.
-        timeout: Time limit in seconds for the whole exchange, so that a response that trickles in is bounded too.
-        max_bytes: Maximum size of the response.
+    ``timeout`` is the time limit in seconds of the whole exchange, so that a response that trickles in is bounded too.
 
     Raises:
         ServerUnavailable: If there is no connection or no response in time, or the status is 5xx, 408 or 429.

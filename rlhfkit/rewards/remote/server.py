@@ -98,12 +98,7 @@ class RequestParser:
     """Parses request bodies into samples, within limits."""
 
     def __init__(self, *, max_samples: int, max_tokens: int) -> None:
-        """Set the limits.
-
-        Args:
-            max_samples: Samples per request.
-            max_tokens: Tokens per request, all prompts and completions together; eight characters of a text count as
-                one token where it has fewer token ids.
+        """Set the limits per request; eight characters of a text count as one token where it has fewer token ids.
 
         Raises:
             ValueError: If a limit is not positive.

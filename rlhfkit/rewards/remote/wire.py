@@ -72,12 +72,7 @@ class OpenRLHFFormat:
 
 
 def sample_to_json(sample: Sample, *, columns: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return a sample as plain JSON values, as ``rlhfkit.rewards.remote.server`` reads them.
-
-    Args:
-        sample: What is to be scored.
-        columns: Columns of the prompt's metadata to include; ``None``: all.
-    """
+    """Return a sample as plain JSON values, with these columns of the prompt's metadata (``None``: all)."""
     prompt = sample.prompt
     return {
         "prompt": {
@@ -106,12 +101,7 @@ def encode_request(wire_format: WireFormat, samples: Sequence[Sample]) -> bytes:
 
 
 def decode_rewards(wire_format: WireFormat, body: bytes, count: int) -> list[float | str | None]:
-    """Parse a response: for each sample its reward, ``None``, or a text that says what is wrong with the reward.
-
-    Args:
-        wire_format: Format of the response.
-        body: As received; may be anything.
-        count: Number of samples sent.
+    """Parse a response to ``count`` samples: for each its reward, ``None``, or a text that says what is wrong with it.
 
     Raises:
         ValueError: If it does not hold one value per sample.

@@ -28,12 +28,7 @@ class ProtocolError(Exception):
 
 
 class Response:
-    """Assembles the bytes of one response.
-
-    Args:
-        number: Identifier of the request.
-        largest: Maximum size in bytes.
-    """
+    """Assembles the bytes of one response with a given identifier, of at most ``largest`` bytes."""
 
     def __init__(self, number: bytes, largest: int) -> None:
         self.number = number
@@ -80,12 +75,7 @@ def receive(end: socket.socket) -> tuple[bytes, int | None]:
 
 
 class WorkerChannel:
-    """The worker's end, kept away from the code it runs: a high file descriptor that child processes do not inherit.
-
-    Args:
-        descriptor: The descriptor that the worker was started with.
-        largest: Maximum size of a response in bytes.
-    """
+    """The worker's end, kept away from the code it runs: a high file descriptor that child processes do not inherit."""
 
     def __init__(self, descriptor: int, largest: int) -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -47,7 +47,7 @@ def confine(
         readable_paths: All that untrusted code may read; ``None``: what the trainer can read.
 
     Returns:
-        The active layers besides resource limits, see :data:`rlhfkit.rewards.sandbox.isolation.ISOLATION_LAYERS`.
+        The active layers besides resource limits.
     """
     linux, root = sys.platform == "linux", os.geteuid() == 0
     layers = [*existing]

@@ -41,13 +41,7 @@ class InsufficientIsolationError(RuntimeError):
 
 
 def missing_isolation(name: str, required: Collection[str], active: Collection[str]) -> str:
-    """Return a message that names the missing layers; empty if there are none.
-
-    Args:
-        name: What is run, for the message.
-        required: Names of layers.
-        active: Names of the layers that could be set up.
-    """
+    """Return a message that names the required layers that are not active; empty if there are none."""
     missing = [layer for layer in required if layer not in active]
     if not missing:
         return ""
@@ -103,12 +97,7 @@ def bubblewrap_command(
 ) -> list[str]:
     """Return the command line that runs a program inside bubblewrap.
 
-    Args:
-        program: With its arguments.
-        folder: The writable folder; a tmpfs.
-        limits: The fields of :class:`~rlhfkit.rewards.sandbox.ResourceLimits`.
-        readable: Paths that it may read; ``None``: all.
-        network: Whether it has the network.
+    ``folder`` is the writable folder, a tmpfs; ``readable`` are the paths that it may read (``None``: all).
     """
     words = ["bwrap", "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     words += [] if network else ["--unshare-net"]

@@ -26,11 +26,7 @@ def version() -> int:
 
 
 class Rules:
-    """Rules that are created while files can be opened, and enforced later.
-
-    Args:
-        readable: Files and folders that may be read and executed.
-        writable: Folders and devices that may also be written.
+    """Rules for readable (and executable) and writable paths, created while files can be opened, and enforced later.
 
     Raises:
         OSError: If the kernel has no Landlock.

@@ -32,14 +32,14 @@ class SandboxPool:
     """A pool of persistent child processes that all run the same function.
 
     Args:
-        work: What they run.
+        spec: What they run.
         workers: Number of processes.
         timeout: Time limit of one call in seconds.
         limits: Resource limits of each.
         start_timeout: Seconds until a process must be ready.
         fresh_process: Start a new process for each call, so that no call sees what another left behind.
         backend: What sets up the isolation, see :data:`~rlhfkit.rewards.sandbox.isolation.Backend`.
-        allow_partial_isolation: Whether to continue, with a warning, where a layer is missing that the work requires;
+        allow_partial_isolation: Whether to continue, with a warning, where a layer is missing that the worker requires;
             otherwise the first call raises an error.
 
     Raises:
@@ -50,7 +50,7 @@ class SandboxPool:
 
     def __init__(
         self,
-        work: WorkerSpec,
+        spec: WorkerSpec,
         *,
         workers: int,
         timeout: float,
@@ -67,7 +67,7 @@ class SandboxPool:
             import resource  # noqa: F401  # what the child processes limit themselves with
         except ImportError as error:
             raise OSError("sandboxes need Linux or macOS; on Windows use WSL") from error
-        self.work = work
+        self.spec = spec
         self.workers = workers
         self.timeout = timeout
         self.limits = limits or ResourceLimits()
@@ -78,7 +78,7 @@ class SandboxPool:
         self._start_timeout = start_timeout
         self._idle: queue.SimpleQueue[SandboxProcess] = queue.SimpleQueue()
         options: dict[str, Any] = {"backend": backend, "allow_partial_isolation": allow_partial_isolation}
-        self.processes = tuple(SandboxProcess(work, self.limits, start_timeout, **options) for _ in range(workers))
+        self.processes = tuple(SandboxProcess(spec, self.limits, start_timeout, **options) for _ in range(workers))
         """All processes, running or not."""
         for process in self.processes:
             self._idle.put(process)
@@ -88,15 +88,7 @@ class SandboxPool:
         weakref.finalize(self, _end_own, self.processes, os.getpid())
 
     def run(self, job: Any, *, timeout: float | None = None) -> CallResult:
-        """Make one call, in the next free process.
-
-        Args:
-            job: Argument of the function; picklable.
-            timeout: Time limit in seconds; ``None``: the pool's.
-
-        Raises:
-            RuntimeError: If no process can be started.
-        """
+        """Make one call, in the next free process; see :meth:`map`."""
         return self._session(lambda ask: ask(job, self.timeout if timeout is None else timeout))
 
     def map(self, jobs: Sequence[Any], *, timeout: float | None = None) -> list[CallResult]:
@@ -116,14 +108,10 @@ class SandboxPool:
         return self.run_sessions([lambda ask, job=job: ask(job, limit) for job in jobs])  # type: ignore[misc]  # a default in a lambda
 
     def run_sessions(self, tasks: Sequence[Callable[[CallWorker], Result]]) -> list[Result]:
-        """Run tasks concurrently, each with a process to itself that it may call several times.
+        """Run tasks concurrently, each with a process to itself, and return their results in order.
 
-        Args:
-            tasks: Each gets a function that calls the process with a job and a time limit in seconds. A process that
-                has ended is replaced at the next call.
-
-        Returns:
-            What the tasks return, in their order.
+        A task gets a function that calls its process with a job and a time limit in seconds. A process that has ended
+        is replaced at the next call.
 
         Raises:
             RuntimeError: If a process cannot be started.
@@ -160,13 +148,13 @@ class SandboxPool:
         """Pickle without the processes: the copy starts its own."""
         options = ("workers", "timeout", "limits", "fresh_process", "backend", "allow_partial_isolation")
         given = {name: getattr(self, name) for name in options} | {"start_timeout": self._start_timeout}
-        return partial(SandboxPool, self.work, **given), ()
+        return partial(SandboxPool, self.spec, **given), ()
 
     def _warn_of_missing_layers(self, process: SandboxProcess) -> None:
         """Warn once if a layer is missing that is required, or the network could not be disabled as asked."""
         network = () if self.limits.network else ("network",)
         missing = missing_isolation(
-            self.work.name, dict.fromkeys([*self.work.required, *network]), process.isolation or ()
+            self.spec.name, dict.fromkeys([*self.spec.required, *network]), process.isolation or ()
         )
         if missing and not self._warned:
             self._warned = True

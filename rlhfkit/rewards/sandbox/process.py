@@ -120,14 +120,14 @@ class SandboxProcess:
 
     def __init__(
         self,
-        work: WorkerSpec,
+        spec: WorkerSpec,
         limits: ResourceLimits,
         start_timeout: float,
         *,
         backend: Backend = "auto",
         allow_partial_isolation: bool = False,
     ) -> None:
-        self.work = work
+        self.spec = spec
         self.limits = limits
         self.start_timeout = start_timeout
         self.backend: Backend = backend
@@ -137,9 +137,8 @@ class SandboxProcess:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._folder = ""
         self._socket: socket.socket | None = None
-        self._worker_pid: int | None = (
-            None  # the only process whose answers are accepted, where the kernel reports writers
-        )
+        # The only process whose answers are accepted; None where the kernel does not report who wrote them.
+        self._worker_pid: int | None = None
         self._output = b""
 
     @property
@@ -148,11 +147,7 @@ class SandboxProcess:
         return None if self._supervisor is None else self._supervisor.pid
 
     def call(self, job: Any, timeout: float) -> CallResult:
-        """Call the function, starting the process if necessary.
-
-        Args:
-            job: Argument of the function; picklable.
-            timeout: Time limit in seconds; a process that takes longer is killed.
+        """Call the function with a picklable job, starting the process if necessary; kill it after ``timeout`` seconds.
 
         Raises:
             RuntimeError: If no process can be started.
@@ -180,13 +175,9 @@ class SandboxProcess:
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def stop(self, *, grace: float = 0.0) -> str:
-        """Kill all processes of the sandbox, and clean up.
+        """Kill all processes of the sandbox, clean up, and return the reason that the supervisor reports.
 
-        Args:
-            grace: Seconds that the supervisor has to end by itself first, and report why.
-
-        Returns:
-            The reason that the supervisor reports.
+        The supervisor gets ``grace`` seconds to end by itself first.
         """
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None or self._socket is None:
@@ -247,19 +238,19 @@ class SandboxProcess:
             "limits": dataclasses.asdict(self.limits),
             "folder": self._folder,
             "channel": worker.fileno(),
-            "max_answer_bytes": self.work.max_answer_bytes,
+            "max_answer_bytes": self.spec.max_answer_bytes,
             "backend": resolve_backend(self.backend),
-            "readable_paths": None if self.work.trusted else readable_paths([self.work.program, *self.work.files]),
+            "readable_paths": None if self.spec.trusted else readable_paths([self.spec.program, *self.spec.files]),
         }
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment |= {
             "HOME": self._folder,
             "TMPDIR": self._folder,
             "OMP_NUM_THREADS": "1",
-            **dict(self.work.environment),
+            **dict(self.spec.environment),
         }
         program = Path(__file__).with_name("child.py")
-        flags = ["-I", "-B", "-u", *([] if self.work.packages else ["-S"])]
+        flags = ["-I", "-B", "-u", *([] if self.spec.packages else ["-S"])]
         try:
             self._supervisor = subprocess.Popen(
                 [sys.executable, *flags, str(program), "supervisor", json.dumps(settings)],
@@ -280,40 +271,29 @@ class SandboxProcess:
         self._initialize(time.monotonic() + self.start_timeout)
 
     def _initialize(self, deadline: float) -> None:
-        """Have the worker set up its isolation, and then load the function.
-
-        Raises:
-            RuntimeError: If one of them fails.
-            InsufficientIsolationError: If a required layer is missing.
-        """
+        """Have the worker set up its isolation, and then load the function."""
         setup = {
-            "path": [os.path.abspath(entry) for entry in sys.path] if self.work.packages else [],
-            "program": str(self.work.program),
-            "factory": self.work.factory,
-            "arguments": pickle.dumps(self.work.arguments),
+            "path": [os.path.abspath(entry) for entry in sys.path] if self.spec.packages else [],
+            "program": str(self.spec.program),
+            "factory": self.spec.factory,
+            "arguments": pickle.dumps(self.spec.arguments),
         }
         try:
-            isolated = self._exchange(pickle.dumps(setup), deadline - time.monotonic())
-            if isolated.status == "ok":
-                self.isolation = list(isolated.value)
+            ready = self._exchange(pickle.dumps(setup), deadline - time.monotonic())
+            if ready.status == "ok":
+                self.isolation = list(ready.value)
                 self._check_isolation()
-            ready = (
-                isolated if isolated.status != "ok" else self._exchange(b"load", max(deadline - time.monotonic(), 0.01))
-            )
+                ready = self._exchange(b"load", max(deadline - time.monotonic(), 0.01))
         except ProtocolError as error:
-            raise RuntimeError(f"no process could be started to run {self.work.name}: {error}") from None
+            raise RuntimeError(f"no process could be started to run {self.spec.name}: {error}") from None
         if ready.status != "ok":
             self.stop()
-            raise RuntimeError(f"no process could be started to run {self.work.name}: {ready.message}")
+            raise RuntimeError(f"no process could be started to run {self.spec.name}: {ready.message}")
 
     def _check_isolation(self) -> None:
-        """Stop the sandbox if a required layer is missing and that is not allowed.
-
-        Raises:
-            InsufficientIsolationError: If so.
-        """
-        required = [layer for layer in self.work.required if layer != "network" or not self.limits.network]
-        missing = missing_isolation(self.work.name, required, self.isolation or ())
+        """Stop the sandbox and raise if a required layer is missing and that is not allowed."""
+        required = [layer for layer in self.spec.required if layer != "network" or not self.limits.network]
+        missing = missing_isolation(self.spec.name, required, self.isolation or ())
         if missing and not self.allow_partial_isolation:
             self.stop()
             raise InsufficientIsolationError(missing)
@@ -330,7 +310,7 @@ class SandboxProcess:
         started = time.monotonic()
         number = secrets.token_bytes(16)
         sending = memoryview(HEADER.pack(number, len(request)) + request)
-        answer = Response(number, self.work.max_answer_bytes)
+        answer = Response(number, self.spec.max_answer_bytes)
         flood = 0
         assert self._socket is not None
         assert self._supervisor is not None

@@ -37,10 +37,7 @@ CROSS_PROCESS_CALLS = {
 def install_filter(*groups: dict[str, tuple[int, int]]) -> bool:
     """Block system calls for this process and all it will start; they fail as if they did not exist.
 
-    Needs ``PR_SET_NO_NEW_PRIVS``.
-
-    Args:
-        groups: Names with their numbers on x86-64 and ARM64.
+    Needs ``PR_SET_NO_NEW_PRIVS``. The groups hold names with their numbers on x86-64 and ARM64.
 
     Returns:
         Whether the kernel installed the filter.
