@@ -12,7 +12,7 @@ from rlhfkit import EpisodeEngine, LocalEngine, VLLMPool
 from rlhfkit.episodes import AgentEngine
 from rlhfkit.rollout import HealthPolicy, ReplayEngine
 
-from . import playing, supervision
+from . import episodes, supervision
 from .table import Change, Rows, arguments_of, ignored
 
 BESIDE: dict[str, Any] = {"colocate": True}
@@ -49,35 +49,35 @@ TABLE: dict[type, Rows] = {
     },
     ReplayEngine: {"folder": Change("@other_dump")},
     EpisodeEngine: {
-        "engine": Change(partial(playing.Greedy)),
-        "environment": Change(playing.Chatting),
-        "tools": Change((playing.double,), given={"environment": None}, refused=True),  # without either it is refused
+        "engine": Change(partial(episodes.Greedy)),
+        "environment": Change(episodes.Chatting),
+        "tools": Change((episodes.double,), given={"environment": None}, refused=True),  # without either it is refused
         "max_turns": Change(1),
         "max_episode_tokens": Change(10),
-        "episode_timeout": Change(1e-3, given={"environment": playing.Slow}, refused=True),
-        "environment_timeout": Change(1e-3, given={"environment": playing.Slow}, refused=True),
+        "episode_timeout": Change(1e-3, given={"environment": episodes.Slow}, refused=True),
+        "environment_timeout": Change(1e-3, given={"environment": episodes.Slow}, refused=True),
         "concurrency": Change(1),
         "parallel_calls": Change(2),
-        "on_error": Change("raise", given={"environment": playing.Failing}, refused=True),
-        "chat_template_arguments": Change({"style": "!"}, given={"environment": playing.Chatting}),
+        "on_error": Change("raise", given={"environment": episodes.Failing}, refused=True),
+        "chat_template_arguments": Change({"style": "!"}, given={"environment": episodes.Chatting}),
     },
     AgentEngine: {
-        "engine": Change(partial(playing.Greedy)),
-        "agent": Change(playing.asks_once),
+        "engine": Change(partial(episodes.Greedy)),
+        "agent": Change(episodes.asks_once),
         "max_turns": Change(1),
         "max_episode_tokens": Change(20),
-        "episode_timeout": Change(1e-3, given={"agent": playing.asks_slowly}, refused=True),
+        "episode_timeout": Change(1e-3, given={"agent": episodes.asks_slowly}, refused=True),
         "request_timeout": Change(1e-6, refused=True),
         "concurrency": Change(1),
         "parallel_calls": Change(2),
-        "on_error": Change("raise", given={"agent": playing.fails}, refused=True),
+        "on_error": Change("raise", given={"agent": episodes.fails}, refused=True),
         "host": Change("127.0.0.2"),
-        "port": Change(playing.PORT),
-        "token": Change(playing.TOKEN),
-        "public_url": Change(f"http://localhost:{playing.PORT}", given={"port": playing.PORT}),
+        "port": Change(episodes.PORT),
+        "token": Change(episodes.TOKEN),
+        "public_url": Change(f"http://localhost:{episodes.PORT}", given={"port": episodes.PORT}),
         "ssl_certfile": Change("@certificate.pem", given={"ssl_keyfile": "@key.pem"}, built=True, refused=True),
         "ssl_keyfile": Change("@key.pem", given={"ssl_certfile": "@certificate.pem"}, built=True, refused=True),
-        "tool_call_parser": Change(playing.called, given={"agent": playing.asks_once}),
+        "tool_call_parser": Change(episodes.called, given={"agent": episodes.asks_once}),
         "chat_template_arguments": Change({"style": "!"}),
     },
 }
@@ -85,8 +85,8 @@ LEAST: dict[type, dict[str, Any]] = {
     VLLMPool: {"num_engines": 1},
     HealthPolicy: {},
     ReplayEngine: {"folder": "@dump"},
-    EpisodeEngine: {"engine": partial(LocalEngine), "environment": playing.Turns},
-    AgentEngine: {"engine": partial(LocalEngine), "agent": playing.asks},
+    EpisodeEngine: {"engine": partial(LocalEngine), "environment": episodes.Turns},
+    AgentEngine: {"engine": partial(LocalEngine), "agent": episodes.asks},
 }
 
 
@@ -94,7 +94,7 @@ LEAST: dict[type, dict[str, Any]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("engines")
-    playing.prepare(place)
+    episodes.prepare(place)
     return place
 
 
@@ -105,7 +105,7 @@ def test_every_argument_has_a_row(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", [ReplayEngine, EpisodeEngine, AgentEngine])
 def test_no_argument_of_an_engine_that_plays_is_accepted_and_ignored(folder: Path, kind: type) -> None:
-    seen_in_full(kind, partial(playing.played, folder))
+    seen_in_full(kind, partial(episodes.played, folder))
 
 
 @pytest.mark.ray

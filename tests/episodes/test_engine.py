@@ -37,22 +37,22 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 @pytest.fixture
-def play(engine: Recorded) -> Iterator[Callable[..., list[Sample]]]:
-    """Play episodes from ``PROMPTS`` or others."""
-    playing: list[EpisodeEngine] = []
+def run_episodes(engine: Recorded) -> Iterator[Callable[..., list[Sample]]]:
+    """Run episodes from ``PROMPTS`` or others."""
+    engines: list[EpisodeEngine] = []
 
     def run(
         environment: Any, prompts: list[Prompt] | None = None, sampling: SamplingSpec = SAMPLING, **options: Any
     ) -> list[Sample]:
         one = EpisodeEngine(engine, environment, **options)
         one.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
-        playing.append(one)
+        engines.append(one)
         engine.seen.clear()
         engine.calls.clear()
         return one.generate(prompts or prompts_of(PROMPTS), sampling, iteration=2)
 
     yield run
-    for one in playing:
+    for one in engines:
         one.loop.close()
 
 
@@ -92,17 +92,17 @@ class Appending(Counting):
 
 @pytest.mark.parametrize("environment", [Counting, Chatting, Appending])
 def test_what_is_recorded_is_what_the_engine_saw_and_said_at_every_turn(
-    play: Any, engine: Recorded, environment: Any
+    run_episodes: Any, engine: Recorded, environment: Any
 ) -> None:
-    samples = play(environment)
+    samples = run_episodes(environment)
     recorded = [turn for sample in samples for turn in turns(sample)]
     assert len(recorded) == len(samples) * 3
     assert sorted(recorded) == sorted(engine.seen)
 
 
 @pytest.mark.parametrize("environment", [Counting, Chatting])
-def test_logprobs_are_those_of_the_whole_sequence(play: Any, engine: Recorded, environment: Any) -> None:
-    for sample in play(environment):
+def test_logprobs_are_those_of_the_whole_sequence(run_episodes: Any, engine: Recorded, environment: Any) -> None:
+    for sample in run_episodes(environment):
         scored = engine.score([sample.prompt.token_ids + sample.token_ids])[0][len(sample.prompt.token_ids) - 1 :]
         assert sample.action_mask is not None
         for chosen, logprob, expected, version in zip(
@@ -112,8 +112,8 @@ def test_logprobs_are_those_of_the_whole_sequence(play: Any, engine: Recorded, e
             assert version == 0
 
 
-def test_a_conversation_reads_as_its_template_writes_it(play: Any) -> None:
-    (sample,) = play(Chatting, prompts_of(["2+2"]), SamplingSpec(group_size=1, max_new_tokens=4))
+def test_a_conversation_reads_as_its_template_writes_it(run_episodes: Any) -> None:
+    (sample,) = run_episodes(Chatting, prompts_of(["2+2"]), SamplingSpec(group_size=1, max_new_tokens=4))
     text = tiny_tokenizer().decode(sample.prompt.token_ids + sample.token_ids)
     first, second, third = (tiny_tokenizer().decode(said).removesuffix("<eos>") for _, said in turns(sample))
     assert text.removesuffix("<eos>") == (
@@ -121,8 +121,8 @@ def test_a_conversation_reads_as_its_template_writes_it(play: Any) -> None:
     )
 
 
-def test_rewards_lie_where_they_were_earned_and_add_up(play: Any) -> None:
-    samples = play(Counting)
+def test_rewards_lie_where_they_were_earned_and_add_up(run_episodes: Any) -> None:
+    samples = run_episodes(Counting)
     score_samples(EpisodeReward(), samples)
     for sample in samples:
         assert sample.token_rewards is not None
@@ -138,8 +138,8 @@ def test_rewards_lie_where_they_were_earned_and_add_up(play: Any) -> None:
     assert int(experience.action_mask.sum()) == sum(len(said) for sample in samples for _, said in turns(sample))
 
 
-def test_other_rewards_see_the_last_turn_only(play: Any) -> None:
-    samples = play(Counting)
+def test_other_rewards_see_the_last_turn_only(run_episodes: Any) -> None:
+    samples = run_episodes(Counting)
     seen: list[str] = []
 
     def length(batch: Any) -> list[float]:
@@ -161,23 +161,23 @@ def comparable(samples: list[Sample]) -> list[Any]:
     return [(sample.prompt.index, sample.sample_index, sample.token_ids, sample.action_mask) for sample in samples]
 
 
-def test_episodes_do_not_depend_on_what_else_is_played(play: Any) -> None:
-    whole = play(Counting)
+def test_episodes_do_not_depend_on_what_else_is_played(run_episodes: Any) -> None:
+    whole = run_episodes(Counting)
     assert [(index, place) for index, place, *_ in comparable(whole)] == [(i, g) for i in range(4) for g in range(3)]
     for options in ({"concurrency": 1}, {"concurrency": 5}, {"parallel_calls": 4}):
-        assert comparable(play(Counting, **options)) == comparable(whole)
+        assert comparable(run_episodes(Counting, **options)) == comparable(whole)
     prompts = prompts_of(PROMPTS)  # two ranks, the second of which has them in another order
-    shares = play(Counting, prompts[::2]) + play(Counting, prompts[3::-2])
+    shares = run_episodes(Counting, prompts[::2]) + run_episodes(Counting, prompts[3::-2])
     assert sorted(comparable(shares)) == comparable(whole)
     assert len({tuple(tokens) for *_, tokens, _ in comparable(whole)}) == 12  # neither groups nor turns repeat
-    other = play(Counting, sampling=SamplingSpec(group_size=3, max_new_tokens=5, seed=2))
+    other = run_episodes(Counting, sampling=SamplingSpec(group_size=3, max_new_tokens=5, seed=2))
     assert comparable(other) != comparable(whole)
 
 
-def test_requests_of_all_episodes_go_in_one_call(play: Any, engine: Recorded) -> None:
-    play(Counting)
+def test_requests_of_all_episodes_go_in_one_call(run_episodes: Any, engine: Recorded) -> None:
+    run_episodes(Counting)
     assert engine.calls == [12, 12, 12]
-    play(Counting, concurrency=6)
+    run_episodes(Counting, concurrency=6)
     assert max(engine.calls) == 6
 
 
@@ -185,8 +185,8 @@ def test_requests_of_all_episodes_go_in_one_call(play: Any, engine: Recorded) ->
     ("options", "ended", "turn_count"),
     [({"max_turns": 2}, "turns", 2), ({"max_episode_tokens": 15}, "tokens", 2), ({}, "done", 3)],
 )
-def test_limits_cut_off_and_keep_what_was_earned(play: Any, options: Any, ended: str, turn_count: int) -> None:
-    samples = play(Counting, prompts_of(["abc"]), **options)
+def test_limits_cut_off_and_keep_what_was_earned(run_episodes: Any, options: Any, ended: str, turn_count: int) -> None:
+    samples = run_episodes(Counting, prompts_of(["abc"]), **options)
     score_samples(EpisodeReward(), samples)
     for sample in samples:
         assert (sample.info["ended"], sample.info["turns"]) == (ended, turn_count)
@@ -200,8 +200,10 @@ def test_limits_cut_off_and_keep_what_was_earned(play: Any, options: Any, ended:
         assert {sample.reward for sample in samples} == {None}
 
 
-def test_the_last_turn_gets_what_room_is_left(play: Any) -> None:
-    (sample,) = play(Counting, prompts_of(["abc"]), SamplingSpec(group_size=1, max_new_tokens=5), max_episode_tokens=13)
+def test_the_last_turn_gets_what_room_is_left(run_episodes: Any) -> None:
+    (sample,) = run_episodes(
+        Counting, prompts_of(["abc"]), SamplingSpec(group_size=1, max_new_tokens=5), max_episode_tokens=13
+    )
     assert len(sample.prompt.token_ids) + len(sample.token_ids) == 13
     assert [len(said) for _, said in turns(sample)] == [5, 2]
 
@@ -209,12 +211,14 @@ def test_the_last_turn_gets_what_room_is_left(play: Any) -> None:
 FAULTS = ["raises", "hangs", "returns nothing", "says nothing", "not finite", "no judgement", None]
 
 
-def test_an_environment_that_fails_loses_its_own_episode_only(play: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_that_fails_loses_its_own_episode_only(
+    run_episodes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     texts = [f"{number}" for number in range(len(FAULTS))]
-    good = play(Counting, prompts_of(texts, FAULTS))
+    good = run_episodes(Counting, prompts_of(texts, FAULTS))
     closed = Faulty.closed
     began = time.monotonic()
-    samples = play(Faulty, prompts_of(texts, FAULTS), environment_timeout=2.0)
+    samples = run_episodes(Faulty, prompts_of(texts, FAULTS), environment_timeout=2.0)
     assert time.monotonic() - began < 20
     assert Faulty.closed - closed == len(samples) == 21
     score_samples(EpisodeReward(), samples)
@@ -240,27 +244,27 @@ def test_an_environment_that_fails_loses_its_own_episode_only(play: Any, caplog:
     assert trained.tolist() == [sample.reward is not None for sample in samples]
 
 
-def test_an_environment_that_always_fails_is_an_error(play: Any) -> None:
+def test_an_environment_that_always_fails_is_an_error(run_episodes: Any) -> None:
     with pytest.raises(EpisodeError, match=r"all 6 episodes failed, the first: sample 0 of prompt 0.*ArithmeticError"):
-        play(Faulty, prompts_of(["1", "2"], ["raises", "raises"]))
+        run_episodes(Faulty, prompts_of(["1", "2"], ["raises", "raises"]))
     with pytest.raises(EpisodeError, match="prompt 1, after 2 turns: ArithmeticError: no such number"):
-        play(Faulty, prompts_of(["1", "2"], [None, "raises"]), on_error="raise")
+        run_episodes(Faulty, prompts_of(["1", "2"], [None, "raises"]), on_error="raise")
 
 
-def test_an_episode_that_takes_too_long_is_not_judged(play: Any) -> None:
+def test_an_episode_that_takes_too_long_is_not_judged(run_episodes: Any) -> None:
     class Slow(Counting):
         async def step(self, action: Action) -> Step:
             await asyncio.sleep(0 if self.prompt.index else 20)
             return await super().step(action)
 
-    samples = play(Slow, prompts_of(["1", "2"]), episode_timeout=2.0)
+    samples = run_episodes(Slow, prompts_of(["1", "2"]), episode_timeout=2.0)
     assert [sample.info["ended"] for sample in samples] == ["time"] * 3 + ["done"] * 3
     assert "the episode (limit: 2 s) took longer" in samples[0].info["error"]
     score_samples(EpisodeReward(), samples)
     assert [sample.reward for sample in samples] == [None] * 3 + [7.0] * 3
 
 
-def test_an_async_environment_that_blocks_everything_is_named(engine: Recorded, play: Any) -> None:
+def test_an_async_environment_that_blocks_everything_is_named(engine: Recorded, run_episodes: Any) -> None:
     class Blocking(Counting):
         async def step(self, action: Action) -> Step:
             time.sleep(4)
@@ -275,13 +279,13 @@ def test_an_async_environment_that_blocks_everything_is_named(engine: Recorded, 
     assert len(one.generate(prompts_of(["1"]), SAMPLING, iteration=0)) == 3
 
 
-def test_what_the_engine_raises_is_raised(engine: Recorded, play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engine_raises_is_raised(engine: Recorded, run_episodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(prompts: Any, sampling: Any, *, iteration: int) -> Any:
         raise ZeroDivisionError("the engine died")
 
     monkeypatch.setattr(engine, "generate", broken)
     with pytest.raises(ZeroDivisionError, match="the engine died"):
-        play(Counting)
+        run_episodes(Counting)
 
 
 def test_groups_are_given_as_they_are_finished(engine: Recorded) -> None:
@@ -354,7 +358,7 @@ def test_arguments_out_of_range_are_named(options: Any, message: str) -> None:
         EpisodeEngine(LocalEngine(), Counting, **options)
 
 
-def test_wrong_arguments_are_named(engine: Recorded, play: Any) -> None:
+def test_wrong_arguments_are_named(engine: Recorded, run_episodes: Any) -> None:
     with pytest.raises(TypeError, match="engine must implement"):
         EpisodeEngine(Counting, Counting)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a class or a function that makes a new Environment"):
@@ -362,4 +366,4 @@ def test_wrong_arguments_are_named(engine: Recorded, play: Any) -> None:
     with pytest.raises(RuntimeError, match=r"before EpisodeEngine\.start"):
         EpisodeEngine(LocalEngine(), Counting).generate(prompts_of(["1"]), SAMPLING, iteration=0)
     with pytest.raises(ValueError, match="prompt 0 has 128 tokens"):
-        play(Counting, prompts_of(["x" * 128]))
+        run_episodes(Counting, prompts_of(["x" * 128]))

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -18,9 +18,11 @@ from rlhfkit.rewards import (
     WeightedSum,
     evaluate,
     exact_match,
+    reward_metrics,
     reward_name,
     score_samples,
 )
+from rlhfkit.rewards.base import CompositeReward, RewardWithMetrics, part_names
 
 
 def samples(count: int = 3) -> list[Sample]:
@@ -254,3 +256,31 @@ def test_generators_are_watched_and_endless_ones_are_an_error(caplog: pytest.Log
     for reward in (endless, endless_later):
         with pytest.raises(ValueError, match="returned 4 values for 3 samples"):
             evaluate({"endless": reward}, samples(3), timeout=5.0)
+
+
+def test_a_class_may_declare_a_name_parts_and_metrics() -> None:
+    class Pair:
+        name = "pair"
+
+        def part_names(self) -> list[str]:
+            return ["even", "odd"]
+
+        def metrics(self) -> dict[str, float]:
+            return {"pair/calls": 1.0}
+
+        def __call__(self, batch: Sequence[Sample]) -> list[float]:
+            for sample in batch:
+                sample.reward_parts |= {"even": 1.0, "odd": 0.0}
+            return [1.0] * len(batch)
+
+    batch = samples()
+    score_samples(Pair(), batch)
+    assert [sample.reward_parts for sample in batch] == [{"even": 1.0, "odd": 0.0}] * 3
+    assert (reward_name(Pair()), part_names(Pair()), reward_metrics(Pair())) == (
+        "pair",
+        ["even", "odd"],
+        {"pair/calls": 1.0},
+    )
+    assert (part_names(exact_match), reward_metrics(exact_match)) == (["exact_match"], {})
+    assert isinstance(Pair(), CompositeReward)
+    assert not isinstance(exact_match, CompositeReward | RewardWithMetrics)

@@ -188,9 +188,8 @@ def _run_worker(settings: dict[str, Any], channel: ModuleType, confinement: Modu
             trainer.write(_encode({"status": "error", "message": _describe(error)}, trainer.largest))
             return
         trainer.write(_encode({"status": "ok"}, trainer.largest))
-        signal.signal(
-            signal.SIGXCPU, _raise_cpu_limit
-        )  # process 1 of a namespace gets only signals it has handlers for
+        # Process 1 of a namespace gets only those signals that it has handlers for.
+        signal.signal(signal.SIGXCPU, _raise_cpu_limit)
         while request := trainer.read():
             _extend_cpu_limit(settings["limits"]["cpu_seconds"])
             trainer.write(_answer(function, request, trainer.largest))

@@ -1,4 +1,4 @@
-"""Plays episodes, runs agents and gives recorded samples back, with a tiny model: all that can be seen of it."""
+"""Engines of episodes, agents and recorded samples on a tiny model, observed for tests of their arguments."""
 
 import asyncio
 import socket
@@ -31,14 +31,14 @@ TEMPLATE = (
 )
 
 
-def listens_nobody(port: int) -> bool:
+def is_free(port: int) -> bool:
     """Whether this TCP port is free."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-# Below the ports that systems give out by themselves, so that it is still free when the tests come to it.
-PORT = next(filter(listens_nobody, range(21_000, 22_000)))
+# Below the range of ephemeral ports, so that it is still free when the tests use it.
+PORT = next(filter(is_free, range(21_000, 22_000)))
 SECRET = "a-secret-of-24-characters"
 TOKEN = AccessToken(SECRET)
 
