@@ -23,7 +23,7 @@ PAGE = Path(__file__).with_name("losses.md")
 # Modules in the order of the page; others follow by name.
 ORDER = ("policy.ppo", "policy.grpo", "policy.sequence", "policy.reinforce", "policy.trust_region", "policy.entropy")
 ORDER += ("importance_sampling", "kl", "value", "advantages.group", "advantages.gae", "advantages.rewards")
-ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free", "preference.sequences")
+ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free")
 ORDER += ("preference.variants", "preference.kto", "preference.reward_model")
 ORDER += ("fused_head.logprobs", "fused_head.single_pass", "policy.base", "aggregation", "metrics")
 OMITTED_KNOBS = {"denominator", "mask", "max_length"}

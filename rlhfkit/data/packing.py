@@ -1,10 +1,10 @@
-"""Micro-batches of nearly equal tokens, and the sizes of one iteration.
+"""Which examples are trained on together: permutations, micro-batches of nearly equal tokens, sizes of one iteration.
 
 An iteration of N sequences is divided into optimizer updates, each update **globally** into ``accumulate * world_size``
 micro-batches of nearly equal tokens, and these are assigned to the ranks. One rank and many ranks therefore train on
 the same updates; they only sum them in another order.
 
-Everything here is arithmetic on lengths: no tensors, no randomness, the same result on every rank.
+Everything here depends on lengths and seeds only: there is no state to save, and the result is the same on every rank.
 """
 
 import heapq
@@ -12,9 +12,25 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import ceil
 
+import torch
+
 _DIFFERENCING_LIMIT = 500_000
+
+
+def permutation(count: int, *, seed: int, number: int) -> list[int]:
+    """Shuffled 0 .. ``count`` - 1, the same on every rank and after every restart.
+
+    Args:
+        count: Items.
+        seed: Of the run.
+        number: Of the pass or epoch, from 0.
+    """
+    digest = blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randperm(count, generator=generator).tolist()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.data.loaders.stream import Stream, StreamLoader
-from rlhfkit.data.shuffling import permutation
+from rlhfkit.data.packing import permutation
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.columns import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, log_counts

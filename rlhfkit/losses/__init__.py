@@ -40,6 +40,7 @@ from rlhfkit.losses.aggregation import (
     masked_moments,
     masked_sum,
     select,
+    sequence_logprobs,
     sum_losses,
     whiten,
 )
@@ -94,8 +95,13 @@ from rlhfkit.losses.preference.dpo import dpo_loss
 from rlhfkit.losses.preference.kto import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss
 from rlhfkit.losses.preference.reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
 from rlhfkit.losses.preference.reward_model import bradley_terry_loss, pairwise_accuracy, process_reward_loss
-from rlhfkit.losses.preference.sequences import length_desensitized_logprobs, sequence_logprobs, wpo_weights
-from rlhfkit.losses.preference.variants import PAIR_LOSSES, PreferencePairs, divergence_score
+from rlhfkit.losses.preference.variants import (
+    PAIR_LOSSES,
+    PreferencePairs,
+    divergence_score,
+    length_desensitized_logprobs,
+    wpo_weights,
+)
 from rlhfkit.losses.supervised import cross_entropy_loss, dft_loss
 from rlhfkit.losses.value import value_loss
 

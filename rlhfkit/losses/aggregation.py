@@ -88,6 +88,29 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
+def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mean: bool = False) -> Tensor:
+    """Log-prob of each sequence: the sum (or the mean) of the log-probs of its selected tokens.
+
+    ``log π(y|x) = Σ_t m_t log π(y_t | x, y_<t)``
+
+    Masked tokens get gradient 0. (TRL sums all positions and relies on masked log-probs being constant zeros.)
+
+    Args:
+        logprobs: (B, T) token log-probs on the next-token axis. Masked entries may hold anything.
+        mask: (B, T), true where a token belongs to the completion.
+        mean: Divide by the number of selected tokens; 0 for a sequence without any.
+
+    Returns:
+        (B,) in at least float32.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check_same_shape(logprobs=logprobs, mask=mask)
+    reduce = masked_mean if mean else masked_sum
+    return reduce(full_precision(logprobs), mask, -1)
+
+
 def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
     """Count, sum and sum of squares of the selected entries, to be summed over ranks for :func:`whiten`.
 

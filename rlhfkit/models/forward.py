@@ -48,6 +48,14 @@ class TokenizedBatch(Protocol):
     attention_mask: Tensor
 
 
+class UnpaddedBatch:
+    """A batch of (B, T) int64 sequences without padding."""
+
+    def __init__(self, input_ids: Tensor) -> None:
+        self.input_ids = input_ids
+        self.attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The Hugging Face model inside a DeepSpeed engine, DDP or a peft wrapper, or the model itself."""
     inner = getattr(model, "module", None)

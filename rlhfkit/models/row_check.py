@@ -4,9 +4,9 @@
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rlhfkit.models.forward import TokenizedBatch, policy_output, unwrap
+from rlhfkit.models.forward import TokenizedBatch, UnpaddedBatch, policy_output, unwrap
 from rlhfkit.models.heads import ScalarModel, scalar_output
 
 ROW_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
@@ -15,14 +15,6 @@ above 1). In float32 sums in another order give about 1e-5, in float64 too, wher
 bfloat16 rounds a logit of 20 to multiples of 0.1, and tokens of a mixture of experts can change experts; averaged over
 a row that gives a few hundredths, while rows that see one another differ by 0.5 and more.
 """
-
-
-class UnpaddedBatch:
-    """A batch of (B, T) int64 sequences without padding."""
-
-    def __init__(self, input_ids: Tensor) -> None:
-        self.input_ids = input_ids
-        self.attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
 
 
 @torch.no_grad()

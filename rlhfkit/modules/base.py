@@ -23,9 +23,10 @@ from rlhfkit.models import (
     load_tokenizer,
     policy_output,
 )
+from rlhfkit.models.forward import UnpaddedBatch
 from rlhfkit.models.load import Quantization, context_length, load_config, precision_dtype
 from rlhfkit.models.lora import save_initial_adapter
-from rlhfkit.models.row_check import ROW_TOLERANCES, UnpaddedBatch, row_difference
+from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
 from rlhfkit.modules.optim import SCHEDULES, Schedule, clip_each_child, learning_rate_factor

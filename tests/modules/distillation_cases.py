@@ -10,7 +10,7 @@ import torch
 from tiny_models import tiny_model
 
 from rlhfkit import DistillationModule, SFTDataModule
-from rlhfkit.data.shuffling import permutation
+from rlhfkit.data.packing import permutation
 from rlhfkit.models import load_causal_lm
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))

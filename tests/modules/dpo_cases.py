@@ -95,7 +95,7 @@ def fit(
 
 def by_hand(folder: Path, epochs: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the run, in float64 and plain Transformers, one text at a time."""
-    from rlhfkit.data.shuffling import permutation
+    from rlhfkit.data.packing import permutation
 
     tokenizer = tiny_tokenizer()
     rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]

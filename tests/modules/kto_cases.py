@@ -97,7 +97,7 @@ def by_hand(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Ten
         every = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         return every[torch.tensor(example.loss_mask[1:])].sum()
 
-    from rlhfkit.data.shuffling import permutation
+    from rlhfkit.data.packing import permutation
 
     points, losses = [], []
     for epoch in range(EPOCHS):

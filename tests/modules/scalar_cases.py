@@ -12,7 +12,7 @@ from torch.nn.functional import binary_cross_entropy, logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rlhfkit import PreferenceDataModule, ProcessRewardModule, RewardModule, StepwiseDataModule
-from rlhfkit.data.shuffling import permutation
+from rlhfkit.data.packing import permutation
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 ROWS, STEP, EPOCHS, LR, HEAD_STD = 14, 4, 13, 0.01, 0.3

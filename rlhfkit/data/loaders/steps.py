@@ -19,8 +19,7 @@ from math import ceil
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rlhfkit.data.batch import StepTotals
-from rlhfkit.data.packing import best_fit_decreasing, split_by_tokens
-from rlhfkit.data.shuffling import permutation
+from rlhfkit.data.packing import best_fit_decreasing, permutation, split_by_tokens
 from rlhfkit.validation import check_integer
 
 

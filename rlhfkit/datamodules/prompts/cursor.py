@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, Self
 
-from rlhfkit.data.shuffling import permutation
+from rlhfkit.data.packing import permutation
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.datamodules.prompts.curriculum import Order, PromptPass, PromptStats
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfkit.data.shuffling import permutation
+from rlhfkit.data.packing import permutation
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.prompts.rows import PromptRows
 from rlhfkit.datamodules.tokenization.mixture import Mixture

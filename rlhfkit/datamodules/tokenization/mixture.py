@@ -6,7 +6,7 @@ from math import floor
 from typing import Any, Literal
 
 from rlhfkit.data.loaders.steps import TokenizedDataset
-from rlhfkit.data.shuffling import permutation
+from rlhfkit.data.packing import permutation
 from rlhfkit.datamodules.tokenization.sources import Source, describe
 from rlhfkit.validation import check_number
 

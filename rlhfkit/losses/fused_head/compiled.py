@@ -1,4 +1,4 @@
-"""Tiles of logits on CUDA: the arithmetic between two matrix products as one compiled kernel.
+"""``CompiledTiles``: tiles of logits on CUDA, with the arithmetic between two matrix products as one compiled kernel.
 
 On a GPU, passes over a tile in memory would take longer than the matrix products. Here statistics and gradient are
 functions without side effects, which ``torch.compile`` turns into Triton kernels that read the tile once or twice and
@@ -7,37 +7,15 @@ do the same work.
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.fused_head.tiles import NEGLIGIBLE, LogitTransform, OutputGradient, RunningSoftmax, Tiles
+from rlhfkit.losses.fused_head.tiles import NEGLIGIBLE, OutputGradient, RunningSoftmax, Tiles
 
 _BACKEND = "inductor"  # of torch.compile
-
-
-def make_tiles(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    transform: LogitTransform,
-    *,
-    entropy: bool,
-    keep_raw: bool = False,
-) -> Tiles:
-    """Make :class:`CompiledTiles` where they can run, else :class:`Tiles`."""
-    kind = CompiledTiles if can_compile(device.type) else Tiles
-    return kind(shape, dtype, device, transform, entropy=entropy, keep_raw=keep_raw)
-
-
-def can_compile(device: str) -> bool:
-    """Whether tiles on this device are compiled: CUDA with Triton, and not inside a caller's ``torch.compile``."""
-    if device != "cuda" or torch.compiler.is_compiling() or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability() >= (7, 0)  # what Triton supports
 
 
 class CompiledTiles(Tiles):

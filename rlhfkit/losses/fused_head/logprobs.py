@@ -10,6 +10,7 @@ over all tokens, so no float32 copy of a bfloat16 weight gradient is needed. N a
 vocabulary.
 """
 
+import importlib.util
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhfkit.losses.arguments import HEAD_ARGUMENTS, share_arguments
-from rlhfkit.losses.fused_head.compiled import make_tiles
+from rlhfkit.losses.fused_head.compiled import CompiledTiles
 from rlhfkit.losses.fused_head.tiles import (
     LogitTransform,
     OutputGradient,
     RunningSoftmax,
+    Tiles,
     accumulate,
     add_product,
     block_rows,
@@ -131,6 +133,27 @@ def logits_logprobs(
         flat, targets.reshape(-1), transform, entropy
     )
     return LogprobsOutput(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+
+
+def make_tiles(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    transform: LogitTransform,
+    *,
+    entropy: bool,
+    keep_raw: bool = False,
+) -> Tiles:
+    """Make :class:`CompiledTiles` where they can run, else :class:`Tiles`."""
+    kind = CompiledTiles if can_compile(device.type) else Tiles
+    return kind(shape, dtype, device, transform, entropy=entropy, keep_raw=keep_raw)
+
+
+def can_compile(device: str) -> bool:
+    """Whether tiles on this device are compiled: CUDA with Triton, and not inside a caller's ``torch.compile``."""
+    if device != "cuda" or torch.compiler.is_compiling() or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability() >= (7, 0)  # what Triton supports
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -18,8 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from rlhfkit.losses.aggregation import check_same_shape
 from rlhfkit.losses.arguments import HEAD_ARGUMENTS, share_arguments
-from rlhfkit.losses.fused_head.compiled import make_tiles
-from rlhfkit.losses.fused_head.logprobs import linear_logprobs
+from rlhfkit.losses.fused_head.logprobs import linear_logprobs, make_tiles
 from rlhfkit.losses.fused_head.tiles import (
     LogitTransform,
     OutputGradient,

@@ -1,7 +1,7 @@
 """Direct preference optimisation: one function for the whole DPO family, on summed log-probs of pairs of answers.
 
-The per-pair formulas and the f-divergences are in ``variants.py``, sequence log-probs in ``sequences.py``, losses
-without a reference model in ``reference_free.py``.
+The per-pair formulas, the f-divergences, LD-DPO and WPO are in ``variants.py``, losses without a reference model in
+``reference_free.py``.
 """
 
 from collections.abc import Callable, Mapping

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhfkit.losses import linear_cross_entropy, linear_logprobs
-from rlhfkit.losses.fused_head import compiled
+from rlhfkit.losses.fused_head import compiled, logprobs
 
 from ..head_cases import random_head
 from .test_logprobs import KNOBS
@@ -13,7 +13,7 @@ from .test_logprobs import KNOBS
 @pytest.fixture
 def compiling(monkeypatch):
     """Lets the CPU take the path of CUDA; traced and functionalised, but run by eager kernels."""
-    monkeypatch.setattr(compiled, "can_compile", lambda device: True)
+    monkeypatch.setattr(logprobs, "can_compile", lambda device: True)
     monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
 
 
@@ -46,5 +46,5 @@ def test_compiled_tiles_equal_the_in_place_ones(request, dtype, entropy, knobs):
 
 
 def test_the_cpu_does_not_compile():
-    tiles = compiled.make_tiles((2, 3), torch.float32, torch.device("cpu"), compiled.LogitTransform(), entropy=False)
-    assert type(tiles) is compiled.Tiles
+    tiles = logprobs.make_tiles((2, 3), torch.float32, torch.device("cpu"), logprobs.LogitTransform(), entropy=False)
+    assert type(tiles) is logprobs.Tiles
