@@ -18,10 +18,11 @@ from rlhfkit.losses import (
     on_policy_distillation_advantages,
 )
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
-from rlhfkit.models import PolicyOutput
+from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.models.distillation import compare_logits, teacher_logits
 from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.on_policy.grpo import GRPOModule
+from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.supervised.teacher import load_teacher
 from rlhfkit.validation import check_integer, check_number
 
@@ -81,6 +82,12 @@ class OnPolicyDistillationModule(GRPOModule):
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss (0.28).
         kl_coef: Weight of a KL penalty towards the model that training started from; 0 loads no reference model.
         correction: Importance correction for differences between engine and trainer, see :class:`GRPOModule`.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only.
         **kwargs: See :class:`GRPOModule`. What would have no effect is refused: without a ``reward_coef`` all that
             belongs to the reward's advantage, and with a ``divergence`` then also ``policy_loss``, its arguments, and
             ``correction``.
@@ -112,6 +119,12 @@ class OnPolicyDistillationModule(GRPOModule):
         clip_high: float | None = None,
         kl_coef: float = 0.0,
         correction: str | Mapping[str, Any] | None = None,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -123,6 +136,12 @@ class OnPolicyDistillationModule(GRPOModule):
             clip_high=clip_high,
             kl_coef=kl_coef,
             correction=correction,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
             **kwargs,
         )
         check_number("distillation_coef", distillation_coef, above=0, why="GRPOModule has no teacher")

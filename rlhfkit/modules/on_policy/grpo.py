@@ -8,9 +8,11 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss, discounted_returns, group_advantages, whiten
+from rlhfkit.models import LoRA
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.rewards import KLPlace
+from rlhfkit.modules.optim import Schedule
 from rlhfkit.validation import check_number
 
 
@@ -51,11 +53,16 @@ class GRPOModule(OnPolicyModule):
         correction: Importance correction for differences between engine and trainer: ``"tis"``, ``"icepop"``, ``"mis"``
             and others of :data:`~rlhfkit.losses.CORRECTION_PRESETS`, or arguments of
             :func:`~rlhfkit.losses.importance_weights`.
-        **kwargs: Loss: ``aggregation``, ``max_length``, ``entropy_coef``, ``ptx_coef``, ``log_entropy``, see
-            :class:`OnPolicyModule`. Rewards and KL: ``reward_model``, ``reward_processing``, ``mask_truncated``,
-            ``kl_estimator``, ``kl_control``, ``max_tokens_per_forward``, see
-            :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`. Optimizer and loading: ``lora``,
-            ``gradient_checkpointing``, ``weight_decay``, ``warmup_steps`` ..., see :class:`PolicyModule`.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only; the reference is the policy without them.
+        **kwargs: More about the loss (``aggregation``, ``max_length``, ``entropy_coef``, ``ptx_coef``,
+            ``log_entropy``): see :class:`OnPolicyModule`; about rewards and KL (``reward_model``,
+            ``reward_processing``, ``mask_truncated``, ``kl_estimator``, ``kl_control``, ``max_tokens_per_forward``):
+            see :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`; about the model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -80,6 +87,12 @@ class GRPOModule(OnPolicyModule):
         kl_coef: float = 0.0,
         kl_in_reward: bool | KLPlace | None = None,
         correction: str | Mapping[str, Any] | None = None,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -93,6 +106,12 @@ class GRPOModule(OnPolicyModule):
             kl_coef=kl_coef,
             kl_in_reward=kl_in_reward,
             correction=correction,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
             **kwargs,
         )
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale=advantage_scale)  # checks the scale

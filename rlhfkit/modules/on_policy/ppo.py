@@ -18,13 +18,14 @@ from rlhfkit.losses import (
     weighted_metric,
     whiten,
 )
-from rlhfkit.models import PolicyOutput, ScalarModel, policy_output, unwrap
+from rlhfkit.models import LoRA, PolicyOutput, ScalarModel, policy_output, unwrap
 from rlhfkit.models.forward import VALUE_HEAD, has_router
 from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.kl_control import skip_update
 from rlhfkit.modules.on_policy.rewards import KLPlace
+from rlhfkit.modules.optim import Schedule
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -69,11 +70,16 @@ class PPOModule(OnPolicyModule):
         correction: Importance correction for differences between engine and trainer: ``"tis"``, ``"icepop"``, ``"mis"``
             and others of :data:`~rlhfkit.losses.CORRECTION_PRESETS`, or arguments of
             :func:`~rlhfkit.losses.importance_weights`.
-        **kwargs: Loss: ``advantages``, ``aggregation``, ``max_length``, ``entropy_coef``, ``ptx_coef``,
-            ``log_entropy``, see :class:`OnPolicyModule`. Rewards and KL: ``reward_model``, ``reward_processing``,
-            ``mask_truncated``, ``kl_estimator``, ``kl_control``, ``max_tokens_per_forward``, see
-            :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`. Optimizer and loading: ``lora``,
-            ``gradient_checkpointing``, ``weight_decay``, ``warmup_steps`` ..., see :class:`PolicyModule`.
+        weight_decay: AdamW's decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
+        attention: Transformers' ``attn_implementation``.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        lora: Train adapters only; the reference is the policy without them.
+        **kwargs: More about the loss (``advantages``, ``aggregation``, ``max_length``, ``entropy_coef``, ``ptx_coef``,
+            ``log_entropy``): see :class:`OnPolicyModule`; about rewards and KL (``reward_model``,
+            ``reward_processing``, ``mask_truncated``, ``kl_estimator``, ``kl_control``, ``max_tokens_per_forward``):
+            see :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`; about the model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -105,6 +111,12 @@ class PPOModule(OnPolicyModule):
         kl_coef: float = 0.01,
         kl_in_reward: bool | KLPlace | None = None,
         correction: str | Mapping[str, Any] | None = None,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_schedule: Schedule = "constant",
+        attention: str | None = None,
+        gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -117,6 +129,12 @@ class PPOModule(OnPolicyModule):
             kl_coef=kl_coef,
             kl_in_reward=kl_in_reward,
             correction=correction,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            lr_schedule=lr_schedule,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
             **kwargs,
         )
         check_number("critic_lr", critic_lr, above=0)
