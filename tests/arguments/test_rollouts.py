@@ -207,8 +207,8 @@ TABLE: dict[type, Rows] = {
         "dynamic_sampling": Change(DynamicSampling(keep=never, max_rounds=2)),
         "oversampling": Change(0.5),
         "max_staleness": Change(1),
-        "in_flight": Unseen("when weights change depends on time: tests/callbacks/test_rollout_ahead.py"),
-        "rollout_timeout": Unseen("seconds: tests/callbacks/test_rollout_ahead.py"),
+        "in_flight": Unseen("when weights change depends on time: tests/callbacks/rollout/test_async_rollouts.py"),
+        "rollout_timeout": Unseen("seconds: tests/callbacks/rollout/test_async_rollouts.py"),
         "alarms": Unseen("warnings: tests/callbacks/test_alarms.py"),
         "probe_tolerance": Change(0.0, refused=True),
     },
@@ -235,7 +235,7 @@ TABLE: dict[type, Rows] = {
         "folder": Unseen("where batches are written when a run stops: tests/callbacks/test_guard.py"),
     },
     Invariants: {
-        "compares_groups": Unseen("what is checked, not what is done: tests/callbacks/test_dump_and_invariants.py")
+        "compares_groups": Unseen("what is checked, not what is done: tests/callbacks/test_dump.py")
     },
     RolloutDump: {
         "folder": Change("@there"),

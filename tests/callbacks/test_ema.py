@@ -7,8 +7,8 @@ import pytest
 import torch
 from strategies import ranks
 
-from callbacks import ema_cases
-from callbacks.ema_cases import DECAY, averaged, difference, fit
+from callbacks import ema_ranks
+from callbacks.ema_ranks import DECAY, averaged, difference, fit
 from rlhfkit import EMA, HFExport, RolloutCallback
 from rlhfkit.models import load_causal_lm
 
@@ -16,7 +16,7 @@ from rlhfkit.models import load_causal_lm
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ema")
-    ema_cases.prepare(folder)
+    ema_ranks.prepare(folder)
     return folder
 
 
@@ -69,7 +69,7 @@ def test_validation_sees_the_average_and_checkpoints_the_weights(folder: Path, t
 
 def test_a_resumed_average_is_the_straight_one_bitwise(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "four.ckpt"
-    straight = fit(folder, EMA(DECAY), callbacks=[ema_cases.SaveAfter(4, path)])
+    straight = fit(folder, EMA(DECAY), callbacks=[ema_ranks.SaveAfter(4, path)])
     resumed = fit(folder, EMA(DECAY), path=path)
     assert len(resumed.history) < len(straight.history)
     assert difference(resumed.average, straight.average) == 0.0
@@ -87,28 +87,28 @@ def test_the_average_is_exported_and_so_are_the_weights(folder: Path, tmp_path: 
 
 
 def test_an_error_in_validation_leaves_the_trained_weights_in_place(folder: Path) -> None:
-    class Fails(ema_cases.L.Callback):
+    class Fails(ema_ranks.L.Callback):
         def on_validation_batch_start(self, trainer: Any, *rest: Any) -> None:
             if not trainer.sanity_checking:
                 raise OSError("disk full")
 
     ema, kept = EMA(DECAY), {}
-    module = ema_cases.SFTModule(str(folder / "model"), lr=1e-2)
+    module = ema_ranks.SFTModule(str(folder / "model"), lr=1e-2)
 
-    class Keep(ema_cases.L.Callback):
+    class Keep(ema_ranks.L.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
-            kept.update(ema_cases.weights(trainer, module))
+            kept.update(ema_ranks.weights(trainer, module))
 
     source = str(folder / "data.jsonl")
-    data = ema_cases.SFTDataModule(source, validation_data=source, micro_batch_size=8, max_length=32)
+    data = ema_ranks.SFTDataModule(source, validation_data=source, micro_batch_size=8, max_length=32)
     with pytest.raises(OSError, match="disk full"):
-        ema_cases.trainer(folder, [ema, Keep(), Fails()]).fit(module, data)
+        ema_ranks.trainer(folder, [ema, Keep(), Fails()]).fit(module, data)
     assert difference(kept, dict(module.policy.state_dict())) == 0.0
 
 
 @pytest.mark.distributed
 def test_two_ranks_of_deepspeed_average_their_shares(folder: Path, tmp_path: Path) -> None:
-    reports = ranks.run("callbacks.ema_cases:on_ranks", 2, tmp_path, data=str(folder), stages=[0, 2, 3])
+    reports = ranks.run("callbacks.ema_ranks:on_ranks", 2, tmp_path, data=str(folder), stages=[0, 2, 3])
     total = sum(tensor.numel() for tensor in load_causal_lm(str(folder / "model")).parameters())
     for stage in "023":
         zero, one = reports[0][stage], reports[1][stage]

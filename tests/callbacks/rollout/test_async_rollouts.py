@@ -322,7 +322,7 @@ def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:
 @pytest.mark.distributed
 def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
     _, _, _, alone = run(tmp_path, 1)
-    first, second = ranks.run("callbacks.test_rollout_ahead:train_ahead_on_ranks", 2, tmp_path / "ranks")
+    first, second = ranks.run("callbacks.rollout.test_async_rollouts:train_ahead_on_ranks", 2, tmp_path / "ranks")
     assert first == second
     plain, selected = first["plain"], first["selected"]
     assert plain["prompts"] == alone.prompts

@@ -19,7 +19,7 @@ from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.data import Experience
 from rlhfkit.rewards import WeightedSum
 
-from .rollout_cases import selected
+from .callback_ranks import selected
 
 
 class Recorder(L.Callback):
@@ -192,7 +192,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict[str, Any]]:
-    return ranks.run("callbacks.rollout_cases:everything", 2, folder, timeout=200)
+    return ranks.run("callbacks.rollout.callback_ranks:everything", 2, folder, timeout=200)
 
 
 @pytest.mark.distributed
