@@ -234,9 +234,7 @@ TABLE: dict[type, Rows] = {
         "max_skipped_updates": Change(1, around={"infinite": True}, refused=True),
         "folder": Unseen("where batches are written when a run stops: tests/callbacks/test_guard.py"),
     },
-    Invariants: {
-        "compares_groups": Unseen("what is checked, not what is done: tests/callbacks/test_dump.py")
-    },
+    Invariants: {"compares_groups": Unseen("what is checked, not what is done: tests/callbacks/test_dump.py")},
     RolloutDump: {
         "folder": Change("@there"),
         "every_n_iterations": Change(2),

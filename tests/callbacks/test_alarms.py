@@ -1,4 +1,4 @@
-"""Alarms ring once, for what is out of bounds, and say what to do."""
+"""Alarms are triggered once, for metrics out of bounds, and give advice."""
 
 import logging
 import math

@@ -1,4 +1,7 @@
-"""What a person sees: the table of samples and the curves."""
+"""SampleTable prints samples, TrainingCurves plots metrics.
+
+Covers ``callbacks/curves.py`` and ``callbacks/samples.py``.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Runs that are written down, replayed, and watched."""
+"""Samples on disk, replayed runs, and invariants.
+
+Covers ``callbacks/dump.py``, ``callbacks/invariants.py`` and ``rollout/replay.py``.
+"""
 
 import dataclasses
 import json

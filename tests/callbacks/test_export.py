@@ -1,4 +1,4 @@
-"""HFExport writes complete folders that load again, keeps as many as told, and refuses what it cannot export."""
+"""HFExport writes complete folders that load again, keeps the latest ones, and refuses modules without export."""
 
 from pathlib import Path
 from typing import Any

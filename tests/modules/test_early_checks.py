@@ -1,4 +1,7 @@
-"""What would fail in the middle of a run, or spoil it, is refused when it begins."""
+"""What would fail in the middle of a run, or spoil it, is refused when it begins.
+
+Covers ``callbacks/rollout/prompt_check.py``.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""RequestScheduler beside the training loop: none lost, none doubled, in order, and never while they are held."""
+"""Jobs beside the training loop: none lost, none run twice, in order, and never while they are paused."""
 
 import pickle
 import threading

@@ -1,4 +1,4 @@
-"""What fills an iteration, for any groups and any order in which they end."""
+"""Groups of an iteration, for any engine, any selection and any order in which groups finish."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Dynamic sampling in whole runs: training sees only groups that teach something, now or ahead of time."""
+"""Dynamic sampling in whole runs: training sees only groups with different rewards, synchronous or asynchronous."""
 
 import math
 from collections.abc import Sequence

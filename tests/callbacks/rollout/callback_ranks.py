@@ -1,4 +1,4 @@
-"""What one rank runs for the tests of rollouts on two ranks: several short fits in one process."""
+"""Functions that ranks run for the tests of rollouts on two ranks: several short fits in one process."""
 
 import os
 from collections.abc import Iterator, Sequence

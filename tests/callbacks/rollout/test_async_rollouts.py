@@ -1,4 +1,7 @@
-"""Asynchronous rollouts: what is trained on, how old it may be, and what overlaps."""
+"""Asynchronous rollouts: what is trained on, how old it may be, and what overlaps.
+
+Covers ``async_rollouts.py`` and ``timing.py`` of ``callbacks/rollout/``.
+"""
 
 import copy
 import itertools

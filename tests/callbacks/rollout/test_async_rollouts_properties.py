@@ -1,4 +1,4 @@
-"""Sampling ahead, for any staleness and any place where a run stops: nothing lost, doubled, or older than allowed."""
+"""Asynchronous rollouts with any staleness and any stops: no prompt lost or repeated, no sample older than allowed."""
 
 import time
 from collections.abc import Sequence

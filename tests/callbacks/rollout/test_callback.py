@@ -1,4 +1,7 @@
-"""What must hold in every iteration: ratios, versions, exactness over splits, ranks and resumes, and learning."""
+"""What must hold in every iteration: ratios, versions, exactness over splits, ranks and resumes, and learning.
+
+Covers ``callback.py``, ``micro_batching.py`` and ``weight_sync.py`` of ``callbacks/rollout/``.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training on episodes, some of which fail: GRPO and PPO, groups that are drawn again, what is logged and recorded."""
+"""Training on episodes, some of which fail: GRPO and PPO, dynamic sampling, metrics and recorded episodes."""
 
 from pathlib import Path
 from typing import Any

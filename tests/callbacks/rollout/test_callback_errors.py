@@ -1,4 +1,4 @@
-"""Bad input: one clear error that names the value, the rule and the cure, before anything is half done."""
+"""Bad input raises one error that names the value, the rule and the cure, before a run starts."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Evaluation while training: several ways of sampling, several sources, and the best checkpoint by any of it."""
+"""Validation: several ways of sampling, several sources, and the best checkpoint by any of their metrics."""
 
 import json
 from pathlib import Path

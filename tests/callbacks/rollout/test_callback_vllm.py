@@ -1,4 +1,4 @@
-"""The loop with real vLLM engines: weights arrive after each policy step, and training is the trainer's own."""
+"""Iterations with real vLLM engines: weights arrive after each policy step, and training is as with LocalEngine."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A reward model among the module's children scores samples wherever rewards are needed, not in the loss alone."""
+"""A reward model that is a child of the module scores samples for selection, the curriculum, metrics and the loss."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Oversampling in whole runs: the first groups are trained on, the prompts of the others come first next time."""
+"""Oversampling in whole runs: the first groups are trained on, the prompts of the others come first in the next one.
+
+Covers ``callbacks/rollout/group_collector.py`` and ``rollout/collector.py``.
+"""
 
 from collections import Counter
 from pathlib import Path

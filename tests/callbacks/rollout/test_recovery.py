@@ -1,4 +1,4 @@
-"""Engines that have lost their weights get the trainer's, and the run goes on as if nothing had happened."""
+"""Engines that lose their weights get the current ones again, and the run continues with the same samples."""
 
 import os
 from collections.abc import Sequence

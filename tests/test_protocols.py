@@ -1,0 +1,73 @@
+"""rlhfkit's classes have what the protocols ask for, with the same arguments; what is missing is named."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typing_extensions import get_protocol_members
+
+from rlhfkit import GRPOModule, PromptDataModule, RLHFDeepSpeedStrategy, RolloutCallback, SFTModule, protocols
+from rlhfkit.datamodules.prompts.cursor import PromptDraws
+from rlhfkit.protocols import experience_source_of, learner_of, prompts_of
+
+CASES = [
+    (protocols.GenerativeModule, SFTModule),
+    (protocols.ExperienceLearner, GRPOModule),
+    (protocols.HasTokenizer, SFTModule),
+    (protocols.HasModelLimits, SFTModule),
+    (protocols.SavesPretrained, SFTModule),
+    (protocols.ChecksRows, SFTModule),
+    (protocols.Draws, PromptDraws),
+    (protocols.PromptSource, PromptDataModule),
+    (protocols.ChecksPrompts, PromptDataModule),
+    (protocols.PretrainingSource, PromptDataModule),
+    (protocols.ExperienceSource, RolloutCallback),
+    (protocols.RLHFStrategy, RLHFDeepSpeedStrategy),
+]
+
+
+def set_in_init(kind: type) -> set[str]:
+    """Attributes that the constructors of a class and its bases assign or declare."""
+    inits = [
+        base.__init__ for base in kind.__mro__ if "__init__" in vars(base) and base.__module__.startswith("rlhfkit")
+    ]
+    assigned = {name for init in inits for name in init.__code__.co_names}
+    return assigned | {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
+
+
+@pytest.mark.parametrize(("protocol", "kind"), CASES, ids=lambda case: case.__name__)
+def test_classes_have_the_members_with_their_arguments(protocol: Any, kind: type) -> None:
+    members = get_protocol_members(protocol)
+    assert {name for name in members if not hasattr(kind, name)} <= set_in_init(kind)
+    for name in members:
+        asked = inspect.getattr_static(protocol, name, None)
+        if inspect.isfunction(asked):
+            arguments = inspect.signature(asked).parameters
+            assert set(arguments) <= set(inspect.signature(getattr(kind, name)).parameters), name
+
+
+def test_every_protocol_has_a_class_of_ours() -> None:
+    everything = {kind for kind in vars(protocols).values() if getattr(kind, "_is_protocol", False)}
+    assert everything - {protocols.Protocol} == {protocol for protocol, _ in CASES}
+
+
+def trainer(**parts: Any) -> Any:
+    return SimpleNamespace(**{"callbacks": [], "datamodule": None, "lightning_module": None} | parts)
+
+
+def test_parts_that_do_not_fit_are_named() -> None:
+    with pytest.raises(TypeError, match=r"takes its prompts from a DataModule with draws\(\)"):
+        prompts_of(trainer(datamodule=object()))
+    with pytest.raises(TypeError, match=r"object has no prepare\(\)"):
+        learner_of(trainer(lightning_module=object()))
+    with pytest.raises(ValueError, match=r"exactly one callback that collects experience.*found none"):
+        experience_source_of(trainer())
+    with pytest.raises(ValueError, match="found RolloutCallback, RolloutCallback"):
+        experience_source_of(trainer(callbacks=[RolloutCallback(), RolloutCallback()]))
+
+
+def test_parts_that_fit_are_found() -> None:
+    data, rollouts = PromptDataModule([{"prompt": "a"}]), RolloutCallback()
+    assert prompts_of(trainer(datamodule=data)) is data
+    assert experience_source_of(trainer(callbacks=[object(), rollouts])) is rollouts
