@@ -1,6 +1,6 @@
-"""The way of one iteration through rlhfkit: which files and functions it passes, in order; one JSON line.
+"""The files and functions of rlhfkit that one iteration runs, in order; one JSON line.
 
-    python benchmarks/trace.py            # print the way of GRPO and DPO
+    python benchmarks/trace.py            # print those of GRPO and of DPO
     python benchmarks/trace.py --write    # and write docs/one_iteration.md
 
 Both runs have one process and random tiny models that are made on the spot: GRPO with ``LocalEngine``, iterations of
@@ -8,8 +8,8 @@ two updates of two micro-batches; DPO with a reference model, epochs of two upda
 lies between ``on_train_epoch_start`` of the second and ``on_train_end``, imports excluded: the first epoch also starts
 the engine and tries out what the model can do.
 
-``files`` and ``functions`` are different ones of rlhfkit that were entered, ``changes`` how often the way goes from one
-file to another. A nested function counts as the one it is written in.
+``files`` and ``functions`` count those of rlhfkit that were entered, ``changes`` the calls that go to another file than
+the call before. A nested function counts as the one it is defined in.
 """
 
 import argparse
@@ -26,26 +26,48 @@ from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "rlhfkit"
 PAGE = PACKAGE.parent / "docs" / "one_iteration.md"
-LIMITS = {"GRPO": 36, "DPO": 18}
-"""Files that the way of each run may pass."""
+LIMITS = {"GRPO": 55, "DPO": 27}
+"""Files that an iteration may enter, so that the number does not grow unnoticed."""
+
+STEPS = {
+    "RolloutCallback.collect": "Start of the iteration",
+    "RolloutCallback.sync_weights": "Sync weights",
+    "RolloutCallback.collect_groups": "Collect groups: draw prompts",
+    "BatchedGroupStream.collect": "Collect groups: generate",
+    "GroupCollector._score": "Collect groups: score and select",
+    "Experience.from_samples": "Plan micro-batches",
+    "OnPolicyModule.prepare": "Prepare: old and reference log-probs, advantages",
+    "RolloutCallback._iteration_metrics": "Metrics",
+    "micro_batch": "Micro-batches",
+    "StepLoader.__iter__": "Load a batch",
+    "ExactResume.on_train_batch_start": "Before a micro-batch",
+    "OnPolicyModule.training_step": "Learn",
+    "PreferenceModule.training_step": "Learn",
+    "ReferenceModule.optimizer_step": "Optimizer step",
+    "PolicyModule.on_before_optimizer_step": "Optimizer step",
+    "RolloutCallback.on_train_epoch_end": "Log",
+}
+"""Functions that begin a step of an iteration, and its heading on the page."""
 
 HEAD = """# One iteration, file by file
 
-Written by `python benchmarks/trace.py --write`; do not edit. The files of rlhfkit that one iteration passes between
-`on_train_epoch_start` and the end of training, in the order in which they are entered for the first time, with the
-functions that run in each, in order. One process, tiny models; what happens only once (checks, loading models, starting
+Written by `python benchmarks/trace.py --write`; do not edit. The files of rlhfkit that one iteration runs between
+`on_train_epoch_start` and the end of training: each under the step that enters it first, with the functions that run in
+it, in order of their first call. One process, tiny models; what happens only once (checks, loading models, starting
 the engine) is left out.
 """
 
 
 @dataclass
-class Way:
+class Trace:
     """What was entered, in order."""
 
+    steps: dict[str, str] = field(default_factory=dict)
+    """The step in which each file was first entered."""
     files: dict[str, dict[str, None]] = field(default_factory=dict)
     """Functions of each file, both in the order in which they were first entered."""
     changes: int = 0
-    """How often the way went from one file to another."""
+    """Calls that went to another file than the call before."""
 
     @property
     def functions(self) -> int:
@@ -57,8 +79,8 @@ class Tracer:
     """Records the functions of the package that are entered, in every thread."""
 
     def __init__(self) -> None:
-        self.way = Way()
-        self._last = ""
+        self.trace = Trace()
+        self._step = self._last = ""
         self._imports = threading.local()
 
     def start(self) -> None:
@@ -81,9 +103,11 @@ class Tracer:
         path = Path(code.co_filename)
         if not path.is_relative_to(PACKAGE):
             return
-        file = str(path.relative_to(PACKAGE))
-        self.way.files.setdefault(file, {})[code.co_qualname.split(".<locals>")[0]] = None
-        self.way.changes += file != self._last
+        file, function = str(path.relative_to(PACKAGE)), code.co_qualname.split(".<locals>")[0]
+        self._step = STEPS.get(code.co_qualname, self._step)
+        self.trace.steps.setdefault(file, self._step or "Start of the iteration")
+        self.trace.files.setdefault(file, {})[function] = None
+        self.trace.changes += file != self._last
         self._last = file
 
 
@@ -115,7 +139,7 @@ def make_model(folder: Path) -> str:
     return str(folder)
 
 
-def fit(module: Any, data: Any, folder: Path, callbacks: list[Any], **arguments: Any) -> Way:
+def fit(module: Any, data: Any, folder: Path, callbacks: list[Any], **arguments: Any) -> Trace:
     """Train and trace."""
     import lightning as L
 
@@ -147,10 +171,10 @@ def fit(module: Any, data: Any, folder: Path, callbacks: list[Any], **arguments:
         trainer.fit(module, datamodule=data)
     finally:
         tracer.stop()
-    return tracer.way
+    return tracer.trace
 
 
-def trace_grpo(folder: Path) -> Way:
+def trace_grpo(folder: Path) -> Trace:
     """Eight prompts, four samples of each, two updates of two micro-batches."""
     from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
 
@@ -165,7 +189,7 @@ def trace_grpo(folder: Path) -> Way:
     return fit(module, data, folder, [rollouts], accumulate_grad_batches=2)
 
 
-def trace_dpo(folder: Path) -> Way:
+def trace_dpo(folder: Path) -> Trace:
     """Eight pairs, two updates of two micro-batches."""
     from rlhfkit import DPOModule, PreferenceDataModule
 
@@ -175,7 +199,7 @@ def trace_dpo(folder: Path) -> Way:
     return fit(module, data, folder, [], accumulate_grad_batches=2)
 
 
-RUNS: dict[str, Callable[[Path], Way]] = {"GRPO": trace_grpo, "DPO": trace_dpo}
+RUNS: dict[str, Callable[[Path], Trace]] = {"GRPO": trace_grpo, "DPO": trace_dpo}
 
 
 def purpose(file: str) -> str:
@@ -184,12 +208,16 @@ def purpose(file: str) -> str:
     return docstring.partition("\n")[0]
 
 
-def render(ways: dict[str, Way]) -> str:
+def render(traces: dict[str, Trace]) -> str:
     """The page as Markdown."""
     parts = [HEAD]
-    for name, way in ways.items():
-        parts.append(f"## {name}\n\n{len(way.files)} files, {way.functions} functions.\n")
-        for number, (file, functions) in enumerate(way.files.items(), start=1):
+    for name, trace in traces.items():
+        parts.append(f"## {name}\n\n{len(trace.files)} files, {trace.functions} functions.")
+        step = ""
+        for number, (file, functions) in enumerate(trace.files.items(), start=1):
+            if trace.steps[file] != step:
+                step = trace.steps[file]
+                parts.append(f"\n### {step}\n")
             names = ", ".join(f"`{function}`" for function in functions)
             parts.append(f"{number}. **`{file}`**: {purpose(file)}\\\n   {names}")
         parts.append("")
@@ -201,17 +229,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/one_iteration.md")
     options = parser.parse_args()
-    ways = {}
+    traces = {}
     for name, run in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
-            ways[name] = run(Path(folder))
-    page = render(ways)
+            traces[name] = run(Path(folder))
+    page = render(traces)
     if options.write:
         PAGE.write_text(page, encoding="utf-8")
     print(page)
     counts = {
-        name: {"files": len(way.files), "functions": way.functions, "changes": way.changes, "limit": LIMITS[name]}
-        for name, way in ways.items()
+        name: {"files": len(trace.files), "functions": trace.functions, "changes": trace.changes}
+        for name, trace in traces.items()
     }
     print(json.dumps(counts))
 
