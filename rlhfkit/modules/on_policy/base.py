@@ -197,7 +197,7 @@ class OnPolicyModule(RewardedModule):
     # ------------------------------------------------------------------ before the updates of an iteration
 
     def prepare(self, experience: Experience) -> Experience:
-        """Add what the loss needs and only the policy before the iteration's first update can tell. A collective.
+        """Complete an iteration before its first update: rewards, log-probs, values, advantages. A collective.
 
         Args:
             experience: The whole iteration, B sequences, the same on every rank.
