@@ -16,7 +16,7 @@ from rl_runs import digits, setup_run
 from torch import Tensor
 
 import rlhfkit.losses
-from rlhfkit import GRPOModule, KLControl, PPOModule, RolloutCallback, SamplingSpec, presets
+from rlhfkit import GRPOModule, KLControl, OnPolicyDistillationModule, PPOModule, RolloutCallback, SamplingSpec, presets
 from rlhfkit.data import Experience
 from rlhfkit.losses import (
     LossOutput,
@@ -347,6 +347,19 @@ def test_every_argument_shows_in_the_hyperparameters() -> None:
         for base in kind.__mro__[: kind.__mro__.index(PolicyModule) + 1]:
             names = inspect.signature(base.__init__).parameters.keys() - {"self", "kwargs"}  # type: ignore[misc]
             assert names <= module.hparams.keys(), base
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (GRPOModule, {"advantages", "advantage_scale", "whiten_advantages"}),
+        (PPOModule, {"critic", "critic_lr", "value_clip", "lam", "critic_warmup_steps"}),
+        (OnPolicyDistillationModule, {"teacher", "divergence", "reward_coef"}),
+    ],
+)
+def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
+    names |= {"lr", "policy_loss", "clip_low", "clip_high", "kl_coef", "correction", "lora", "lr_schedule"}
+    assert names <= inspect.signature(kind).parameters.keys()
 
 
 @pytest.mark.parametrize(
