@@ -26,7 +26,7 @@ ORDER += ("importance_sampling", "kl", "value", "advantages.group", "advantages.
 ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free")
 ORDER += ("preference.variants", "preference.kto", "preference.reward_model")
 ORDER += ("fused_head.logprobs", "fused_head.single_pass", "policy.base", "aggregation", "metrics")
-OMITTED_KNOBS = {"denominator", "mask", "max_length"}
+OMITTED_ARGUMENTS = {"denominator", "mask", "max_length"}
 
 HEADER = """\
 # Losses
@@ -47,8 +47,9 @@ output.metrics["rewards/margins"]
 
 What they have in common:
 
-- Tensors come first, knobs are keywords. B are sequences, T tokens on the next-token axis (`logprobs[:, t]` belongs to
-  token `t + 1`), V the vocabulary; `sg` stops the gradient; a loss `ℓ` per token, sequence or pair is averaged.
+- Tensors come first, other arguments are keywords. B are sequences, T tokens on the next-token axis
+  (`logprobs[:, t]` belongs to token `t + 1`), V the vocabulary; `sg` stops the gradient; a loss `ℓ` per token,
+  sequence or pair is averaged.
 - Masks select: a masked entry may be NaN and reaches neither loss nor gradient.
 - All policy losses have one signature, `(logprobs, old_logprobs, advantages, mask, *, ...)`, so that any of them is the
   `policy_loss` of a module.
@@ -58,9 +59,9 @@ What they have in common:
   the same gradient. Without it the local count is taken.
 - The result is `LossOutput(loss, metrics)`; metrics are detached scalars. One that is no mean over what the loss counts
   is a `Metric`, a scalar that says how it reduces over micro-batches and ranks.
-- Wrong shapes and knobs raise `ValueError` at once.
+- Wrong shapes and arguments raise `ValueError` at once.
 
-Knobs that are `None` by default, and `mask`, `denominator` and `max_length`, are left out of the tables.
+Arguments that are `None` by default, and `mask`, `denominator` and `max_length`, are left out of the tables.
 """
 
 
@@ -114,14 +115,12 @@ def citations(function: Callable[..., Any]) -> list[str]:
 
 
 def defaults(function: Callable[..., Any]) -> list[str]:
-    """Keyword-only knobs with their defaults, as code, and where the defaults of others stand."""
-    knobs = inspect.signature(function).parameters.values()
-    base = re.search(r"\*\*knobs: As in :func:`(\w+)`", inspect.getdoc(function) or "")
-    shown = [knob for knob in knobs if knob.kind is knob.KEYWORD_ONLY]
-    required = [f"`{knob.name}` (required)" for knob in shown if knob.default is knob.empty]
-    optional = [knob for knob in shown if knob.name not in OMITTED_KNOBS and knob.default not in (knob.empty, None)]
-    given = [f"`{knob.name}={knob.default!r}`" for knob in optional]
-    return required + given + ([f"others as `{base.group(1)}`"] if base else [])
+    """Keyword-only arguments with their defaults, as code."""
+    parameters = inspect.signature(function).parameters.values()
+    keywords = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
+    required = [f"`{one.name}` (required)" for one in keywords if one.default is one.empty]
+    optional = [one for one in keywords if one.name not in OMITTED_ARGUMENTS and one.default not in (one.empty, None)]
+    return required + [f"`{one.name}={one.default!r}`" for one in optional]
 
 
 def _modules(functions: dict[str, Any]) -> list[ModuleType]:

@@ -1,4 +1,7 @@
-"""Properties of stepwise data: where steps are judged, which labels they get, what is cut and what is refused."""
+"""Properties of stepwise data: where steps are judged, which labels they get, what is cut and what is refused.
+
+Covers data/formats/stepwise.py too.
+"""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Models that cap or scale their logits: the fused output layer against Transformers' own logits."""
+"""Models that cap or scale their logits: the fused output layer against Transformers' own. Covers distillation.py."""
 
 from pathlib import Path
 from typing import Any

@@ -26,9 +26,9 @@ class CompiledTiles(Tiles):
 
     def accumulate(self, state: RunningSoftmax, raw: Tensor, targets: Tensor) -> None:
         """Update the running statistics by a tile."""
-        knobs = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
+        constants = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
         updated = _compiled(tile_statistics, _BACKEND)(
-            raw, targets, state.peak, state.total, state.chosen, state.weighted, *knobs
+            raw, targets, state.peak, state.total, state.chosen, state.weighted, *constants
         )
         for old, new in zip((state.peak, state.total, state.chosen, state.weighted), updated, strict=True):
             if old is not None:
@@ -36,9 +36,9 @@ class CompiledTiles(Tiles):
 
     def gradient(self, raw: Tensor, targets: Tensor, outer: OutputGradient) -> Tensor:
         """Gradient of the loss with respect to the raw logits."""
-        knobs = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
+        constants = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
         values = (outer.logprobs, outer.entropy, outer.log_normalizer, outer.entropy_value)
-        found: Tensor = _compiled(tile_gradient, _BACKEND)(raw, targets, *values, *knobs)
+        found: Tensor = _compiled(tile_gradient, _BACKEND)(raw, targets, *values, *constants)
         return found
 
 

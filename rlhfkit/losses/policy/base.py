@@ -158,12 +158,18 @@ def clip_metrics(ratio: Tensor, tokens: PolicyTokens, clip_low: float, clip_high
         clip_high: ``ε_high``.
     """
     ratio = ratio.detach()
-    low = masked_mean(((ratio < 1.0 - clip_low) & (tokens.advantages < 0.0)).float(), tokens.mask)
-    high = masked_mean(((ratio > 1.0 + clip_high) & (tokens.advantages > 0.0)).float(), tokens.mask)
+    low = (ratio < 1.0 - clip_low) & (tokens.advantages < 0.0)
+    high = (ratio > 1.0 + clip_high) & (tokens.advantages > 0.0)
+    return clip_fractions(low, high, tokens.mask)
+
+
+def clip_fractions(low: Tensor, high: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """``policy/clip_fraction`` and its parts, from (B, T) bool tensors of the tokens clipped at either bound."""
+    fraction_low, fraction_high = masked_mean(low.float(), mask), masked_mean(high.float(), mask)
     return {
-        "policy/clip_fraction": low + high,
-        "policy/clip_fraction_low": low,
-        "policy/clip_fraction_high": high,
+        "policy/clip_fraction": fraction_low + fraction_high,
+        "policy/clip_fraction_low": fraction_low,
+        "policy/clip_fraction_high": fraction_high,
     }
 
 

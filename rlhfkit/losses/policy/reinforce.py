@@ -6,9 +6,9 @@ Where PPO removes the gradient of a clipped token, these keep one for every toke
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.aggregation import Aggregation, LossOutput, masked_mean
+from rlhfkit.losses.aggregation import Aggregation, LossOutput
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
-from rlhfkit.losses.policy.base import RatioLevel, policy_loss_output, policy_tokens
+from rlhfkit.losses.policy.base import RatioLevel, clip_fractions, policy_loss_output, policy_tokens
 
 
 @share_arguments(POLICY_ARGUMENTS)
@@ -129,8 +129,6 @@ def cispo_loss(
         raise ValueError(f"need 0 <= ratio_min < ratio_max, got ratio_min={ratio_min} and ratio_max={ratio_max}")
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     ratio = tokens.ratio_of(ratio_level).detach()
-    low = masked_mean((ratio < ratio_min).float(), tokens.mask)
-    high = masked_mean((ratio > ratio_max).float(), tokens.mask)
     return policy_loss_output(
         -ratio.clamp(ratio_min, ratio_max) * tokens.advantages * tokens.logprobs,
         tokens,
@@ -138,11 +136,7 @@ def cispo_loss(
         aggregation=aggregation,
         denominator=denominator,
         max_length=max_length,
-        metrics={
-            "policy/clip_fraction": low + high,
-            "policy/clip_fraction_low": low,
-            "policy/clip_fraction_high": high,
-        },
+        metrics=clip_fractions(ratio < ratio_min, ratio > ratio_max, tokens.mask),
     )
 
 

@@ -14,6 +14,7 @@ from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import mean_metric
 from rlhfkit.losses.policy.base import (
     check_clip,
+    clip_fractions,
     clip_metrics,
     clipped_surrogate,
     per_token,
@@ -273,8 +274,7 @@ def gmpo_loss(
     )
     ratio = masked_mean(pessimistic, tokens.mask, -1).exp().unsqueeze(-1)
     moved = tokens.log_ratio.detach()
-    low = masked_mean(((moved < -clip_low) & (advantage < 0.0)).float(), tokens.mask)
-    high = masked_mean(((moved > clip_high) & (advantage > 0.0)).float(), tokens.mask)
+    low, high = (moved < -clip_low) & (advantage < 0.0), (moved > clip_high) & (advantage > 0.0)
     return policy_loss_output(
         (-advantage * ratio).expand_as(tokens.log_ratio),
         tokens,
@@ -282,11 +282,7 @@ def gmpo_loss(
         aggregation=aggregation,
         denominator=denominator,
         max_length=max_length,
-        metrics={
-            "policy/clip_fraction": low + high,
-            "policy/clip_fraction_low": low,
-            "policy/clip_fraction_high": high,
-        },
+        metrics=clip_fractions(low, high, tokens.mask),
     )
 
 

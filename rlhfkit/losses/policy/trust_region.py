@@ -16,6 +16,7 @@ from rlhfkit.losses.importance_sampling import CorrectionLevel, CorrectionMode, 
 from rlhfkit.losses.policy.base import (
     PolicyTokens,
     check_clip,
+    clip_fractions,
     clip_metrics,
     clipped_surrogate,
     per_token,
@@ -153,7 +154,6 @@ def dppo_loss(
     token_loss = -select(tokens.ratio * tokens.advantages, ~(too_high | too_low))
     if log_ratio_coef > 0.0:
         token_loss = token_loss + log_ratio_coef * tokens.log_ratio.square()
-    low, high = masked_mean(too_low.float(), tokens.mask), masked_mean(too_high.float(), tokens.mask)
     return policy_loss_output(
         token_loss,
         measured,
@@ -161,11 +161,7 @@ def dppo_loss(
         aggregation=aggregation,
         denominator=denominator,
         max_length=max_length,
-        metrics={
-            "policy/clip_fraction": low + high,
-            "policy/clip_fraction_low": low,
-            "policy/clip_fraction_high": high,
-        },
+        metrics=clip_fractions(too_low, too_high, tokens.mask),
     )
 
 

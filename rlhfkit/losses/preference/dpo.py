@@ -89,7 +89,9 @@ def dpo_loss(
     _check_pairs(chosen, rejected, ref_chosen, ref_rejected, chosen_lengths, rejected_lengths, weights, mask)
     _check_reference(ref_chosen, ref_rejected, reference_free)
     mixture = _mixture(loss_type)
-    _check_knobs(mixture, beta, label_smoothing, divergence, sorted_needs_all=weights is not None or mask is not None)
+    _check_arguments(
+        mixture, beta, label_smoothing, divergence, sorted_needs_all=weights is not None or mask is not None
+    )
     keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
 
     def prepare(values: Tensor) -> Tensor:
@@ -180,7 +182,7 @@ def _mixture(loss_type: LossTypes) -> dict[str | PairLoss, float]:
     return mixture
 
 
-def _check_knobs(
+def _check_arguments(
     mixture: Mapping[str | PairLoss, float],
     beta: float,
     label_smoothing: float,
@@ -189,7 +191,7 @@ def _check_knobs(
     sorted_needs_all: bool,
 ) -> None:
     names = [name for name in mixture if isinstance(name, str)]
-    custom = len(names) < len(mixture)  # a function may use any knob
+    custom = len(names) < len(mixture)  # a function may use any argument
     if not beta > 0.0:
         raise ValueError(f"beta must be positive, got {beta}")
     if not 0.0 <= label_smoothing < 0.5:

@@ -122,7 +122,7 @@ def kto_loss(
         raise ValueError(f"loss_type must be one of {', '.join(get_args(KTOLossType))}, got {loss_type!r}")
     if (kl is None) != (loss_type == "apo_zero_unpaired"):
         raise ValueError(f"kl is needed by 'kto' and has no meaning for 'apo_zero_unpaired', got {loss_type!r}, {kl=}")
-    _check_knobs(logprobs, beta, desirable_weight, undesirable_weight)
+    _check_arguments(logprobs, beta, desirable_weight, undesirable_weight)
     check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, mask=mask)
     keep = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
     wanted = desirable.bool()
@@ -176,7 +176,7 @@ def kto_paired_loss(
         ValueError: If shapes differ or an argument is out of range.
     """
     check_same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, mask=mask)
-    _check_knobs(chosen, beta, desirable_weight, undesirable_weight)
+    _check_arguments(chosen, beta, desirable_weight, undesirable_weight)
     keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
     policy_chosen, policy_rejected = select(full_precision(chosen), keep), select(full_precision(rejected), keep)
     chosen_ratio = policy_chosen - select(full_precision(ref_chosen.detach()), keep)
@@ -196,7 +196,7 @@ def kto_paired_loss(
     return LossOutput(0.5 * aggregate(losses, keep, denominator=denominator), metrics)
 
 
-def _check_knobs(logprobs: Tensor, beta: float, desirable_weight: float, undesirable_weight: float) -> None:
+def _check_arguments(logprobs: Tensor, beta: float, desirable_weight: float, undesirable_weight: float) -> None:
     if logprobs.dim() != 1:
         raise ValueError(
             f"log-probs must be (B,), one sum per sequence, got {tuple(logprobs.shape)}; "

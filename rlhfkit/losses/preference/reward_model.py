@@ -61,7 +61,7 @@ def bradley_terry_loss(
         are 0 where no pair counts.
 
     Raises:
-        ValueError: If shapes differ, ``loss_type`` is unknown or a knob is out of range.
+        ValueError: If shapes differ, ``loss_type`` is unknown or an argument is out of range.
     """
     check_same_shape(chosen=chosen, rejected=rejected, mask=mask)
     if chosen.dim() != 1:

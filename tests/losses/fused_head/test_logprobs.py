@@ -1,3 +1,5 @@
+"""Log-probs and entropy of the fused head against dense logits, and its memory. Covers tiles.py."""
+
 import math
 
 import pytest

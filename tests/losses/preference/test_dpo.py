@@ -1,3 +1,5 @@
+"""DPO and its variants against golden values and closed forms. Covers variants.py."""
+
 import json
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What families can do is found out by trying, on tiny copies of any configuration."""
+"""Which families can be packed, measured on tiny copies of their configurations. Covers tiny_config.py."""
 
 import logging
 from pathlib import Path

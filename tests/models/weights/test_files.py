@@ -1,4 +1,4 @@
-"""Weights as ``save_pretrained`` writes them, against what it writes."""
+"""Weights as ``save_pretrained`` writes them, against what it writes. Covers merging.py, with test_lora.py."""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""DistillationModule against a loop written by hand, and itself on other splits, ranks and with kept teachers."""
+"""DistillationModule against a loop written by hand, and itself on other splits, ranks and with kept teachers.
+
+Covers data/formats/distilled.py too.
+"""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What must hold for every policy loss, whatever its formula."""
+"""Properties of every policy loss, whatever its formula. Covers base.py."""
 
 import inspect
 
@@ -18,7 +18,7 @@ from rlhfkit.losses import (
     kl_cov_loss,
 )
 
-from .policy_cases import Batch, gradient, policy_batch
+from ..policy_cases import Batch, gradient, policy_batch
 
 
 def other_policy(logprobs, shift):

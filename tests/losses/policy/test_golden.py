@@ -38,7 +38,7 @@ from rlhfkit.losses import (
     vespo_loss,
 )
 
-from .policy_cases import FIELD, OPENRLHF, TRL, gradient, tensors
+from ..policy_cases import FIELD, OPENRLHF, TRL, gradient, tensors
 
 TRL_INPUTS = tensors(TRL["grpo_loss"]["inputs"])
 TRL_CASES = {case["name"]: case for case in TRL["grpo_loss"]["cases"]}

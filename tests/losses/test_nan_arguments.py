@@ -1,4 +1,4 @@
-"""A knob that is NaN passes every check of the form ``x <= 0``, and makes every gradient NaN: losses refuse it."""
+"""Losses refuse arguments that are NaN, which pass checks of the form ``x <= 0`` and make every gradient NaN."""
 
 import math
 from collections.abc import Callable
