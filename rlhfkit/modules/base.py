@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import PaddedBatch
@@ -29,7 +31,7 @@ from rlhfkit.models.lora import save_initial_adapter
 from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
-from rlhfkit.modules.optim import SCHEDULES, Schedule, clip_each_child, learning_rate_factor
+from rlhfkit.modules.optim import SCHEDULES, Schedule, learning_rate_factor
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -264,12 +266,8 @@ class PolicyModule(CheckpointMixin):
         if self._trainer is not None:  # Lightning accepts NaN, which would make every gradient NaN
             clip = self.trainer.gradient_clip_val
             check_number("Trainer(gradient_clip_val=...)", clip, minimum=0, optional=True, infinite=True)
-        optimizer = torch.optim.AdamW(
-            self.parameter_groups(),
-            lr=self.lr,
-            betas=self.betas,
-            weight_decay=self.weight_decay,
-        )
+        groups = self.parameter_groups()
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
         kind, warmup = self.lr_schedule, self.warmup_steps
         if kind == "constant" and not warmup:
             return optimizer
@@ -286,8 +284,26 @@ class PolicyModule(CheckpointMixin):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip each child by the norm of its own gradient, see :func:`~rlhfkit.modules.optim.clip_each_child`."""
-        clip_each_child(self, optimizer, gradient_clip_val, gradient_clip_algorithm)
+        """Clip the gradient of each child by its own norm, and log the norms as ``grad_norm/<child>``.
+
+        An actor's update then does not shrink because its critic's gradient is large. DeepSpeed's engines do this and
+        log the norms by themselves. Without a ``gradient_clip_val`` nothing is clipped or logged.
+        """
+        if not gradient_clip_val or isinstance(self.trainer.precision_plugin, DeepSpeedPrecision):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        owners = {id(parameter): name for name, child in self.named_children() for parameter in child.parameters()}
+        by_child: dict[str, list[nn.Parameter]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                by_child.setdefault(owners.get(id(parameter), "module"), []).append(parameter)
+        for name, parameters in by_child.items():
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            self.log(f"grad_norm/{name}", torch.nn.utils.get_total_norm(gradients))
+            # The precision plugin reads the parameters from the optimizer, and whether it unscales gradients itself.
+            unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
+            part: Any = SimpleNamespace(param_groups=[{"params": parameters}], _step_supports_amp_scaling=unscales)
+            self.clip_gradients(part, gradient_clip_val, gradient_clip_algorithm)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the module, but keep float32 buffers and float32 adapters in float32, as DeepSpeed does.

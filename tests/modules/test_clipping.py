@@ -1,4 +1,4 @@
-"""Gradient clipping of several models: each by its own norm, whatever the strategy."""
+"""Gradient clipping of several models: each by its own norm, whatever the strategy. Covers ``modules/base.py``."""
 
 from pathlib import Path
 from typing import Any
