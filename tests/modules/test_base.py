@@ -1,4 +1,4 @@
-"""What all modules share."""
+"""PolicyModule: hyperparameters, building, precision, dropout; test_lora.py covers ``checkpointing.py``."""
 
 import pickle
 import re

@@ -1,6 +1,6 @@
-"""What would fail in the middle of a run, or spoil it, is refused when it begins.
+"""Data, models and settings that would fail or spoil a run are refused when it starts.
 
-Covers ``callbacks/rollout/prompt_check.py``.
+Covers ``modules/base.py`` and ``callbacks/rollout/prompt_check.py``.
 """
 
 import json

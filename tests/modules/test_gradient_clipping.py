@@ -1,4 +1,4 @@
-"""Gradient clipping of several models: each by its own norm, whatever the strategy. Covers ``modules/base.py``."""
+"""Each model is clipped by its own norm under every strategy. Covers ``modules/base.py``."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def length(moved: dict[str, torch.Tensor], child: str) -> float:
 @pytest.mark.distributed
 def test_policy_and_critic_are_clipped_by_their_own_norms_as_under_the_strategy(tmp_path: Path) -> None:
     plain, norms = run(tmp_path, "auto")
-    (theirs,) = ranks.run("modules.test_clipping:under_engines", 1, tmp_path / "rank", place=str(tmp_path))
+    (theirs,) = ranks.run("modules.test_gradient_clipping:under_engines", 1, tmp_path / "rank", place=str(tmp_path))
     engines = torch.load(tmp_path / "rank" / "moved.pt")
     assert min(norms.values()) > CLIP
     assert norms == pytest.approx(theirs, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Modules that train adapters: what is saved, what is the reference, what the engine gets, and 4-bit weights."""
+"""Modules that train adapters: checkpoints, the reference, weights of engines, 4 bits. Covers ``checkpointing.py``."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""Adapters and exports under DeepSpeed on two ranks, against one process of plain Lightning."""
+"""Adapters and exports under DeepSpeed on two ranks, against plain Lightning. Covers ``checkpointing.py``."""
 
 import json
 from pathlib import Path

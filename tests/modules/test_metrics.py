@@ -1,4 +1,4 @@
-"""What modules log over a step and over an epoch does not depend on how a step is split into micro-batches."""
+"""Metrics of a step and of an epoch do not depend on how a step is split into micro-batches."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts, against Transformers' own."""
+"""The load-balancing loss of a mixture of experts in every module, against Transformers'. Covers ``base.py``."""
 
 from pathlib import Path
 from typing import Any

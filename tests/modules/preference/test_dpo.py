@@ -1,4 +1,7 @@
-"""DPOModule against a loop written by hand, TRL's numbers, and itself on other splits, ranks and references."""
+"""DPOModule against a loop written by hand, TRL's numbers, and itself on other splits, ranks and references.
+
+Covers ``preference/base.py`` and ``preference/reference.py``.
+"""
 
 import json
 import math

@@ -1,6 +1,6 @@
-"""DistillationModule against a loop written by hand, and itself on other splits, ranks and with kept teachers.
+"""DistillationModule against a loop written by hand, and itself on other splits, ranks and with cached teachers.
 
-Covers data/formats/distilled.py too.
+Covers ``supervised/teacher.py`` and ``data/formats/distilled.py`` too.
 """
 
 import math

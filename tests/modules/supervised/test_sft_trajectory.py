@@ -1,4 +1,4 @@
-"""Fifty steps of SFT are the same however the data is packed, split and dealt, and however often they are stopped."""
+"""Fifty steps of SFT are the same however data is packed, split over ranks and resumed. Covers ``sft.py``."""
 
 import math
 from pathlib import Path
