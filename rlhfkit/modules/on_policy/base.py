@@ -109,7 +109,8 @@ class OnPolicyModule(RewardedModule):
             max_length=max_length,
         )
         self.max_length = max_length
-        self.kl_early_stopping = KLEarlyStopping(self.kl_control.early_stop)
+        early_stop = self.kl_control.early_stop
+        self.kl_early_stopping = None if early_stop is None else KLEarlyStopping(early_stop)
         self.entropy_coef = entropy_coef
         self.ptx_coef = ptx_coef
         if isinstance(correction, str) and correction not in CORRECTION_PRESETS:
@@ -206,7 +207,8 @@ class OnPolicyModule(RewardedModule):
             A copy with advantages and, where needed, old and reference log-probs, values and returns. Its rewards are
             those before :meth:`process_rewards`, for the log.
         """
-        self.kl_early_stopping.reset()
+        if self.kl_early_stopping is not None:
+            self.kl_early_stopping.reset()
         scored = self.add_reward_model_scores(experience)
         experience = self.process_rewards(scored)
         experience = self.add_logprobs(experience)
@@ -269,7 +271,8 @@ class OnPolicyModule(RewardedModule):
         """Compute the loss of one micro-batch of an iteration."""
         out = self.policy_output(batch)
         result = self.total_loss(batch, out)
-        self.kl_early_stopping.measure(batch, out.logprobs)
+        if self.kl_early_stopping is not None:
+            self.kl_early_stopping.measure(batch, out.logprobs)
         loss, means = result.loss, {}
         if self.ptx_coef:
             text_loss = self.pretraining_loss(batch_idx)
@@ -397,23 +400,25 @@ class OnPolicyModule(RewardedModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log the metrics of the step, and skip the policy's update after early stopping."""
         super().on_before_optimizer_step(optimizer)
-        stopped = self.kl_early_stopping.should_stop(self)
-        if self.kl_early_stopping.limit is not None:
+        if self.kl_early_stopping is not None:
+            stopped = self.kl_early_stopping.should_stop(self)
             self.log_means({"policy/kl_early_stopped": torch.tensor(float(stopped), device=self.device)})
-        if stopped:
-            skip_update(self, "policy")
+            if stopped:
+                skip_update(self, "policy")
 
     # ------------------------------------------------------------------ checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save whether early stopping is in effect."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["kl_early_stopped"] = self.kl_early_stopping.stopped
+        if self.kl_early_stopping is not None:
+            checkpoint["kl_early_stopped"] = self.kl_early_stopping.stopped
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue with early stopping."""
         super().on_load_checkpoint(checkpoint)
-        self.kl_early_stopping.stopped = checkpoint.get("kl_early_stopped", False)
+        if self.kl_early_stopping is not None:
+            self.kl_early_stopping.stopped = checkpoint.get("kl_early_stopped", False)
 
 
 def _mean(state: Tensor) -> Tensor:

@@ -59,10 +59,10 @@ class KLEarlyStopping:
     the update that would go on from beyond the limit is skipped too, as in Spinning Up, Stable-Baselines3 and TRL.
 
     Args:
-        limit: Nats per token; ``None``: never stop.
+        limit: Nats per token.
     """
 
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self, limit: float) -> None:
         self.limit = limit
         self.stopped = False
         """Whether the policy is not updated for the rest of the iteration."""
@@ -80,15 +80,15 @@ class KLEarlyStopping:
             batch: Without old log-probs in the first update of an iteration, whose distance is 0.
             logprobs: (B, T-1) of the policy now.
         """
-        if self.limit is None or self.stopped or batch.old_logprobs is None:
+        if self.stopped or batch.old_logprobs is None:
             return
         distance = kl_estimate(batch.old_logprobs, logprobs.detach(), mask=batch.action_mask).sum()
         self._distance = self._distance + distance / max(batch.step_tokens or float(batch.action_mask.sum()), 1.0)
 
     def should_stop(self, module: L.LightningModule) -> bool:
         """Whether to skip the coming update. A collective, with the same result on all ranks."""
-        if self.limit is None or self.stopped:
-            return self.stopped
+        if self.stopped:
+            return True
         total = torch.as_tensor(self._distance, dtype=torch.float32, device=module.device)
         self._distance = 0.0
         self.stopped = float(module.trainer.strategy.reduce(total, reduce_op="sum")) > self.limit

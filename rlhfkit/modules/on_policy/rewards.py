@@ -229,8 +229,10 @@ class RewardedModule(PolicyModule):
             experience: The whole iteration, the same on every rank. Called once for each: running moments move here.
         """
         processing, rewards, earned = self.reward_processing, experience.rewards, experience.token_rewards
-        rewards = stop_properly_penalty(rewards, experience.truncated, coef=processing.stop_properly_coef)
-        rewards = missing_eos_penalty(rewards, experience.truncated, penalty=processing.missing_eos_penalty)
+        if processing.stop_properly_coef != 1.0:
+            rewards = stop_properly_penalty(rewards, experience.truncated, coef=processing.stop_properly_coef)
+        if processing.missing_eos_penalty:
+            rewards = missing_eos_penalty(rewards, experience.truncated, penalty=processing.missing_eos_penalty)
         if processing.normalize:
             self.reward_moments = self.reward_moments.update(rewards)
             mean, std = self.reward_moments.mean, self.reward_moments.std

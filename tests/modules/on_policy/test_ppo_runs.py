@@ -191,7 +191,9 @@ class Sums(L.Callback):
             with full_parameters(parameters):
                 sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)
         self.sums.append(sums)
-        self.still.append(pl_module.kl_early_stopping.stopped or trainer.global_step <= pl_module.critic_warmup_steps)
+        stopping = pl_module.kl_early_stopping
+        stopped = stopping is not None and stopping.stopped
+        self.still.append(stopped or trainer.global_step <= pl_module.critic_warmup_steps)
         self.tokens = [sample.token_ids for sample in trainer.callbacks[0].samples]
 
 
