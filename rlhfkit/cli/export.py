@@ -81,7 +81,6 @@ def export(
 
 
 def _read_file(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """Read a checkpoint of plain Lightning and the weights of a child."""
     about = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     prefix = f"{child}."
     state = about.get("state_dict", {})
@@ -89,7 +88,6 @@ def _read_file(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Ten
 
 
 def _read_directory(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """Read a checkpoint of a DeepSpeed strategy and the weights of a child."""
     from rlhfkit.strategies.checkpoint import directory
     from rlhfkit.strategies.checkpoint.io import rank_file, saved_weights
 

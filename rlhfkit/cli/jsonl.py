@@ -49,7 +49,7 @@ class JSONLWriter:
         else:
             self.settings_file.write_text(json.dumps(self.settings, indent=2) + "\n")
         self._file = self.output.open("ab")
-        self.done = self._cut(group)
+        self.done = self._truncate(group)
         """Number of lines in the file."""
 
     def _check_settings(self) -> None:
@@ -66,7 +66,7 @@ class JSONLWriter:
         if changed:
             raise ValueError(f"{self.output} was written with other settings ({'; '.join(changed)}): {cure}")
 
-    def _cut(self, group: int) -> int:
+    def _truncate(self, group: int) -> int:
         """Truncate the file after its last complete group, and return the number of lines kept."""
         kept = end = position = 0
         with self.output.open("rb") as file:

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _call(FUNCTION_COMMANDS[words[0]][1], words)
         return
     if not words[0].startswith("-") and words[0] not in COMMANDS:  # Lightning's error would list its own commands only
-        print(f"rlhfkit: there is no command {words[0]!r}, but {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"rlhfkit: unknown command {words[0]!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
     run(words)
 

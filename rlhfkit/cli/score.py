@@ -100,7 +100,6 @@ def score(
 
 
 def _resolve_reward(reward: Reward | None, reward_model: str | None) -> Reward:
-    """Return the reward, or a ``ModelReward`` with the model."""
     if reward_model is None and reward is not None:
         return reward
     if reward_model is None or reward is not None:

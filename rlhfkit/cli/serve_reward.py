@@ -140,7 +140,6 @@ def load_reward(
 
 
 def _imported(path: str) -> Reward:
-    """Import the reward at a dotted path."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)

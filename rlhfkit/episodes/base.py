@@ -204,7 +204,6 @@ class EpisodeStream:
             self._first_failure = None
 
     async def _group(self, prompt: Prompt) -> list[Sample]:
-        """Run the episodes of one prompt."""
         tasks = [
             asyncio.ensure_future(self._run(self._make_episode(prompt, index)))
             for index in range(self._sampling.group_size)

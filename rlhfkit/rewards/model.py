@@ -96,8 +96,8 @@ class ModelReward:
         if context is not None and lengths[longest] > context:
             raise ValueError(
                 f"a sample of prompt {samples[longest].prompt.index} has {lengths[longest]} tokens, and {self.model} "
-                f"sees {context}: lower max_new_tokens, shorten what it reads (text=lambda sample: ...), or use one"
-                " with a longer context"
+                f"reads at most {context}: lower max_new_tokens, shorten what it reads (text=lambda sample: ...), or "
+                "use one with a longer context"
             )
         forwards = min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(lengths))
         rewards = torch.zeros(len(lengths))

@@ -130,7 +130,7 @@ class Server:
                 raise RuntimeError(f"the server at {self.url} failed to start") from self._error
             if time.monotonic() > deadline:
                 self.close()
-                raise TimeoutError(f"the server at {self.url} was not up within {self.start_timeout:g} s")
+                raise TimeoutError(f"the server at {self.url} did not start within {self.start_timeout:g} s")
             time.sleep(0.005)
         return self
 

@@ -119,7 +119,7 @@ def parse_assertions(test: str) -> ParsedAssertions | None:
         test: Assert statements, or ``def check(candidate): ...`` of such statements and a call of it (HumanEval).
     """
     try:
-        statements = _meaningful(ast.parse(test).body)
+        statements = _relevant(ast.parse(test).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     names: dict[str, str] = {}
@@ -130,11 +130,11 @@ def parse_assertions(test: str) -> ParsedAssertions | None:
             ),
             ast.Expr(ast.Call(func=ast.Name(id=called), args=[ast.Name(id=function)], keywords=[])),
         ] if check == called:
-            statements, names = _meaningful(body), {candidate: function}
+            statements, names = _relevant(body), {candidate: function}
     conditions = tuple(one.test for one in statements if isinstance(one, ast.Assert))
     if not conditions or len(conditions) != len(statements):
         return None
-    called_names = [name for condition in conditions for name in _called(condition)]
+    called_names = [name for condition in conditions for name in _called_names(condition)]
     shadowed = ""
     if all(name in _BUILTINS and name not in names for name in called_names):
         if not called_names:
@@ -144,7 +144,7 @@ def parse_assertions(test: str) -> ParsedAssertions | None:
     return parsed if all(map(_Checker(parsed).known, conditions)) else None
 
 
-def _meaningful(statements: list[ast.stmt]) -> list[ast.stmt]:
+def _relevant(statements: list[ast.stmt]) -> list[ast.stmt]:
     """Remove statements that test nothing: docstrings, ``pass``, ``import math`` and HumanEval's ``METADATA``."""
 
     def idle(one: ast.stmt) -> bool:
@@ -158,7 +158,7 @@ def _meaningful(statements: list[ast.stmt]) -> list[ast.stmt]:
     return [one for one in statements if not idle(one)]
 
 
-def _called(expression: ast.expr) -> list[str]:
+def _called_names(expression: ast.expr) -> list[str]:
     """Names of the called functions, outermost and leftmost first."""
     return [
         node.func.id for node in ast.walk(expression) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)

@@ -214,7 +214,6 @@ class CodeExecution:
         return reward
 
     def _tests(self, prompt: Prompt) -> ProgramTests:
-        """Return the parsed tests of a row."""
         if self.tests not in prompt.metadata:
             columns = ", ".join(sorted(prompt.metadata)) or "none"
             raise ValueError(

@@ -83,7 +83,7 @@ def _value(plain: Any, depth: int) -> Any:
     if plain is None or isinstance(plain, bool | int | float | str):
         return plain
     if depth == 0:
-        raise ValueError(f"more than {MAX_DEPTH} containers in one another")
+        raise ValueError(f"more than {MAX_DEPTH} nested containers")
     if isinstance(plain, list):
         return [_value(element, depth - 1) for element in plain]
     if len(plain) != 1:
@@ -95,7 +95,7 @@ def _value(plain: Any, depth: int) -> Any:
         raise ValueError(f"{kind!r} of {type(content).__name__}")
     if kind == "dict":
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-            raise ValueError("a dict of other things than pairs")
+            raise ValueError("a dict whose entries are not pairs")
         return {_value(key, depth - 1): _value(value, depth - 1) for key, value in content}
     if kind in ("tuple", "set", "frozenset"):
         elements = [_value(element, depth - 1) for element in content]

@@ -96,7 +96,7 @@ class _Program:
     def run(self, source: str, text: bytes, limit: int, deadline: float) -> dict[str, Any]:
         """Send a program and its input, and return what it writes until it ends, up to ``limit`` bytes."""
         output = self._exchange({self.requests: _line(source), self.input: text}, self.output, limit, deadline)
-        if output is None:  # too much of it
+        if output is None:  # above the limit
             return {"text": None, "timeout": False}
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(deadline - time.monotonic(), 0))
@@ -145,13 +145,13 @@ class _Program:
                 ended = self.process.poll() is not None
                 ready = {key.fd for key, _ in selector.select(0 if ended else min(left, _POLL))}
                 for descriptor in ready & pending.keys():
-                    pending[descriptor] = _written(descriptor, pending[descriptor])
+                    pending[descriptor] = _write_available(descriptor, pending[descriptor])
                     if not pending[descriptor]:
                         selector.unregister(descriptor)
                         del pending[descriptor]
                         if not line:
                             self._close(descriptor)
-                piece = _piece(reading) if reading in ready else b""
+                piece = _read_available(reading) if reading in ready else b""
                 read += piece
                 if len(read) > limit:
                     return None
@@ -165,16 +165,16 @@ def _line(content: Any) -> bytes:
     return json.dumps(content).encode() + b"\n"
 
 
-def _written(descriptor: int, text: memoryview) -> memoryview:
+def _write_available(descriptor: int, text: memoryview) -> memoryview:
     try:
         return text[os.write(descriptor, text) :]
     except BlockingIOError:
         return text
-    except OSError:  # nobody reads
+    except OSError:  # the reader has closed its end
         return text[:0]
 
 
-def _piece(descriptor: int) -> bytes:
+def _read_available(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 1 << 16)
     except OSError:

@@ -98,7 +98,9 @@ async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout
     except TimeoutError:
         raise ServerUnavailable(f"{url} did not answer within {timeout:g} s") from None
     except httpx.TransportError as error:
-        raise ServerUnavailable(f"{url} cannot be reached or broke off ({type(error).__name__}: {error})") from error
+        raise ServerUnavailable(
+            f"{url} cannot be reached or closed the connection ({type(error).__name__}: {error})"
+        ) from error
     if response.status_code == 200:
         return bytes(body)
     message = f"{url} answered with status {response.status_code}: {body[:300].decode(errors='replace')}"

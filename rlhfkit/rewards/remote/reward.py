@@ -112,7 +112,7 @@ class RemoteReward:
             url for url in self.urls if url.startswith("http:") and not is_loopback(urlsplit(url).hostname or "")
         ]
         if self.token is not None and open_urls:
-            log.warning("the token for %s is sent unencrypted; use https where the network is not yours", open_urls[0])
+            log.warning("the token for %s is sent unencrypted; use https unless the network is trusted", open_urls[0])
 
     def __repr__(self) -> str:
         """Show the servers, and where the token comes from."""
@@ -236,7 +236,6 @@ class _Call:
         return [f"{url} answered with {value}" if isinstance(value, str) else value for value in found]
 
     def _encoded(self, batch: list[Sample]) -> bytes:
-        """Return the body of a request."""
         try:
             return encode_request(self.reward.wire_format, batch)
         except (TypeError, ValueError) as error:
@@ -259,7 +258,6 @@ class _Call:
         raise AssertionError("tenacity gives the last error")
 
     async def _post(self, url: str, content: bytes) -> bytes:
-        """Send one request, and count it."""
         started = time.monotonic()
         try:
             return await post(

@@ -148,7 +148,7 @@ class RequestParser:
         labels = asked.labels or [None] * len(asked.query)
         if not len(asked.query) == len(prompts) == len(labels):
             counts = f"{len(asked.query)}, {len(prompts)} and {len(labels)}"
-            raise ValueError(f"query, prompts and labels must be equally many, got {counts}")
+            raise ValueError(f"query, prompts and labels must have the same length, got {counts}")
         rows = zip(asked.query, prompts, labels, strict=True)
         return [
             Sample(Prompt(index, [], prompt, label), 0, [], [], [], "stop", text=query.removeprefix(prompt))
@@ -158,7 +158,7 @@ class RequestParser:
     def _check_count(self, count: int) -> None:
         if count > self.max_samples:
             raise JSONTooLarge(
-                f"the request has {count} samples, and {self.max_samples} are the most: send fewer at a time "
+                f"the request has {count} samples, the limit is {self.max_samples}: send fewer at a time "
                 "(RemoteReward(batch_size=...)) or serve with a larger --max_samples"
             )
 
@@ -246,7 +246,7 @@ def reward_app(
     async def rewards(samples: list[Sample], request: Request) -> dict[str, Scores]:
         try:
             async with asyncio.timeout(timeout):
-                return {"rewards": await _while_wanted(asyncio.wrap_future(batcher.submit(samples)), request)}
+                return {"rewards": await _unless_disconnected(asyncio.wrap_future(batcher.submit(samples)), request)}
         except HTTPException:
             raise
         except TimeoutError:
@@ -275,21 +275,21 @@ def reward_app(
     return app
 
 
-async def _while_wanted(scores: asyncio.Future[Scores], request: Request) -> Scores:
+async def _unless_disconnected(scores: asyncio.Future[Scores], request: Request) -> Scores:
     """Await the scores; cancel when the client disconnects, since it will send the request again."""
-    departure = asyncio.create_task(_departure(request))
-    departure.add_done_callback(lambda _: scores.cancel())
+    disconnect = asyncio.create_task(_wait_for_disconnect(request))
+    disconnect.add_done_callback(lambda _: scores.cancel())
     try:
         return await scores
     except asyncio.CancelledError:
-        if departure.done():
+        if disconnect.done():
             raise HTTPException(499, "the client has gone") from None
         raise
     finally:
-        departure.cancel()
+        disconnect.cancel()
 
 
-async def _departure(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Return when the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

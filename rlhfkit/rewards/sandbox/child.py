@@ -237,7 +237,7 @@ def _answer(function: Callable[[Any], Any], request: bytes, largest: int) -> byt
 def _encode(answer: dict[str, Any], largest: int) -> bytes:
     message = json.dumps(answer).encode()
     if len(message) > largest:
-        raise ValueError(f"the answer has {len(message)} bytes, more than the {largest} that an answer may have")
+        raise ValueError(f"the answer has {len(message)} bytes, the limit is {largest}")
     return message
 
 

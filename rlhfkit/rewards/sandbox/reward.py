@@ -154,7 +154,6 @@ class SandboxedReward:
         self.sandbox.close()
 
     def _describe(self, failures: Sequence[tuple[Sequence[Sample], CallResult]]) -> str:
-        """Return a message that says which samples failed and why."""
         prompts = ", ".join(str(sample.prompt.index) for batch, _ in failures for sample in batch)
         lines = [
             f"prompt {batch[0].prompt.index}, sample {batch[0].sample_index}: {outcome.status}: {outcome.message}"

@@ -19,7 +19,7 @@ def scorer(reward: str | Callable[..., Any]) -> Callable[[list[dict[str, Any]]],
         samples = [SimpleNamespace(**{**row, "prompt": SimpleNamespace(**row["prompt"])}) for row in rows]
         values = function(samples)
         if inspect.isawaitable(values):
-            values = asyncio.run(_waited(values))
+            values = asyncio.run(_await(values))
         if isinstance(values, str | Mapping):
             raise TypeError(f"returned {type(values).__name__}, not one number or None for each sample")
         return [None if value is None else float(value) for value in values]
@@ -27,5 +27,5 @@ def scorer(reward: str | Callable[..., Any]) -> Callable[[list[dict[str, Any]]],
     return score
 
 
-async def _waited(values: Any) -> Any:
+async def _await(values: Any) -> Any:
     return await values

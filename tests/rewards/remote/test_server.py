@@ -300,4 +300,4 @@ def test_a_sample_beyond_the_models_context_is_refused_at_once(served: str) -> N
     answer = httpx.post(f"{served}/score", json=body, headers={"Authorization": f"Bearer {SECRET}"}, timeout=60)
     assert answer.status_code == 422
     assert "has 100000 tokens, and" in answer.json()["detail"]
-    assert "sees 512" in answer.json()["detail"]
+    assert "reads at most 512" in answer.json()["detail"]

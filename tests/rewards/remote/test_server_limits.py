@@ -27,7 +27,7 @@ ONE = b'{"samples":[{"prompt":{'
 BODIES: dict[str, tuple[bytes, int, str]] = {
     "empty samples": (filled(b'{"samples":[', b'{"prompt":{}},', b'{"prompt":{}}]}'), 413, "the body holds more than"),
     "few values, many samples": (
-        b'{"samples":[' + b'{"prompt":{}},' * 2000 + b'{"prompt":{}}]}', 413, "has 2001 samples, and 1024 are the most"
+        b'{"samples":[' + b'{"prompt":{}},' * 2000 + b'{"prompt":{}}]}', 413, "has 2001 samples, the limit is 1024"
     ),
     "deep nesting": (filled(ONE + b'"answer":', b"[", b""), 413, "nests more than 64"),
     "tokens": (filled(ONE + b'"token_ids":[', b"7,", b"7]}}]}"), 413, "the body holds more than"),
