@@ -155,7 +155,8 @@ class Episode:
         """Append the observation of ``step()``, or return false if that would leave no room for another turn."""
         if observation is None:
             raise ValueError(
-                "step() returned neither an observation nor done=True: return one of them (an observation may be an empty text)"
+                "step() returned neither an observation nor done=True: return one of them (an observation may be "
+                "an empty text)"
             )
         token_ids = self.observations.encode_observation(observation, self._trajectory.last_action)
         if len(self._trajectory.context) + len(token_ids) >= self.limits.max_tokens:

@@ -93,7 +93,8 @@ class ObservationTokenizer:
 
         if self.tokenizer.chat_template is None:
             raise ValueError(
-                "observations are chat messages, but the tokenizer has no chat template: return text from the environment"
+                "observations are chat messages, but the tokenizer has no chat template: return text from the "
+                "environment"
             )
         plain = [self._plain(message) for message in messages]
         try:

@@ -3,6 +3,9 @@
 import hmac
 import ipaddress
 import os
+from dataclasses import dataclass
+
+from rlhfkit.validation import check_integer
 
 MIN_TOKEN_LENGTH = 16
 """Minimum length of a server's token in characters: 16 random ones cannot be guessed over a network."""
@@ -74,6 +77,32 @@ class AccessToken:
         if not value or not all("!" <= character <= "~" for character in value):
             raise ValueError(f"{where} must be one or more visible ASCII characters, without spaces and line ends")
         return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where a server listens, and who may use it.
+
+    Raises:
+        ValueError: If the port is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on; others than the loopback address need a token."""
+    port: int = 0
+    """0: any that is free."""
+    token: AccessToken | None = None
+    """What clients must send; ``None``: a random one, on the loopback address only."""
+    public_url: str | None = None
+    """Address for clients on other machines, ``https://trainer:8000``; ``None``: they run on this one."""
+    ssl_certfile: str | None = None
+    """TLS certificate (PEM). Without one tokens and texts are sent unencrypted."""
+    ssl_keyfile: str | None = None
+    """Its private key."""
+
+    def __post_init__(self) -> None:
+        """Check the port."""
+        check_integer("port", self.port, minimum=0, maximum=2**16 - 1, why="0 takes any that is free")
 
 
 def is_loopback(host: str) -> bool:

@@ -22,7 +22,7 @@ from rlhfkit.episodes.openai.agents import AgentConnection
 from rlhfkit.episodes.tools import ToolCall
 from rlhfkit.rollout import ReplayEngine
 from rlhfkit.rollout.replay import samples_file, save_samples
-from rlhfkit.serving.access import AccessToken
+from rlhfkit.serving.access import AccessToken, ServerOptions
 
 SAMPLING = SamplingSpec(group_size=2, max_new_tokens=3)
 TEMPLATE = (
@@ -205,9 +205,10 @@ def played(folder: Path, kind: type, arguments: Mapping[str, Any], around: Mappi
         name: value() if isinstance(value, partial) else str(folder / value[1:]) if str(value)[0] == "@" else value
         for name, value in arguments.items()
     }
+    server = {name.removeprefix("server."): given.pop(name) for name in [*given] if name.startswith("server.")}
     engine: Any = None
     try:
-        engine = kind(**given)
+        engine = kind(**given, **({"server": ServerOptions(**server)} if server else {}))
         engine.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
         samples = [] if built else engine.generate(prompts(), SAMPLING, iteration=0)
         return {"samples": list(map(written, samples)), "most": guests.most, "told": guests.told, **inside(engine)}

@@ -29,6 +29,9 @@ class Unseen:
     reason: str
 
 
+PLACES = ("rlhfkit.modules", "rlhfkit.serving")
+"""Where dataclasses of options are."""
+
 Rows = Mapping[str, Change | Unseen]
 Observe = Callable[[type, Mapping[str, Any], Mapping[str, Any], bool], Any]
 """From a class, its arguments, what is around it and whether it only has to be built, to whatever can be compared."""
@@ -37,7 +40,7 @@ Observe = Callable[[type, Mapping[str, Any], Mapping[str, Any], bool], Any]
 def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
     """All arguments of a class by name: its own, and those that its ``**kwargs`` hand on along the MRO.
 
-    In place of an options dataclass of ``rlhfkit.modules`` stand its fields, as ``argument.field``.
+    In place of an options dataclass of ``PLACES`` stand its fields, as ``argument.field``.
     """
     found: dict[str, inspect.Parameter] = {}
     for base in kind.__mro__:
@@ -50,9 +53,9 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
         if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
             break
     for name, parameter in list(found.items()):
-        members = typing.get_args(parameter.annotation)
-        options = [one for one in members if getattr(one, "__module__", "").startswith("rlhfkit.modules")]
-        if options and is_dataclass(options[0]):
+        members = typing.get_args(parameter.annotation) or (parameter.annotation,)
+        options = [one for one in members if is_dataclass(one) and one.__module__.startswith(PLACES)]
+        if options:
             found |= {f"{name}.{one.name}": parameter for one in fields(options[0])}
             del found[name]
     return found

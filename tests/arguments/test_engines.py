@@ -71,12 +71,16 @@ TABLE: dict[type, Rows] = {
         "concurrency": Change(1),
         "parallel_calls": Change(2),
         "on_error": Change("raise", given={"agent": episodes.fails}, refused=True),
-        "host": Change("127.0.0.2"),
-        "port": Change(episodes.PORT),
-        "token": Change(episodes.TOKEN),
-        "public_url": Change(f"http://localhost:{episodes.PORT}", given={"port": episodes.PORT}),
-        "ssl_certfile": Change("@certificate.pem", given={"ssl_keyfile": "@key.pem"}, built=True, refused=True),
-        "ssl_keyfile": Change("@key.pem", given={"ssl_certfile": "@certificate.pem"}, built=True, refused=True),
+        "server.host": Change("127.0.0.2"),
+        "server.port": Change(episodes.PORT),
+        "server.token": Change(episodes.TOKEN),
+        "server.public_url": Change(f"http://localhost:{episodes.PORT}", given={"server.port": episodes.PORT}),
+        "server.ssl_certfile": Change(
+            "@certificate.pem", given={"server.ssl_keyfile": "@key.pem"}, built=True, refused=True
+        ),
+        "server.ssl_keyfile": Change(
+            "@key.pem", given={"server.ssl_certfile": "@certificate.pem"}, built=True, refused=True
+        ),
         "tool_call_parser": Change(episodes.called, given={"agent": episodes.asks_once}),
         "chat_template_arguments": Change({"style": "!"}),
     },

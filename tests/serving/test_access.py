@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from rlhfkit.serving.access import AccessToken, check_host, is_loopback
+from rlhfkit.serving.access import AccessToken, ServerOptions, check_host, is_loopback
 
 SECRET = "a-secret-of-24-characters"
 
@@ -76,3 +76,9 @@ def test_other_addresses_need_a_good_token(host: str) -> None:
     with pytest.raises(ValueError, match="at least 16 characters, AccessToken"):
         check_host(host, AccessToken("short"))
     check_host(host, AccessToken(SECRET))
+
+
+def test_options_of_a_server_show_no_secret_and_name_a_wrong_port() -> None:
+    assert SECRET not in repr(ServerOptions(token=AccessToken(SECRET)))
+    with pytest.raises(ValueError, match="port must be"):
+        ServerOptions(port=2**16)

@@ -14,12 +14,12 @@ from rlhfkit.episodes.episode import FINISH_REASONS, EndReason
 from rlhfkit.episodes.event_loop import call_with_timeout
 from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.serving.access import ServerOptions, check_host, is_loopback
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint
     from rlhfkit.episodes.openai.session import ChatSession
-    from rlhfkit.serving.access import AccessToken
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,7 @@ class AgentEngine(EpisodeEngineBase):
         concurrency: Concurrent episodes.
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
-        host: Address that the endpoint listens on; others than the loopback address need a token.
-        port: 0: any that is free.
-        token: API key of the endpoint; ``None``: a random one.
-        public_url: Address for agents on other machines; ``None``: they run on this one.
-        ssl_certfile: TLS certificate (PEM).
-        ssl_keyfile: Its private key.
+        server: Address, API key and TLS files of the endpoint.
         tool_call_parser: Finds tool calls in answers.
         chat_template_arguments: Passed to the chat template.
 
@@ -118,19 +113,11 @@ class AgentEngine(EpisodeEngineBase):
         concurrency: int = 256,
         parallel_calls: int | None = None,
         on_error: Literal["mask", "raise"] = "mask",
-        host: str = "127.0.0.1",
-        port: int = 0,
-        token: "AccessToken | None" = None,
-        public_url: str | None = None,
-        ssl_certfile: str | None = None,
-        ssl_keyfile: str | None = None,
+        server: ServerOptions = ServerOptions(),  # noqa: B008  # frozen
         tool_call_parser: ToolCallParser = parse_tool_calls,
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        from rlhfkit.serving.access import check_host, is_loopback
-
         check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
-        check_integer("port", port, minimum=0, maximum=2**16 - 1, why="0 takes any that is free")
         check_integer("concurrency", concurrency, minimum=1)
         _require("fastapi", "uvicorn")
         super().__init__(
@@ -145,16 +132,11 @@ class AgentEngine(EpisodeEngineBase):
         )
         if not callable(agent):
             raise TypeError(f"agent must be a function of a connection and a prompt, got {type(agent).__name__}")
-        if token is not None or not is_loopback(host):
-            check_host(host, token)
+        if server.token is not None or not is_loopback(server.host):
+            check_host(server.host, server.token)
         self.agent = agent
         self._options: dict[str, Any] = {
-            "host": host,
-            "port": port,
-            "token": token,
-            "public_url": public_url,
-            "ssl_certfile": ssl_certfile,
-            "ssl_keyfile": ssl_keyfile,
+            "server": server,
             "tool_call_parser": tool_call_parser,
             "request_timeout": request_timeout,
             "parallel_calls": parallel_calls,

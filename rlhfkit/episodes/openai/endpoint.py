@@ -30,7 +30,7 @@ from rlhfkit.episodes.openai.session import ChatSession, ChatTurn
 from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler
 from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.serving.access import AccessToken, is_loopback
+from rlhfkit.serving.access import AccessToken, ServerOptions, is_loopback
 from rlhfkit.serving.json_body import JSONBodyReader
 from rlhfkit.serving.server import Server
 from rlhfkit.validation import check_integer, check_number
@@ -60,12 +60,7 @@ class OpenAIEndpoint:
         tokenizer: The model's tokenizer; needs a chat template.
         max_context_tokens: Maximum number of tokens of a conversation, the answer included.
         sampling: Sampling parameters of requests outside of sessions.
-        host: Address to listen on.
-        port: 0: any that is free.
-        token: What clients must send as API key; ``None``: a random one, on the loopback address only.
-        public_url: Address for clients on other machines, ``https://trainer:8000``; ``None``: they run on this one.
-        ssl_certfile: TLS certificate (PEM). Without one tokens and texts are sent unencrypted.
-        ssl_keyfile: Its private key.
+        server: Address, API key and TLS files.
         model_name: Name of the policy in the API.
         tool_call_parser: Finds tool calls in answers to requests with ``tools``.
         request_timeout: Time limit of an answer in seconds.
@@ -86,12 +81,7 @@ class OpenAIEndpoint:
         *,
         max_context_tokens: int,
         sampling: SamplingSpec | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        token: AccessToken | None = None,
-        public_url: str | None = None,
-        ssl_certfile: str | None = None,
-        ssl_keyfile: str | None = None,
+        server: ServerOptions = ServerOptions(),  # noqa: B008  # frozen
         model_name: str = "policy",
         tool_call_parser: ToolCallParser = parse_tool_calls,
         request_timeout: float = 600.0,
@@ -115,8 +105,8 @@ class OpenAIEndpoint:
         self.request_timeout = request_timeout
         self.parallel_calls = parallel_calls
         self.observations = ObservationTokenizer(tokenizer, chat_template_arguments)
-        self._public_url = None if public_url is None else public_url.rstrip("/")
-        self._token = token or (AccessToken(secrets.token_urlsafe(32)) if is_loopback(host) else None)
+        self._public_url = None if server.public_url is None else server.public_url.rstrip("/")
+        self._token = server.token or (AccessToken(secrets.token_urlsafe(32)) if is_loopback(server.host) else None)
         self._sessions: dict[str, ChatSession] = {}
         self._numbers = itertools.count()
         self._warned: set[str] = set()
@@ -124,11 +114,11 @@ class OpenAIEndpoint:
         self._sampler = TurnSampler(engine, parallel_calls=parallel_calls)
         self._server = Server(
             self._application(),
-            host=host,
-            port=port,
+            host=server.host,
+            port=server.port,
             token=self._token,
-            ssl_certfile=ssl_certfile,
-            ssl_keyfile=ssl_keyfile,
+            ssl_certfile=server.ssl_certfile,
+            ssl_keyfile=server.ssl_keyfile,
             max_body_bytes=max_body_bytes,
             max_concurrent=max_concurrent,
             open_paths=(),

@@ -20,6 +20,7 @@ from rlhfkit.episodes.base import EpisodeError
 from rlhfkit.episodes.openai.agents import AgentConnection
 from rlhfkit.rewards import EpisodeReward, score_samples
 from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
+from rlhfkit.serving.access import ServerOptions
 
 SAMPLING = SamplingSpec(group_size=2, max_new_tokens=5)
 
@@ -170,7 +171,7 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="agent must be a function"):
         AgentEngine(LocalEngine(), "agent")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="without a token"):
-        AgentEngine(LocalEngine(), talker, host="0.0.0.0")
+        AgentEngine(LocalEngine(), talker, server=ServerOptions(host="0.0.0.0"))
     with pytest.raises(RuntimeError, match=r"before AgentEngine\.start"):
         AgentEngine(LocalEngine(), talker).generate(prompts_of(["1"]), SAMPLING, iteration=0)
     assert pickle.loads(pickle.dumps(AgentEngine(LocalEngine(), talker))).agent is talker

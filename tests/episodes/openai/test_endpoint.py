@@ -21,7 +21,7 @@ from rlhfkit.episodes import OpenAIEndpoint
 from rlhfkit.episodes.openai.session import ChatSession
 from rlhfkit.episodes.tools import ToolCall
 from rlhfkit.rollout import LocalEngine, SamplingSpec
-from rlhfkit.serving.access import AccessToken
+from rlhfkit.serving.access import AccessToken, ServerOptions
 
 USER = {"role": "user", "content": "1+1="}
 
@@ -217,18 +217,17 @@ def test_nobody_gets_in_without_the_token(endpoint: OpenAIEndpoint) -> None:
 
 def test_other_hosts_need_a_token(engine: Recorded) -> None:
     with pytest.raises(ValueError, match=r"refusing to listen on '0\.0\.0\.0' without a token"):
-        OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, host="0.0.0.0")
+        OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, server=ServerOptions(host="0.0.0.0"))
     elsewhere = OpenAIEndpoint(
         engine,
         chat_tokenizer(),
         max_context_tokens=128,
-        host="0.0.0.0",
-        token=AccessToken("x" * 32),
-        public_url="https://a:1/",
+        server=ServerOptions(host="0.0.0.0", token=AccessToken("x" * 32), public_url="https://a:1/"),
     )
     assert elsewhere.base_url() == "https://a:1/v1"
     assert elsewhere.base_url("b") == "https://a:1/sessions/b/v1"
-    here = OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, host="0.0.0.0", token=AccessToken("x" * 32))
+    options = ServerOptions(host="0.0.0.0", token=AccessToken("x" * 32))
+    here = OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, server=options)
     assert here.base_url() == "http://127.0.0.1:0/v1"
     with pytest.raises(ValueError, match="request_timeout"):
         OpenAIEndpoint(engine, chat_tokenizer(), max_context_tokens=128, request_timeout=0)
