@@ -159,8 +159,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     used = [name for name, unused in extras.items() if getattr(config, name) not in (unused, [])]
     if used:
         raise NotImplementedError(
-            f"the adapter in {folder} uses {', '.join(used)}, which cannot be trained or published; merge it into its "
-            "base model with peft and start from that"
+            f"the adapter in {folder} uses {', '.join(used)}, which cannot be trained or sent to engines; merge it "
+            "into its base model with peft and start from that"
         )
     config.inference_mode = False
     _inject(model, config, ADAPTER)
