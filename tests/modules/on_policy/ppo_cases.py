@@ -14,7 +14,7 @@ from rlhfkit import PPOModule, RolloutCallback, Sample
 
 CLIP, KL, LAM, VALUE_CLIP = 0.2, 0.05, 0.9, 0.05
 ARGUMENTS = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": KL, "lam": LAM, "value_clip": VALUE_CLIP, "clip_high": CLIP}
-"""Of the module that does the same."""
+"""Arguments of a module that trains alike."""
 
 
 class PlainSGD(PPOModule):
@@ -40,7 +40,7 @@ class Keep(L.Callback):
 
 
 def logprobs_of(model: Any, sample: Sample, temperature: float = 1.0) -> Tensor:
-    """(n,) of the sample's tokens, by the definition."""
+    """(n,) log-probs of the sample's tokens, from the definition."""
     ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
     logprobs = (logits / temperature).log_softmax(-1)
@@ -58,14 +58,14 @@ def text_loss(model: Any, texts: Sequence[list[int]]) -> Tensor:
 
 
 def values_of(backbone: Any, head: Any, sample: Sample) -> Tensor:
-    """(n,) of the states in which the sample's tokens were chosen, from a backbone and the head's weight."""
+    """(n,) values of the states in which the sample's tokens were chosen, from a backbone and the head's weight."""
     ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
     hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
     return (hidden.double() @ head.weight[0].double())[-len(sample.token_ids) - 1 : -1]
 
 
 def reward_at_the_end(samples: Sequence[Sample]) -> list[Tensor]:
-    """(n,) of each sample: its reward on the last token."""
+    """(n,) rewards of each sample's tokens: all on the last one."""
     rewards = [torch.zeros(len(sample.token_ids), dtype=torch.float64) for sample in samples]
     for row, sample in zip(rewards, samples, strict=True):
         row[-1] = sample.reward or 0.0
@@ -91,11 +91,11 @@ class ByHand:
     head: Any
     rewards: Callable[[Sequence[Sample]], list[Tensor]] = reward_at_the_end
     text: Callable[[int], Tensor] | None = None
-    """From the number of the update to what is added to its loss."""
+    """Function of an update's number; its result is added to the loss."""
     temperature: float = 1.0
     normalize_values: bool = False
     returns: list[float] = field(default_factory=list)
-    """All that were seen."""
+    """All returns so far."""
     updates: int = 0
 
     def scale(self) -> tuple[float, float]:
@@ -147,7 +147,7 @@ class ByHand:
 
 
 def check_moved_alike(mine: Any, by_hand: Any, started: Any) -> None:
-    """The weights that training has moved went where those by hand did, to float32's precision."""
+    """Check that training moved the weights as the loop by hand did, to float32's precision."""
     expected, beginning = dict(by_hand.named_parameters()), dict(started.named_parameters())
     moved = sum(float((expected[name] - beginning[name]).detach().abs().sum()) for name in expected)
     theirs = {name: p for name, p in mine.named_parameters() if name in expected}

@@ -82,14 +82,14 @@ def experience(seed: int = 0) -> Experience:
 
 
 def loss_of(module: GRPOModule, batch: Experience, out: PolicyOutput) -> Tensor:
-    """The module's own way from rewards to a loss."""
+    """Loss from rewards, computed by the module."""
     advantages = module.advantages(batch)
     batch.advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(batch.action_mask)
     return module.loss(batch, out).loss
 
 
 def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
-    """The same from the loss functions, with the numbers of the papers written out."""
+    """The same loss from the loss functions, with the numbers of the papers."""
     old, mask, rewards, group = batch.old_logprobs, batch.action_mask, batch.rewards, batch.group
     reference, tokens, sequences = batch.ref_logprobs, 20.0, 4.5
     assert old is not None
@@ -312,7 +312,7 @@ def test_the_kl_penalty_of_rloo_is_part_of_the_reward_that_is_left_out() -> None
     # Ahmadian et al.: reward 0.75 0 1 0, each minus the mean of the other three.
     assert advantages.tolist() == pytest.approx([5 / 12, -7 / 12, 3 / 4, -7 / 12], abs=1e-6)
     per_token = GRPOModule("anywhere", **presets.RLOO | {"kl_in_reward": "token"}).advantages(batch)
-    assert per_token[0].mean().item() == pytest.approx(2 / 3 - 0.25 * 11 / 20, abs=1e-6)  # what it was: 0.529
+    assert per_token[0].mean().item() == pytest.approx(2 / 3 - 0.25 * 11 / 20, abs=1e-6)  # 0.529
 
 
 def shorter_is_better(batch: Experience) -> Tensor:
@@ -333,7 +333,7 @@ def test_an_estimator_that_sees_the_whole_iteration_is_a_function_and_survives_c
     lengths = [len(sample.token_ids) for sample in rollouts.samples]
     assert batch.advantages[:, 0].tolist() == [-float(length) for length in lengths]
     if kind is PPOModule:
-        assert batch.returns is not None  # the critic's targets stay its own
+        assert batch.returns is not None  # the critic's targets are computed all the same
         assert batch.returns.abs().sum() > 0
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     loaded = kind.load_from_checkpoint(tmp_path / "run.ckpt")
@@ -341,7 +341,7 @@ def test_an_estimator_that_sees_the_whole_iteration_is_a_function_and_survives_c
 
 
 def test_every_argument_shows_in_the_hyperparameters() -> None:
-    """Also those that only a base class names, so that a run's log says all of what was done."""
+    """Those of base classes too, so that a run's log is complete."""
     for kind in (GRPOModule, PPOModule):
         module = kind("anywhere", **(presets.DAPO if kind is GRPOModule else {}))
         for base in kind.__mro__[: kind.__mro__.index(PolicyModule) + 1]:

@@ -43,7 +43,7 @@ def distributions(model: Any, sample: Sample) -> tuple[Tensor, Tensor]:
 
 
 def sampled(logprobs: tuple[Tensor, Tensor]) -> Tensor:
-    """(n,) of the tokens themselves."""
+    """(n,) log-probs of the sampled tokens."""
     return logprobs[0].gather(-1, logprobs[1][:, None])[:, 0]
 
 
@@ -113,7 +113,7 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
 
 
 def kl_to_teacher(module: Any, teacher: Path, samples: list[Sample]) -> float:
-    """Mean KL of student to teacher over all tokens of the samples, in nats: what is to become 0."""
+    """Mean KL of student to teacher over all tokens of the samples, in nats."""
     model = AutoModelForCausalLM.from_pretrained(teacher)
     with torch.no_grad():
         pairs = [(distributions(module.policy, each)[0], distributions(model, each)[0]) for each in samples]
@@ -131,7 +131,7 @@ def kl_to_teacher(module: Any, teacher: Path, samples: list[Sample]) -> float:
     ids=["sampled token", "reverse KL", "JSD of eight tokens", "LoRA"],
 )
 def test_the_student_becomes_the_teacher(tmp_path: Path, knobs: dict[str, Any], level: float) -> None:
-    """The teacher writes digits, the student starts at random, 5 nats away; the least possible is 0."""
+    """The teacher writes digits, the student starts at random, 5 nats away; the minimum is 0."""
     teacher = digit_teacher(tmp_path / "teacher")
     before: list[float] = []
 
@@ -161,7 +161,7 @@ def test_the_student_becomes_the_teacher(tmp_path: Path, knobs: dict[str, Any], 
 
 
 def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
-    """Entry point of a rank: the teacher as an inference engine of ZeRO 3, both ways; sums of weights and samples."""
+    """Entry point of a rank: train both ways with the teacher as an inference engine of ZeRO 3."""
     from rlhfkit.distributed import full_parameters
 
     results: list[Any] = []

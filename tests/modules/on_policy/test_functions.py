@@ -208,7 +208,7 @@ def test_weights_of_tokens_and_of_sequences_enter_the_kernel_of_vespo_as_what_th
 
 
 def plain(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, scale: float = 1.0) -> LossOutput:
-    """A loss of one's own that knows nothing of weights, counts or clips."""
+    """A user's loss without weights, denominator or clip."""
     return LossOutput(-scale * (new * advantages * mask).sum(), {})
 
 

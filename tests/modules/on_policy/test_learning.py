@@ -1,4 +1,4 @@
-"""Reinforcement learning learns: a random model comes close to the best possible reward, by every family of estimators.
+"""A random model comes close to the best possible reward, with every family of estimators.
 
 The reward is the share of digits among eight tokens: about 0.1 at the start, 1 at best.
 """

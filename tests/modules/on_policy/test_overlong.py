@@ -14,7 +14,7 @@ from rlhfkit.rewards import LengthPenalty, WeightedSum
 
 
 class Batches(L.Callback):
-    """Every micro-batch."""
+    """Keeps every micro-batch."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

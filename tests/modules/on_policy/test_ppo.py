@@ -24,7 +24,7 @@ from .test_base import experience
 
 
 def digits_as_they_come(samples: Sequence[Sample]) -> list[float]:
-    """An eighth for each digit, said token by token; the rest of the reward is for the length."""
+    """An eighth for each digit, as rewards of tokens; the rest of the reward is for the length."""
     for sample in samples:
         tokens = [chr(token + 29) for token in sample.token_ids]  # of the tiny tokenizer
         sample.token_rewards = [character.isdigit() / 8 for character in tokens]
@@ -32,7 +32,7 @@ def digits_as_they_come(samples: Sequence[Sample]) -> list[float]:
 
 
 class Shaped:
-    """By hand: a penalty for answers that were cut off, running moments, a clip, and credit where it is due."""
+    """By hand: a penalty for answers that were cut off, running moments, a clip, and rewards of tokens."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []

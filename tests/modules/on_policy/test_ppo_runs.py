@@ -52,7 +52,7 @@ def weights(module: Any) -> dict[str, Tensor]:
 
 
 class SaveAt(L.Callback):
-    """Saves a checkpoint after a given batch."""
+    """Saves a checkpoint after a batch."""
 
     def __init__(self, path: Path, batch: int) -> None:
         self.path, self.batch, self.count = path, batch, 0
@@ -152,7 +152,7 @@ def test_text_without_a_weight_and_a_weight_without_text_are_errors(
 
 
 class Momentum(PPOModule):
-    """Smooth in the gradient, unlike Adam, and yet with a memory and a decay that go on without gradients."""
+    """Smooth in the gradient, unlike Adam, with momentum and weight decay that move weights without a gradient."""
 
     def configure_optimizers(self) -> Any:
         groups = [{"lr": self.lr} | group for group in self.parameter_groups()]
@@ -198,7 +198,7 @@ class Sums(L.Callback):
 
 
 def train_on_ranks(folder: Path, strategy: str | None, world: int) -> dict[str, Any]:
-    """Entry point of a rank: each case, under its own strategy unless told; what became of it."""
+    """Entry point of a rank: run each case, under its own strategy unless one is given."""
     results = {}
     for case, settings in CASES.items():
         sums = Sums()

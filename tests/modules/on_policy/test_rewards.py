@@ -1,4 +1,4 @@
-"""A reward model as a child of the module, and what happens to rewards on their way to advantages."""
+"""A reward model as a child of the module, and the processing of rewards before advantages."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from .test_base import experience
 
 
 def reward_model(folder: Path) -> str:
-    """One that normalises its scores."""
+    """A reward model that normalizes its scores."""
     model = load_scalar_model(str(tiny_model(folder / "base", seed=3)), head_std=0.5)
     model.config.mean, model.config.std = 0.5, 2.0
     model.save_pretrained(folder / "reward")
