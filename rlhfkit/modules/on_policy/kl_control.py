@@ -55,8 +55,8 @@ class KLControl:
 class KLEarlyStopping:
     """Decides when the policy is too far from the one that began the iteration.
 
-    The distance is k3 of old to new over all tokens of an update. It is measured while the gradient is computed, so
-    the update that would go on from beyond the limit is skipped too, as in Spinning Up, Stable-Baselines3 and TRL.
+    The distance is k3 of old to new over all tokens of an update. It is measured while the gradient of the update is
+    computed, and if it exceeds the limit that update is skipped too, as in Spinning Up, Stable-Baselines3 and TRL.
 
     Args:
         limit: Nats per token.
