@@ -131,7 +131,8 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         """Optimizer steps of this run that were skipped because a loss or gradient was not finite on some rank."""
         self.rescaled_updates = 0
         """Optimizer steps of this run that were skipped to lower the dynamic loss scale of fp16, which is normal."""
-        self._frozen: set[str] = set()
+        self.frozen_children: set[str] = set()
+        """Names of the children that are not trained, while the Trainer runs."""
         self._accumulating: set[str] = set()
 
     # ----------------------------------------------------------------------------------------------------- start-up
@@ -211,7 +212,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
             self.optimizers = [EngineOptimizer(base, engines, self.discard_gradients) for base, engines in made]
             self._steps = SynchronizedSteps(self.engines, self.root_device)
         rest = {name for name, _ in module.named_children() if name not in self.engines}
-        self._frozen, self.frozen_engines = place_frozen_children(
+        self.frozen_children, self.frozen_engines = place_frozen_children(
             module, rest, self.config_of, self.root_device, self._training_dtype
         )
         for name, engine in {**self.engines, **self.frozen_engines}.items():

@@ -65,8 +65,8 @@ def state_after(trainer: Any, data: SharedBatches) -> dict[str, Any]:
 def test_weights_are_collected_only_when_wanted(model_folder: str, tmp_path: Path) -> None:
     trainer = make_trainer("auto", 1, tmp_path)
     trainer.fit(Watched(model_folder), datamodule=SharedBatches())
-    assert RunResult.of(trainer, None, return_weights=False).weights is None
-    collected = RunResult.of(trainer, None, return_weights=True).weights
+    assert RunResult.collect(trainer, None, return_weights=False).weights is None
+    collected = RunResult.collect(trainer, None, return_weights=True).weights
     assert collected.keys() == trainer.lightning_module.state_dict().keys()
 
 

@@ -48,7 +48,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 
     engines: dict[str, "DeepSpeedEngine"]
     frozen_engines: dict[str, "DeepSpeedEngine"]
-    _frozen: set[str]
+    frozen_children: set[str]
     _accumulating: set[str]
     checkpoint_timeout: float = 7200.0
     """Seconds that ranks wait while rank 0 verifies a checkpoint, or converts it for another number of ranks."""
@@ -218,8 +218,9 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         """State outside the engines and frozen children, such as metrics and buffers."""
         module = self.lightning_module
         assert module is not None
-        skip = tuple(f"{name}." for name in {*self.engines, *self._frozen})
-        hidden: dict[str, nn.Module | None] = {name: module._modules[name] for name in {*self.engines, *self._frozen}}
+        names = {*self.engines, *self.frozen_children}
+        skip = tuple(f"{name}." for name in names)
+        hidden: dict[str, nn.Module | None] = {name: module._modules[name] for name in names}
         order = list(module._modules)
         try:
             for name in hidden:

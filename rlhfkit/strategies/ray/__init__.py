@@ -1,5 +1,5 @@
 """Training ranks as Ray actors, with the Trainer in the driver: scripts, notebooks and jobs on a cluster.
 
-May import: ``strategies.deepspeed.zero3``, and Ray, when used; nothing else of rlhfkit.
-Start at :mod:`rlhfkit.strategies.ray.launcher`; ``ranks.py`` is the driver's side of them, ``rank.py`` theirs.
+May import: ``protocols.py``, ``strategies.checkpoint`` and ``strategies.deepspeed``; Ray, when used.
+Start at :mod:`rlhfkit.strategies.ray.launcher`; ``ranks.py`` manages ranks in the driver, ``actor.py`` is a rank.
 """

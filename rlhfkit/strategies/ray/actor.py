@@ -1,8 +1,7 @@
-"""What runs in Ray's processes: one ``RankActor`` per rank, and the ``Mailbox`` through which ranks talk to the driver.
+"""Ray actors: one ``RankActor`` per rank, and the ``Mailbox`` through which ranks send events to the driver.
 
-Ray gets these classes by value (:mod:`rlhfkit.strategies.ray.launcher` says so), because finding them by name would
-import torch and Lightning before a rank has its environment. For the same reason the top of this file imports only the
-standard library.
+:mod:`rlhfkit.strategies.ray.launcher` has these classes pickled by value: importing them by name would import torch and
+Lightning before a rank has its environment. For the same reason this file imports only the standard library at the top.
 """
 
 import asyncio
@@ -21,9 +20,9 @@ Event = tuple[Any, ...]
 
 
 class Mailbox:
-    """Events of all ranks for the driver; those of one rank are delivered in the order in which it sent them.
+    """Events of all ranks for the driver, those of one rank in the order in which it sent them.
 
-    Ray runs the calls of an actor with coroutines in any order (``allow_out_of_order_execution`` in Ray 2.60), so each
+    Ray may run the calls of an asynchronous actor in any order (``allow_out_of_order_execution`` in Ray 2.60), so each
     rank numbers its events.
     """
 
@@ -31,15 +30,15 @@ class Mailbox:
         self._events: list[Event] = []
         self._changed = asyncio.Condition()
         self._closed = False
-        self._delivered: dict[int, int] = {}  # how many of each rank
-        self._early: dict[tuple[int, int], Event] = {}  # those that overtook another, by rank and number
+        self._delivered: dict[int, int] = {}  # number of events by rank
+        self._early: dict[tuple[int, int], Event] = {}  # events that arrived before an earlier one, by rank and number
 
     async def post(self, rank: int, number: int, *event: Any) -> None:
-        """Leave an event.
+        """Add an event.
 
         Args:
-            rank: Who sends it.
-            number: How many the rank has sent before.
+            rank: The sender.
+            number: Number of events that it has sent before.
             *event: The event.
         """
         self._early[rank, number] = event
@@ -55,21 +54,21 @@ class Mailbox:
             await self._changed.wait_for(lambda: self._delivered.get(rank, 0) >= count)
 
     async def collect(self) -> list[Event]:
-        """Everything since the last call; waits for at least one event until ``close``."""
+        """Return all events since the last call; wait for one, unless the mailbox is closed."""
         async with self._changed:
             await self._changed.wait_for(lambda: bool(self._events) or self._closed)
             events, self._events = self._events, []
         return events
 
     async def close(self) -> None:
-        """Let ``collect`` wait no longer."""
+        """Make ``collect`` return without waiting."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 class LineStream(io.TextIOBase):
-    """A ``sys.stdout`` whose complete lines are handed on; of lines that a bar redraws, the last state."""
+    """Replaces ``sys.stdout``: sends complete lines; of a line that a progress bar redraws, the last state."""
 
     encoding = "utf-8"
 
@@ -77,11 +76,11 @@ class LineStream(io.TextIOBase):
         self._send, self._rest, self._lock = send, "", threading.Lock()
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Send what is complete, keep the rest."""
+        """Send complete lines, keep the rest."""
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
             for line in lines:
@@ -89,13 +88,13 @@ class LineStream(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Send a last line without an end."""
+        """Send an incomplete last line."""
         if self._rest:
             self.write("\n")
 
 
 class RankActor:
-    """One rank: a process of its own that Ray has placed."""
+    """One rank, in a process of its own that Ray has placed."""
 
     rank: int
     _mailbox: Any
@@ -103,8 +102,8 @@ class RankActor:
     _sent: int
     _sending: threading.Lock
 
-    def whereabouts(self) -> dict[str, Any]:
-        """Where Ray has put this process: machine, a free port there, GPUs, process id."""
+    def location(self) -> dict[str, Any]:
+        """Where Ray has placed this process: machine, a free port there, GPUs, process id."""
         import ray
 
         with socket.socket() as probe:
@@ -121,13 +120,13 @@ class RankActor:
         }
 
     def prepare(self, rank: int, environment: dict[str, str], path: list[str], folder: str, mailbox: Any) -> None:
-        """Become a rank; must come before anything imports torch.
+        """Set up the process as a rank; to be called before anything imports torch.
 
         Args:
-            rank: Number among all ranks.
-            environment: Variables to set.
+            rank: Global rank.
+            environment: Environment variables to set.
             path: The driver's ``sys.path``.
-            folder: The driver's working directory, so that relative paths mean the same.
+            folder: The driver's working directory, to which relative paths refer.
             mailbox: Actor handle of a :class:`Mailbox`.
         """
         os.environ.update(environment)
@@ -140,16 +139,13 @@ class RankActor:
         sys.stderr = LineStream(partial(self.post, "line", rank, "stderr"))
 
     def post(self, *event: Any) -> None:
-        """Send an event to the driver, without waiting."""
+        """Send an event to the driver without waiting for it."""
         with self._sending:
             self._mailbox.post.remote(self.rank, self._sent, *event)
             self._sent += 1
 
     def run(self, work: bytes) -> tuple[str, Any]:
-        """Do the work.
-
-        Args:
-            work: Of :func:`rlhfkit.strategies.ray.remote_run.pack`.
+        """Unpickle and call what :func:`rlhfkit.strategies.ray.remote_run.pickle_run` has pickled.
 
         Returns:
             ``("done", result)``, or ``("failed", failure)`` as in the event of that name.
@@ -158,7 +154,7 @@ class RankActor:
 
         try:
             return "done", ray.cloudpickle.loads(work)(self)
-        except BaseException as error:  # SystemExit too: the driver must learn why this rank has ended
+        except BaseException as error:  # SystemExit too: the driver is told why this rank has ended
             return "failed", self._reported or self.report(error)
         finally:
             for stream in (sys.stdout, sys.stderr):
@@ -167,7 +163,7 @@ class RankActor:
             ray.get(self._mailbox.delivered.remote(self.rank, self._sent))
 
     def report(self, error: BaseException) -> dict[str, Any]:
-        """Tell the driver about an error."""
+        """Send an error to the driver."""
         import ray.cloudpickle
 
         text = "".join(traceback.format_exception(error))
@@ -178,8 +174,3 @@ class RankActor:
         self._reported = {"rank": self.rank, "error": pickled, "type": type(error).__name__, "traceback": text}
         self.post("failed", self._reported)
         return self._reported
-
-
-def just_call(function: Callable[..., Any], args: Any, kwargs: Any, actor: RankActor) -> Any:
-    """Work that needs nothing of the actor."""
-    return function(*args, **kwargs)

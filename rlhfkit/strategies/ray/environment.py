@@ -1,17 +1,18 @@
-"""Where a rank on Ray finds itself: its numbers and its device."""
+"""The environment of a rank on Ray for Lightning: its rank numbers, its device, an accelerator on other machines."""
 
 import os
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class RayEnvironment(ClusterEnvironment):
-    """The ranks' numbers as :mod:`rlhfkit.strategies.ray.ranks` has set them; the driver counts as rank 0.
+    """Rank numbers from the variables that :mod:`rlhfkit.strategies.ray.ranks` has set; 0 in the driver.
 
-    Setters do nothing: Lightning would compute a rank from its machine's number, as if all machines had equally many.
+    Setters do nothing: Lightning would compute the rank from the number of its machine, as if all machines had equally
+    many ranks.
 
     Args:
         world_size: Number of ranks.
@@ -23,7 +24,7 @@ class RayEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: the strategy's launcher starts them, Lightning's own does not."""
+        """True, so that Lightning does not start processes."""
         return True
 
     @property
@@ -33,12 +34,12 @@ class RayEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """Port on it."""
+        """Port on the host of rank 0."""
         return int(os.environ.get("MASTER_PORT", 0))
 
     @staticmethod
     def detect() -> bool:
-        """False: it is chosen by the strategy."""
+        """False: the strategy chooses this environment."""
         return False
 
     def world_size(self) -> int:
@@ -46,42 +47,39 @@ class RayEnvironment(ClusterEnvironment):
         return self._world_size
 
     def set_world_size(self, size: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def global_rank(self) -> int:
-        """Among all ranks."""
+        """Rank among all ranks."""
         return int(os.environ.get("RANK", 0))
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def local_rank(self) -> int:
-        """Among the ranks of this machine."""
+        """Rank among those of this machine."""
         return int(os.environ.get("LOCAL_RANK", 0))
 
     def node_rank(self) -> int:
-        """Of this machine, in the order of the ranks."""
+        """Number of this machine, in the order of the ranks."""
         return int(os.environ.get("NODE_RANK", 0))
 
     def device(self, kind: str) -> torch.device:
-        """This rank's device: of the GPUs that its machine's ranks share, the one with its local number."""
+        """Device of this rank: the ranks of a machine see the same GPUs and use those of their local ranks."""
         return torch.device(kind, self.local_rank()) if kind == "cuda" else torch.device(kind)
 
 
 class RemoteCUDAAccelerator(CUDAAccelerator):
-    """GPUs that Ray will find for the ranks; the driver needs none.
-
-    Lightning's own is refused on a machine without GPUs when the Trainer is made, and counts those of that machine.
-    """
+    """GPUs on machines that Ray will choose; Lightning's own accelerator needs them on the driver's machine."""
 
     @staticmethod
     def is_available() -> bool:
-        """True: Ray says so later, when it places the ranks."""
+        """True: Ray finds out when it places the ranks."""
         return True
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """``Trainer(devices=...)`` as a number per machine."""
+        """Convert ``Trainer(devices=...)`` to device numbers, as many as ranks per machine."""
         count = len(devices) if isinstance(devices, list) else int(devices)
         if count < 1:
             RemoteCUDAAccelerator.auto_device_count()
@@ -89,12 +87,12 @@ class RemoteCUDAAccelerator(CUDAAccelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """Cannot be known here."""
+        """Raise: GPUs of other machines cannot be counted here."""
         raise MisconfigurationException(
             "This machine has no GPU to count, so Trainer(devices=...) must say how many ranks to start per machine."
         )
 
     @staticmethod
     def name() -> str:
-        """Its own name: Lightning keeps a list of accelerators by name."""
+        """Name in Lightning's registry of accelerators."""
         return "rlhf_remote_cuda"

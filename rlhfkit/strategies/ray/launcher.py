@@ -8,22 +8,22 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.environment import RayEnvironment, RemoteCUDAAccelerator
 from rlhfkit.strategies.ray.placement import join_or_start_ray, require_ray, reserve
-from rlhfkit.strategies.ray.progress import Display
+from rlhfkit.strategies.ray.progress import DriverDisplay
 from rlhfkit.strategies.ray.ranks import Ranks
-from rlhfkit.strategies.ray.remote_run import RunResult, pack
+from rlhfkit.strategies.ray.remote_run import RunResult, pickle_run
 
 
 class RayLaunchMixin(DeepSpeedStrategy):
-    """The launching half of :class:`~rlhfkit.strategies.strategy.RLHFDeepSpeedStrategy`."""
+    """The part of :class:`~rlhfkit.strategies.strategy.RLHFDeepSpeedStrategy` that starts ranks."""
 
     init_timeout: float
     _ray_options: "RayOptions"
@@ -32,11 +32,11 @@ class RayLaunchMixin(DeepSpeedStrategy):
     def _configure_launcher(self) -> None:
         """Choose who starts the ranks, when the Trainer is made.
 
-        In a notebook Lightning's launcher cannot work, as there is no script to run again: several ranks come from Ray,
-        a single one is the notebook's own process.
+        In a notebook there is no script that Lightning's launcher could run again: several ranks are started by Ray,
+        and a single one is the process of the notebook.
 
         Raises:
-            MisconfigurationException: When Ray is asked for and somebody else has started ranks already.
+            MisconfigurationException: If Ray is asked for and ranks have been started already.
         """
         assert self.cluster_environment is not None
         assert self.parallel_devices is not None
@@ -73,16 +73,16 @@ class RayLaunchMixin(DeepSpeedStrategy):
         return super().root_device
 
     def _set_node_environment_variables(self) -> None:
-        """Tell DeepSpeed the ranks' numbers."""
+        """Set the variables from which DeepSpeed reads the rank; :meth:`teardown` removes them."""
         before = set(os.environ)
         super()._set_node_environment_variables()
         self._own_variables |= set(os.environ) - before
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a run, on ranks. The driver of ranks on Ray has no engines, and must not write over what ranks saved.
+        """Save a run, on ranks.
 
         Raises:
-            MisconfigurationException: In such a driver.
+            MisconfigurationException: In the driver of ranks on Ray, which has no engines.
         """
         if not isinstance(self._launcher, RayLauncher):
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -91,10 +91,10 @@ class RayLaunchMixin(DeepSpeedStrategy):
                 "The ranks on Ray have ended, and the optimizers with them. Save checkpoints from callbacks, such as"
                 " ModelCheckpoint(save_last=True); trained weights are in the module: use its state_dict()."
             )
-        # After an error OnExceptionCheckpoint comes here too; on the ranks it has saved already.
+        # After an error OnExceptionCheckpoint calls this too; it has already saved on the ranks.
 
     def teardown(self) -> None:
-        """Take back what a single rank in a notebook has set: the next Trainer would take it for a launcher's sign."""
+        """Remove the variables that a single rank has set: the next Trainer would assume that it was launched."""
         super().teardown()
         for name in self._own_variables:
             os.environ.pop(name, None)
@@ -103,7 +103,7 @@ class RayLaunchMixin(DeepSpeedStrategy):
 
 @dataclass(frozen=True)
 class RayOptions:
-    """The strategy's arguments about launching, checked."""
+    """The strategy's arguments for starting ranks, checked."""
 
     launcher: Literal["ray", "subprocess"] | None
     num_nodes: int | None
@@ -125,27 +125,27 @@ class RayOptions:
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """What Lightning must be told where ranks want GPUs and the driver has none."""
+        """The accelerator for Lightning if ranks use GPUs and the driver's machine has none; else ``None``."""
         wants_gpus = self.launcher == "ray" and "GPU" in (self.resources_per_rank or {})
         return RemoteCUDAAccelerator() if wants_gpus and not torch.cuda.is_available() else None
 
 
 class RayLauncher(_Launcher):
-    """Runs ``trainer.fit`` and its like on ranks that are Ray actors, and brings the results back.
+    """Runs ``trainer.fit`` and other methods on ranks that are Ray actors, and returns the results to the driver.
 
-    The driver's script or notebook runs once. Every run starts fresh processes, so nothing is left over from the one
-    before. The Trainer with everything in it is pickled to them (classes of ``__main__`` by value, so notebooks work).
+    The script or notebook runs once, in the driver. Every run starts new processes. The Trainer is pickled with its
+    module, callbacks and data (classes of ``__main__`` by value, so notebooks work).
 
-    Back in the driver: weights of the trained children, metrics, counters, state of callbacks (best_model_path) and of
-    the DataModule, ``trainer.state``, return values of rank 0. Other attributes that hooks set on the module or on
-    callbacks stay on the ranks.
+    The driver gets the weights of trained children, metrics, counters, states of callbacks (``best_model_path``) and of
+    the DataModule, ``trainer.state``, and the return value of rank 0. Other attributes that hooks set on the module or
+    on callbacks stay on the ranks.
 
     Args:
         num_ranks: World size.
         num_nodes: Machines to use; see :func:`~rlhfkit.strategies.ray.placement.placement_strategy`.
         resources_per_rank: Ray resources of one rank, such as ``{"CPU": 2, "GPU": 1}``.
         device: ``"cpu"`` or ``"cuda"``.
-        timeout: Seconds that Ray may take to place the ranks, and that their processes may take to start.
+        timeout: Seconds that Ray may take to place the ranks, and their processes to start.
         return_weights: Whether the driver's module gets the trained weights.
     """
 
@@ -168,38 +168,41 @@ class RayLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Ray works in notebooks."""
+        """True: Ray works in notebooks."""
         return True
 
     def kill(self, signum: Any) -> None:
-        """Nothing to do: whatever ends :meth:`launch`, Ctrl-C too, ends the ranks."""
+        """Do nothing: :meth:`launch` stops the ranks when it ends, also on Ctrl-C."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run a function on all ranks.
 
         Args:
-            function: In a Trainer's case its bound method; its result on rank 0 is returned.
-            *args: Its arguments.
-            trainer: Whose state follows the run; None for a plain function.
-            **kwargs: Its arguments.
+            function: A method of the Trainer, or any function.
+            *args: Its positional arguments.
+            trainer: The Trainer, which gets the results; ``None`` for another function.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The result on rank 0.
 
         Raises:
-            PlacementError: When Ray has no room for the ranks.
-            RankError: When a rank died.
-            BaseException: What a rank raised, with its traceback as the cause.
+            PlacementError: If Ray cannot place the ranks.
+            RankError: If a rank died.
+            BaseException: The error of a rank, with its traceback as the cause.
         """
         ray = require_ray()
         ray.cloudpickle.register_pickle_by_value(ray_actor)  # the module says why
-        work = pack(function, args, kwargs, trainer, self.return_weights)
+        work = pickle_run(function, args, kwargs, trainer, self.return_weights)
         join_or_start_ray(self.num_ranks * self.resources_per_rank.get("CPU", 0))
         if trainer is not None:
             trainer.lightning_module.trainer = trainer  # as a run in this process would; hooks for errors ask for it
-        display = Display(trainer)
+        display = DriverDisplay(trainer)
         try:
             with self._ranks() as ranks:
                 work_in_store = ray.put(work)
                 del work
-                result = ranks.follow([actor.run.remote(work_in_store) for actor in ranks.actors], display)
+                result = ranks.wait([actor.run.remote(work_in_store) for actor in ranks.actors], display)
         finally:
             display.close()
         if trainer is None:
@@ -211,7 +214,7 @@ class RayLauncher(_Launcher):
 
     @contextmanager
     def _ranks(self) -> Iterator[Ranks]:
-        """Placed and prepared ranks; none is left afterwards."""
+        """Start ranks, and stop them when the context ends."""
         ray = require_ray()
         group = reserve(self.resources_per_rank, self.num_ranks, self.num_nodes, self.timeout)
         ranks = Ranks(group, self.resources_per_rank)
@@ -219,5 +222,5 @@ class RayLauncher(_Launcher):
             ranks.start(self.num_ranks, self.device, self.timeout)
             yield ranks
         finally:
-            ranks.end()
+            ranks.stop()
             ray.util.remove_placement_group(group)

@@ -1,4 +1,4 @@
-"""The progress bar of ranks on Ray: rank 0 sends what its hooks would see, the driver's own bar draws it."""
+"""Progress bars of ranks on Ray: rank 0 sends the hooks of the bar to the driver, whose bar draws them."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from tqdm import tqdm
 
-# What bars ask a Trainer during a run; the driver's does not know.
+# Attributes of the Trainer that bars read during a run.
 _SHOWN = (
     "current_epoch",
     "global_step",
@@ -31,11 +31,11 @@ _HOOKS = [
 
 
 class RemoteProgressBar(ProgressBar):
-    """On a rank, in place of the bar: sends each hook that the bar overrides.
+    """Replaces the progress bar on a rank: sends the hooks that the bar overrides to the driver.
 
     Args:
-        bar: The bar of the driver's Trainer, here a copy that draws nothing.
-        post: Sends an event to the driver; None on ranks that show nothing.
+        bar: This rank's copy of the driver's bar, which is not drawn.
+        post: Sends an event to the driver; ``None`` on ranks whose progress is not shown.
     """
 
     def __init__(self, bar: ProgressBar, post: Callable[..., Any] | None) -> None:
@@ -47,13 +47,13 @@ class RemoteProgressBar(ProgressBar):
                     setattr(self, name, partial(self._send, name))
 
     def disable(self) -> None:
-        """Nothing is drawn here."""
+        """Do nothing."""
 
     def enable(self) -> None:
-        """Nothing is drawn here."""
+        """Do nothing."""
 
     def _send(self, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Batches and outputs stay here; numbers, names and metrics travel."""
+        """Send a hook with its numbers and texts and the metrics, without batches and outputs."""
         assert self._post is not None
         plain = [value if isinstance(value, int | str) else None for value in args]
         plain_named = {name: value if isinstance(value, int | str) else None for name, value in kwargs.items()}
@@ -65,8 +65,8 @@ class RemoteProgressBar(ProgressBar):
         self._post("hook", hook, plain, plain_named, shown, metrics)
 
 
-class _TrainerSeenByBar:
-    """The driver's Trainer with the numbers that rank 0 has sent."""
+class _TrainerView:
+    """The driver's Trainer with the attributes that rank 0 has sent."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -76,36 +76,36 @@ class _TrainerSeenByBar:
         return self.shown[name] if name in self.shown else getattr(self._trainer, name)
 
     def __reduce__(self) -> Any:
-        return _TrainerSeenByBar, (self._trainer,)  # rich's bar keeps it, and goes to the ranks of the next run
+        return _TrainerView, (self._trainer,)  # rich's bar keeps a reference, and is pickled for the next run
 
 
-class Display:
-    """In the driver: draws the bar and prints the ranks' lines, one at a time, so that neither breaks the other.
+class DriverDisplay:
+    """Draws the progress bar and prints lines of ranks in the driver.
 
     Args:
-        trainer: Whose bar is drawn; None or a Trainer without a bar: lines only.
+        trainer: Its bar is drawn; ``None``, or a Trainer without a bar: print lines only.
     """
 
     def __init__(self, trainer: pl.Trainer | None) -> None:
         self._bar = trainer.progress_bar_callback if trainer is not None else None
         if self._bar is not None and trainer is not None:
-            self._trainer, self._view = trainer, _TrainerSeenByBar(trainer)
+            self._trainer, self._view = trainer, _TrainerView(trainer)
             vars(self._bar)["get_metrics"] = lambda *_: self._metrics
         self._metrics: dict[str, Any] = {}
 
     def hook(self, name: str, args: list[Any], kwargs: dict[str, Any], shown: dict[str, Any], metrics: Any) -> None:
-        """Let the bar see one hook of rank 0."""
+        """Call a hook of the bar as rank 0 has called it."""
         if self._bar is None:
             return
         self._view.shown, self._metrics = shown, metrics or self._metrics
         getattr(self._bar, name)(self._view, self._trainer.lightning_module, *args, **kwargs)
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """Print a line of a rank; it goes above tqdm's bars, and rich's bars catch what is printed themselves."""
+        """Print a line of a rank above the progress bar; rich's bars capture what is printed."""
         tqdm.write(text if rank == 0 else f"[rank {rank}] {text}", file=getattr(sys, stream))
 
     def close(self) -> None:
-        """Give the bar back to the Trainer."""
+        """Reconnect the bar with the Trainer."""
         if self._bar is not None:
             del vars(self._bar)["get_metrics"]
             self._bar._trainer = self._trainer

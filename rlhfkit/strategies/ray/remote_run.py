@@ -1,4 +1,4 @@
-"""A run as it travels: the Trainer to the ranks, and what training changed back to the driver."""
+"""Send the Trainer to the ranks, run it there, and bring back what training has changed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,13 +8,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from rlhfkit.protocols import callbacks_of, datamodule_of
+from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import RemoteProgressBar
@@ -22,23 +25,32 @@ from rlhfkit.strategies.ray.progress import RemoteProgressBar
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
-def pack(
+def pickle_run(
     function: Callable[..., Any], args: Any, kwargs: Any, trainer: pl.Trainer | None, return_weights: bool
 ) -> bytes:
-    """What :meth:`~rlhfkit.strategies.ray.actor.RankActor.run` shall call; the Trainer and its methods stay one object.
+    """Pickle a call for :meth:`~rlhfkit.strategies.ray.actor.RankActor.run`, in one piece with its Trainer.
+
+    Args:
+        function: A method of the Trainer, or any function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        trainer: The Trainer; ``None`` for another function.
+        return_weights: Whether rank 0 returns the trained weights.
 
     Raises:
-        TypeError: When something cannot be sent to another process.
+        TypeError: If something cannot be pickled.
     """
     import ray.cloudpickle
 
-    work: Callable[[Any], Any]
-    if trainer is None:
-        work = partial(ray_actor.just_call, function, args, kwargs)
-    else:
-        work = partial(perform, _GlobalStateSnapshot.capture(), function, args, kwargs, trainer, return_weights)
+    def call_function(actor: ray_actor.RankActor) -> Any:  # pickled by value, so it does not import this file
+        return function(*args, **kwargs)
+
+    work: Callable[[ray_actor.RankActor], Any] = call_function
+    if trainer is not None:
+        work = partial(_call_trainer, _GlobalStateSnapshot.capture(), function, args, kwargs, trainer, return_weights)
     try:
-        return ray.cloudpickle.dumps(work)
+        pickled: bytes = ray.cloudpickle.dumps(work)
+        return pickled
     except Exception as error:
         raise TypeError(
             "The Trainer, its module, callbacks, loggers and data are sent to the ranks and must be picklable; open"
@@ -48,47 +60,38 @@ def pack(
         ) from error
 
 
-def perform(
+def _call_trainer(
     snapshot: _GlobalStateSnapshot,
     function: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    trainer: Any,
+    trainer: pl.Trainer,
     return_weights: bool,
     actor: ray_actor.RankActor,
 ) -> "RunResult | None":
-    """On a rank: run a Trainer's method and collect what the driver gets.
-
-    Args:
-        snapshot: Random states and flags of the driver.
-        function: ``trainer._fit_impl`` or the like.
-        args: Its arguments.
-        kwargs: Its arguments.
-        trainer: This rank's copy.
-        return_weights: Whether trained weights are collected.
-        actor: This rank.
-    """
+    """Call a method of this rank's Trainer and collect what the driver gets; ``snapshot`` has its random states."""
     snapshot.restore()
-    trainer.strategy._launcher = None  # what callbacks start from here runs here
+    trainer.strategy._launcher = None  # runs that callbacks start stay in this process
     if trainer.progress_bar_callback is not None:
-        place = trainer.callbacks.index(trainer.progress_bar_callback)
+        callbacks = callbacks_of(trainer)
+        place = callbacks.index(trainer.progress_bar_callback)
         post = actor.post if actor.rank == 0 else None
-        trainer.callbacks[place] = RemoteProgressBar(trainer.progress_bar_callback, post)
+        callbacks[place] = RemoteProgressBar(trainer.progress_bar_callback, post)
     try:
         value = function(*args, **kwargs)
     except BaseException as error:
-        actor.report(error)  # first: the hooks may take long, or wait for ever for ranks that are well
-        call._interrupt(trainer, error)  # Lightning calls it in the driver only
+        actor.report(error)  # first: the hooks may take long, or wait forever for the other ranks
+        call._interrupt(trainer, error)  # calls the hooks for errors, which Lightning does in the driver only
         raise
-    return RunResult.of(trainer, value, return_weights)
+    return RunResult.collect(trainer, value, return_weights)
 
 
 @dataclass
 class RunResult:
-    """What a run changed on rank 0."""
+    """What a run has changed on rank 0."""
 
     value: Any
-    """What ``trainer.validate``, ``test`` or ``predict`` returns."""
+    """Return value of ``trainer.validate``, ``test`` or ``predict``."""
     state: TrainerState
     callbacks: dict[str, dict[str, Any]]
     """``Callback.state_dict()`` by state key."""
@@ -100,37 +103,37 @@ class RunResult:
     weights: dict[str, Tensor] | None = field(repr=False, default=None)
 
     @classmethod
-    def of(cls, trainer: Any, value: Any, return_weights: bool) -> "RunResult | None":
-        """Collect on all ranks, as weights may be sharded; None on all but rank 0."""
+    def collect(cls, trainer: pl.Trainer, value: Any, return_weights: bool) -> "RunResult | None":
+        """Collect the result on rank 0, ``None`` on other ranks. A collective, as weights may be sharded."""
         weights = None
         if return_weights and trainer.state.fn == TrainerFn.FITTING:
             weights = changed_weights(trainer)
         if not trainer.is_global_zero:
             return None
-        data = getattr(trainer, "datamodule", None)
+        data = datamodule_of(trainer)
         loops = trainer.fit_loop.state_dict()
-        loops["state_dict"] = {}  # of loaders, which the driver has in their first state
+        loops["state_dict"] = {}  # of loaders: those of the driver start anew
         return cls(
             value=move_data_to_device(value, torch.device("cpu")),
             state=trainer.state,
-            callbacks={cb.state_key: state for cb in trainer.callbacks if (state := cb.state_dict())},
+            callbacks={cb.state_key: state for cb in callbacks_of(trainer) if (state := cb.state_dict())},
             metrics={name: move_data_to_device(dict(getattr(trainer, name)), torch.device("cpu")) for name in _METRICS},
             loops=loops,
             data=data.state_dict() if data is not None else None,
             weights=weights,
         )
 
-    def restore(self, trainer: Any, data: pl.LightningDataModule | None) -> None:
-        """Put everything into the driver's objects."""
+    def restore(self, trainer: pl.Trainer, data: pl.LightningDataModule | None) -> None:
+        """Load the result into the driver's objects."""
         trainer.state = self.state
         for name, values in self.metrics.items():
             getattr(trainer, name).update(values)
-        for callback in trainer.callbacks:
+        for callback in callbacks_of(trainer):
             state = self.callbacks.get(callback.state_key)
             if state is None:
                 continue
-            if getattr(callback, "dirpath", "") is None:  # ModelCheckpoint ignores the state of another folder
-                callback.dirpath = state.get("dirpath")
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = state.get("dirpath")  # it ignores the state of another folder
             callback.load_state_dict(state)
         trainer.fit_loop.load_state_dict(self.loops)
         _mark_not_resuming(trainer.fit_loop)
@@ -141,9 +144,9 @@ class RunResult:
 
 
 def changed_weights(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Full weights of everything but the strategy's frozen children, on the CPU of rank 0. A collective."""
-    module, keep = trainer.lightning_module, trainer.is_global_zero
-    frozen: set[str] = getattr(trainer.strategy, "_frozen", set())
+    """Return the full weights except those of frozen children, on the CPU of rank 0. A collective."""
+    module, keep, strategy = trainer.lightning_module, trainer.is_global_zero, trainer.strategy
+    frozen = strategy.frozen_children if isinstance(strategy, EngineCheckpointMixin) else set()
     state: dict[str, Tensor] = {}
     for name, child in module.named_children():
         if name not in frozen:
@@ -155,7 +158,7 @@ def changed_weights(trainer: pl.Trainer) -> dict[str, Tensor]:
 
 
 def load_weights(module: pl.LightningModule, weights: dict[str, Tensor]) -> None:
-    """Load trained weights into the driver's module; children that it lacks are built by ``configure_model``."""
+    """Load trained weights into the driver's module; ``configure_model`` builds missing children."""
     if not {name.partition(".")[0] for name in weights} <= {name.partition(".")[0] for name in module.state_dict()}:
         module.configure_model()
     unexpected = module.load_state_dict(weights, strict=False).unexpected_keys
@@ -167,7 +170,7 @@ def load_weights(module: pl.LightningModule, weights: dict[str, Tensor]) -> None
 
 
 def _mark_not_resuming(loop: _Loop) -> None:
-    """Counters were loaded; the loop is where a finished run leaves it, not where a checkpoint resumes."""
+    """Undo the marks that loading counters has set: the run is finished and is not being resumed."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     for child in vars(loop).values():
         if isinstance(child, _Loop):
