@@ -83,11 +83,11 @@ class ExperienceLearner(GenerativeModule, Protocol):
 # ------------------------------------------------------------------ what a RolloutCallback asks of a DataModule
 
 
-class Draws(Protocol):
+class PromptQueue(Protocol):
     """The prompts of one iteration: none is drawn twice, and those that were not used can be requeued."""
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Different prompts that can still be drawn."""
         ...
 
@@ -116,16 +116,16 @@ class PromptSource(Protocol):
     micro_batch_size: int
 
     @property
-    def order_uses_rewards(self) -> bool:
-        """Whether the order of prompts depends on the rewards of their samples, as a curriculum's may."""
+    def curriculum_uses_rewards(self) -> bool:
+        """Whether there is a curriculum that reads the rewards of samples."""
         ...
 
-    def draws(self, after: dict[str, Any] | None = None) -> Draws:
-        """The draws of an iteration that begins at the cursor, or where other draws ended; the cursor stays."""
+    def prompt_queue(self, after: dict[str, Any] | None = None) -> PromptQueue:
+        """The queue of an iteration that begins at the cursor, or where another queue ended; the cursor stays."""
         ...
 
     def set_cursor(self, after: dict[str, Any]) -> None:
-        """Move the cursor to the end of draws that were trained on."""
+        """Move the cursor to the end of a queue whose prompts were trained on."""
         ...
 
 
@@ -265,12 +265,12 @@ def prompts_of(trainer: L.Trainer) -> PromptSource:
     """The DataModule of a Trainer as the source of prompts.
 
     Raises:
-        TypeError: If it has no ``draws()``.
+        TypeError: If it has no ``prompt_queue()``.
     """
     data = datamodule_of(trainer)
-    if not hasattr(data, "draws"):
+    if not hasattr(data, "prompt_queue"):
         raise TypeError(
-            "RolloutCallback takes its prompts from a DataModule with draws(): call "
+            "RolloutCallback takes its prompts from a DataModule with prompt_queue(): call "
             "trainer.fit(module, datamodule=PromptDataModule(...))"
         )
     return cast(PromptSource, data)

@@ -8,7 +8,7 @@ import pytest
 from typing_extensions import get_protocol_members
 
 from rlhfkit import GRPOModule, PromptDataModule, RLHFDeepSpeedStrategy, RolloutCallback, SFTModule, protocols
-from rlhfkit.datamodules.prompts.cursor import PromptDraws
+from rlhfkit.datamodules.prompts.cursor import IterationQueue
 from rlhfkit.protocols import experience_source_of, learner_of, prompts_of
 
 CASES = [
@@ -18,7 +18,7 @@ CASES = [
     (protocols.HasModelLimits, SFTModule),
     (protocols.SavesPretrained, SFTModule),
     (protocols.ChecksRows, SFTModule),
-    (protocols.Draws, PromptDraws),
+    (protocols.PromptQueue, IterationQueue),
     (protocols.PromptSource, PromptDataModule),
     (protocols.ChecksPrompts, PromptDataModule),
     (protocols.PretrainingSource, PromptDataModule),
@@ -57,7 +57,7 @@ def trainer(**parts: Any) -> Any:
 
 
 def test_parts_that_do_not_fit_are_named() -> None:
-    with pytest.raises(TypeError, match=r"takes its prompts from a DataModule with draws\(\)"):
+    with pytest.raises(TypeError, match=r"takes its prompts from a DataModule with prompt_queue\(\)"):
         prompts_of(trainer(datamodule=object()))
     with pytest.raises(TypeError, match=r"object has no prepare\(\)"):
         learner_of(trainer(lightning_module=object()))

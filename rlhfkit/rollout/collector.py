@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.protocols import Draws
+from rlhfkit.protocols import PromptQueue
 from rlhfkit.rollout.engine import SamplingSpec
 
 Group = list[Sample]
@@ -96,12 +96,12 @@ class CollectedGroups:
     reward: float
     """Mean reward of all groups that were sampled, rejected ones included; NaN if none has one."""
     after: dict[str, Any]
-    """Where the next iteration's draws begin."""
+    """Where the next iteration begins."""
 
 
 def collect_groups(
     wanted: int,
-    draws: Draws,
+    queue: PromptQueue,
     stream: GroupStream,
     *,
     score: Callable[[list[Sample]], None] | None = None,
@@ -119,7 +119,7 @@ def collect_groups(
 
     Args:
         wanted: Groups of the iteration.
-        draws: Where its prompts come from.
+        queue: The prompts of the iteration.
         stream: Generates the groups of this rank's share of the prompts; closed at the end.
         score: Sets texts and rewards of this rank's samples, in place; ``None``: they have them.
         score_together: Adds to the rewards of all ranks' samples what only all ranks together can compute.
@@ -138,9 +138,9 @@ def collect_groups(
     rejected: dict[int, Group] = {}
 
     def draw(count: int) -> None:
-        count = min(count, draws.left, (draws.left if most is None else most - len(drawn)))
+        count = min(count, queue.remaining, (queue.remaining if most is None else most - len(drawn)))
         if count > 0:
-            prompts = draws.take(count)
+            prompts = queue.take(count)
             drawn.extend(prompts)
             stream.submit(ranks.share(prompts))
 
@@ -150,8 +150,10 @@ def collect_groups(
             score(flatten(groups))
         return groups
 
-    if draws.left < wanted:
-        raise ValueError(f"an iteration of {wanted} groups needs as many different prompts, and there are {draws.left}")
+    if queue.remaining < wanted:
+        raise ValueError(
+            f"an iteration of {wanted} groups needs as many different prompts, and there are {queue.remaining}"
+        )
     try:
         draw(wanted + spare)
         while len(accepted) < wanted:
@@ -171,11 +173,11 @@ def collect_groups(
             f"{len(drawn)} groups were asked for, and the engine ended with {len(accepted) + len(rejected)} of them"
         )
     unfinished = [prompt for prompt in drawn if prompt.index not in accepted and prompt.index not in rejected]
-    draws.requeue(unfinished)
+    queue.requeue(unfinished)
     in_order = [prompt.index for prompt in drawn]
     kept = [accepted[index] for index in in_order if index in accepted]
     others = [rejected[index] for index in in_order if index in rejected]
-    draws.record([*kept, *others])
+    queue.record([*kept, *others])
     rewards = [sample.reward for sample in flatten([*kept, *others]) if sample.reward is not None]
     return CollectedGroups(
         groups=kept + others[: wanted - len(kept)],
@@ -183,7 +185,7 @@ def collect_groups(
         sampled=len(kept) + len(others),
         requeued=len(unfinished),
         reward=sum(rewards) / len(rewards) if rewards else math.nan,
-        after=draws.after,
+        after=queue.after,
     )
 
 

@@ -131,7 +131,7 @@ def batches(folder: Path, kind: type, arguments: Mapping[str, Any], around: Mapp
 def prompts(data: PromptDataModule, own: str) -> Any:
     """What is drawn in two passes, and what is beside it."""
     data.setup("fit")
-    drawn = data.draws()
+    drawn = data.prompt_queue()
     first = [next(drawn) for _ in range(8)]
     validation = [[read(prompt) for prompt in part] for part in data.validation_batches()]
     return [read(prompt) for prompt in first], validation, data.rollout_batch_size

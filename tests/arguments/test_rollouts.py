@@ -172,7 +172,7 @@ TABLE: dict[type, Rows] = {
         "overlong_prompts": Change("drop", given={"max_prompt_length": 3, "rollout_batch_size": 2}, refused=True),
         "shuffle": Change(False),
         "seed": Change(1),
-        "order": Change(ByColumn("level")),
+        "curriculum": Change(ByColumn("level")),
         "apply_chat_template": Change(True, refused=True),
         "system": Change("Be brief.", refused=True),
         "chat_template_arguments": Unseen("a template's own: tests/datamodules/prompts/test_datamodule.py"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 from rlhfkit.rollout.collector import CollectedGroups, collect_groups
 
 TOTAL = 12
@@ -48,9 +48,9 @@ def prompt(row: int) -> Prompt:
 
 def fill(after: dict, seed: int, wanted: int, spare: int, teaches: set[int], most: int | None) -> CollectedGroups:
     stream, order = AnyOrder(random.Random(seed)), PromptOrder(TOTAL, seed=2)
-    draws = PromptDraws(order, prompt, PromptCursor.from_state_dict(after))
+    queue = IterationQueue(order, prompt, PromptCursor.from_state_dict(after))
     filled = collect_groups(
-        wanted, draws, stream, keep=lambda group: group[0].prompt.index in teaches, most=most, spare=spare
+        wanted, queue, stream, keep=lambda group: group[0].prompt.index in teaches, most=most, spare=spare
     )
     groups = [group[0].prompt.index for group in filled.groups]
     good = [index for index in stream.given if index in teaches]
@@ -65,7 +65,7 @@ def fill(after: dict, seed: int, wanted: int, spare: int, teaches: set[int], mos
         assert not stream.open
     begun = [index for index in stream.submitted if index not in stream.given]
     assert (filled.sampled, filled.requeued) == (len(stream.given), len(begun))
-    again = PromptDraws(order, prompt, PromptCursor.from_state_dict(filled.after))
+    again = IterationQueue(order, prompt, PromptCursor.from_state_dict(filled.after))
     if begun:
         assert [each.index for each in again.take(len(begun))] == begun  # in order, first of all
     return filled
@@ -113,13 +113,13 @@ def test_a_stream_that_ends_too_early_is_an_error() -> None:
             return super().collect(1) if len(self.open) > 1 else []
 
     stream = Forgetful(random.Random(0))
-    draws = PromptDraws(PromptOrder(TOTAL), prompt, PromptCursor())
+    queue = IterationQueue(PromptOrder(TOTAL), prompt, PromptCursor())
     with pytest.raises(RuntimeError, match="4 groups were asked for, and the engine ended with 3 of them"):
-        collect_groups(4, draws, stream)
+        collect_groups(4, queue, stream)
     assert stream.closed
 
 
 def test_more_groups_than_prompts_are_refused() -> None:
-    draws = PromptDraws(PromptOrder(3), prompt, PromptCursor())
+    queue = IterationQueue(PromptOrder(3), prompt, PromptCursor())
     with pytest.raises(ValueError, match="iteration of 4 groups needs as many different prompts, and there are 3"):
-        collect_groups(4, draws, AnyOrder(random.Random(0)))
+        collect_groups(4, queue, AnyOrder(random.Random(0)))

@@ -57,7 +57,7 @@ class AsyncRollouts:
         self.in_flight = in_flight
         self._jobs: BackgroundRollouts[CollectedGroups] = BackgroundRollouts()
         self._submitted = -1
-        self._after: dict[str, Any] | None = None  # where the draws of the next job begin; written by the thread
+        self._after: dict[str, Any] | None = None  # where the prompts of the next job begin; written by the thread
         self._failure: BaseException | None = None  # of a job; the jobs behind it fail as well
         self._group: Any = None
 
@@ -91,7 +91,7 @@ class AsyncRollouts:
 
     def _begin(self, trainer: L.Trainer, iteration: int) -> None:
         """Start at the DataModule's cursor: nothing is queued at the start of a run or after a resume."""
-        self._submitted, self._after = iteration - 1, prompts_of(trainer).draws().after
+        self._submitted, self._after = iteration - 1, prompts_of(trainer).prompt_queue().after
         self._failure = None
         if self.collector.needs_all_ranks(trainer) and self._group is None:
             self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))

@@ -106,14 +106,14 @@ class GroupCollector:
             wanted: Groups.
             sampling: How to sample.
             iteration: Part of each sample's seed.
-            after: Where the draws begin; ``None``: at the DataModule's cursor.
+            after: Where the iteration begins; ``None``: at the DataModule's cursor.
             group: The ranks' process group; ``None``: the default one.
         """
         together, selection = self.needs_all_ranks(trainer), self.dynamic_sampling
         early, spare = self.scores_early(trainer), math.ceil(self.oversampling * wanted)
         collected = collect_groups(
             wanted,
-            prompts_of(trainer).draws(after),
+            prompts_of(trainer).prompt_queue(after),
             self._stream(sampling, iteration, in_batches=together),
             score=lambda samples: self._score(trainer, samples, iteration),
             score_together=(lambda samples: self.add_model_scores(trainer, samples, iteration)) if early else None,
@@ -222,7 +222,7 @@ class GroupCollector:
         """Whether the module's scores are needed while groups are collected: to select them, or for the curriculum."""
         if not policy_of(trainer).scores_samples:
             return False
-        return self.dynamic_sampling is not None or prompts_of(trainer).order_uses_rewards
+        return self.dynamic_sampling is not None or prompts_of(trainer).curriculum_uses_rewards
 
     # ------------------------------------------------------------------ which ranks
 

@@ -1,8 +1,9 @@
 """Curricula: functions that order a pass over the prompts, or leave prompts out, by what is known of them.
 
-``PromptDataModule(order=...)`` takes any function of a :class:`PromptPass` that returns rows. It is called once per
-pass, when the first prompt of the pass is drawn, with the rewards of all iterations drawn before. So the result depends
-on the sequence of samples alone, however far sampling is ahead of training. Result and rewards are in checkpoints.
+``PromptDataModule(curriculum=...)`` takes any function of a :class:`PromptPass` that returns rows. It is called once
+per pass, when the first prompt of the pass is drawn, with the rewards of all iterations drawn before. So the result
+depends on the sequence of samples alone, however far sampling is ahead of training. Result and rewards are in
+checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ class PromptPass:
     """The values of a column of the data, by row."""
 
 
-Order = Callable[[PromptPass], Sequence[int]]
+Curriculum = Callable[[PromptPass], Sequence[int]]
 """Returns the rows of a pass in the order in which they are to be sampled. A row that it leaves out is not sampled in
 this pass, unless an iteration could not be filled otherwise; a row that it names twice is sampled twice, but never
 twice in one iteration."""
@@ -55,7 +56,7 @@ class ByColumn:
 
     Example::
 
-        PromptDataModule("math.jsonl", order=ByColumn("difficulty"))
+        PromptDataModule("math.jsonl", curriculum=ByColumn("difficulty"))
     """
 
     name: str
@@ -91,7 +92,7 @@ class BySuccess:
 
     Example::
 
-        PromptDataModule("math.jsonl", order=BySuccess(keep=0.2))
+        PromptDataModule("math.jsonl", curriculum=BySuccess(keep=0.2))
     """
 
     low: float = 0.0

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from rlhfkit.data.packing import permutation
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.datamodules.prompts.curriculum import Order, PromptPass, PromptStats
+from rlhfkit.datamodules.prompts.curriculum import Curriculum, PromptPass, PromptStats
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PromptOrder:
         seed: int = 0,
         shuffle: bool = True,
         plain: Callable[[int], Sequence[int]] | None = None,
-        curriculum: Order | None = None,
+        curriculum: Curriculum | None = None,
         column: Callable[[str], Sequence[Any]] = lambda name: [],
     ) -> None:
         self.total = total
@@ -136,8 +136,8 @@ class PromptOrder:
         wrong = [row for row in rows if not (isinstance(row, Integral) and 0 <= int(row) < self.total)]
         if wrong:
             raise ValueError(
-                f"order={self.curriculum!r} has returned {wrong[0]!r} for pass {number}: it must return rows of the "
-                f"pass, integers from 0 to {self.total - 1}"
+                f"curriculum={self.curriculum!r} has returned {wrong[0]!r} for pass {number}: it must return rows of "
+                f"the pass, integers from 0 to {self.total - 1}"
             )
         return list(map(int, rows))  # NumPy's integers are not plain values for a checkpoint
 
@@ -163,8 +163,8 @@ class PromptOrder:
         return cached[number]
 
 
-class PromptDraws:
-    """The prompts of one iteration: none is drawn twice, and those that were not used can be requeued.
+class IterationQueue:
+    """The queue of prompts of one iteration: none is drawn twice, and those that were not used can be requeued.
 
     Args:
         order: The sequence of rows.
@@ -184,12 +184,12 @@ class PromptDraws:
         self._requeued: set[int] = set()
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Different prompts that can still be drawn."""
         return self._order.total - len(self._rows)
 
     def take(self, count: int) -> list[Prompt]:
-        """Draw the next prompts, at most :attr:`left`."""
+        """Draw the next prompts, at most :attr:`remaining`."""
         rows, self._cursor = self._order.take(count, self._cursor, without=self._rows.values())
         prompts = [self._prompt(row) for row in rows]
         self._rows |= {prompt.index: row for prompt, row in zip(prompts, rows, strict=True)}

@@ -15,8 +15,8 @@ import lightning as L
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
-from rlhfkit.datamodules.prompts.curriculum import DeclaresHistoryUse, Order
-from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
+from rlhfkit.datamodules.prompts.curriculum import Curriculum, DeclaresHistoryUse
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 from rlhfkit.datamodules.prompts.mixed import MixedPrompts
 from rlhfkit.datamodules.prompts.pretraining import PretrainingText
 from rlhfkit.datamodules.prompts.rows import PromptBatches, PromptRows
@@ -44,9 +44,9 @@ class PromptDataModule(L.LightningDataModule):
     """Prompts from files, saved data sets, the hub or memory, for modules that learn from their own samples.
 
     ``train_dataloader`` yields the experience that the Trainer's rollout callback makes of the prompts. The callback
-    draws an iteration's prompts from :meth:`draws` and calls :meth:`set_cursor` when the iteration was trained on.
-    Prompts are shuffled anew in each pass over the data, as a function of (seed, pass) alone, and each is used exactly
-    once per pass.
+    takes an iteration's prompts from :meth:`prompt_queue` and calls :meth:`set_cursor` when it was trained on. Prompts
+    are shuffled anew in each pass over the data, as a function of (seed, pass) alone, and each is used exactly once per
+    pass.
 
     Example::
 
@@ -72,7 +72,7 @@ class PromptDataModule(L.LightningDataModule):
         overlong_prompts: Literal["error", "drop"] = "error",
         shuffle: bool = True,
         seed: int = 0,
-        order: Order | None = None,
+        curriculum: Curriculum | None = None,
         apply_chat_template: bool | None = None,
         system: str | None = None,
         chat_template_arguments: dict[str, Any] | None = None,
@@ -101,7 +101,8 @@ class PromptDataModule(L.LightningDataModule):
             overlong_prompts: ``"error"`` or ``"drop"`` (with a logged count) for prompts above that length.
             shuffle: Shuffle each pass over the data; the order of the file when false.
             seed: Seed of the shuffling.
-            order: A curriculum, see :mod:`rlhfkit.datamodules.prompts.curriculum`.
+            curriculum: Orders each pass over the prompts and may leave some out, see
+                :mod:`rlhfkit.datamodules.prompts.curriculum`.
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template. Chat
                 messages always go through the template.
             system: System message put in front; needs the chat template.
@@ -140,7 +141,7 @@ class PromptDataModule(L.LightningDataModule):
         self.overlong_prompts = overlong_prompts
         self.shuffle = shuffle
         self.seed = seed
-        self.order = order
+        self.curriculum = curriculum
         self.apply_chat_template = apply_chat_template
         self.system = system
         self.chat_template_arguments = dict(chat_template_arguments or {})
@@ -267,16 +268,16 @@ class PromptDataModule(L.LightningDataModule):
         return self.validation_data is not None
 
     @property
-    def order_uses_rewards(self) -> bool:
+    def curriculum_uses_rewards(self) -> bool:
         """Whether there is a curriculum that reads the rewards of earlier samples."""
-        order = self.order
-        return order is not None and (not isinstance(order, DeclaresHistoryUse) or order.uses_rewards)
+        curriculum = self.curriculum
+        return curriculum is not None and (not isinstance(curriculum, DeclaresHistoryUse) or curriculum.uses_rewards)
 
-    def draws(self, after: dict[str, Any] | None = None) -> PromptDraws:
-        """Draw the prompts of an iteration; the cursor of the DataModule stays where it is.
+    def prompt_queue(self, after: dict[str, Any] | None = None) -> IterationQueue:
+        """Make the queue of an iteration's prompts; the cursor of the DataModule stays where it is.
 
         Args:
-            after: Where to begin: :attr:`PromptDraws.after` of the iteration before; ``None``: at the cursor.
+            after: Where to begin: :attr:`IterationQueue.after` of the iteration before; ``None``: at the cursor.
         """
         rows = self._opened(self._rows)
         if self._order is None:
@@ -286,17 +287,17 @@ class PromptDataModule(L.LightningDataModule):
                 seed=self.seed,
                 shuffle=self.shuffle,
                 plain=pass_order and partial(pass_order, seed=self.seed, shuffle=self.shuffle),
-                curriculum=self.order,
+                curriculum=self.curriculum,
                 column=rows.column,
             )
         cursor = self._cursor if after is None else PromptCursor.from_state_dict(after)
-        return PromptDraws(self._order, rows.__getitem__, cursor, rows.fingerprint())
+        return IterationQueue(self._order, rows.__getitem__, cursor, rows.fingerprint())
 
     def set_cursor(self, after: dict[str, Any]) -> None:
         """Move the cursor to the end of an iteration that was trained on, unless it was drawn from other data.
 
         Args:
-            after: :attr:`PromptDraws.after` of the iteration.
+            after: :attr:`IterationQueue.after` of the iteration.
         """
         if after["fingerprint"] == self._opened(self._rows).fingerprint():
             self._cursor = PromptCursor.from_state_dict(after)
@@ -307,13 +308,13 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: If ``count`` is below 1 or above the number of prompts.
         """
-        return self.draws().take(count)
+        return self.prompt_queue().take(count)
 
     def advance(self, count: int) -> None:
         """Move the cursor past what :meth:`next_prompts` returns for the same count."""
-        draws = self.draws()
-        draws.take(count)
-        self.set_cursor(draws.after)
+        queue = self.prompt_queue()
+        queue.take(count)
+        self.set_cursor(queue.after)
 
     def validation_prompts(self) -> list[Prompt]:
         """Return all validation prompts in the order of the file; none without ``validation_data``."""

@@ -107,7 +107,7 @@ class PromptRows:
         Raises:
             ValueError: If there is no such column, or values are missing.
         """
-        check_columns(self.rows, self.source, order=name)
+        check_columns(self.rows, self.source, curriculum=name)
         values = self.rows[name]
         return [values[index] for index in self.kept]
 

@@ -12,7 +12,7 @@ from rlhfkit import DynamicSampling, Prompt, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.timing import Timing
-from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 
 TOTAL, WANTED = 11, 3
 SPEC = SamplingSpec(group_size=2, max_new_tokens=3)
@@ -47,9 +47,9 @@ class Data:
     def __init__(self) -> None:
         self.order, self.cursor = PromptOrder(TOTAL, seed=4), PromptCursor()
 
-    def draws(self, after: dict[str, Any] | None = None) -> PromptDraws:
+    def prompt_queue(self, after: dict[str, Any] | None = None) -> IterationQueue:
         cursor = self.cursor if after is None else PromptCursor.from_state_dict(after)
-        return PromptDraws(self.order, lambda row: Prompt(row, [5]), cursor)
+        return IterationQueue(self.order, lambda row: Prompt(row, [5]), cursor)
 
     def set_cursor(self, after: dict[str, Any]) -> None:
         self.cursor = PromptCursor.from_state_dict(after)

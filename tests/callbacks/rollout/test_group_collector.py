@@ -80,7 +80,7 @@ def test_a_curriculum_remembers_the_scores(tmp_path: Path) -> None:
     trainer, module, data, _ = setup_run(
         tmp_path,
         module_arguments={"reward_model": folder},
-        data_arguments={"order": remembered},
+        data_arguments={"curriculum": remembered},
         rollouts=RolloutCallback(sampling=SAMPLING),
         max_epochs=6,  # of 40 prompts, 8 in each
     )
@@ -122,7 +122,7 @@ plain.name = "model"  # type: ignore[attr-defined]
     [
         ({"dynamic_sampling": DynamicSampling(by="math_match")}, {}, "the parts are digits, model$"),
         ({"dynamic_sampling": DynamicSampling(), "max_staleness": 1}, {}, "thread beside training"),
-        ({"max_staleness": 1}, {"order": BySuccess()}, "thread beside training"),
+        ({"max_staleness": 1}, {"curriculum": BySuccess()}, "thread beside training"),
         ({"reward": plain}, {}, "is called 'model'"),
     ],
     ids=["unknown part", "ahead", "ahead with a curriculum", "another part of that name"],
@@ -146,7 +146,7 @@ def test_scores_that_nothing_is_chosen_by_may_come_after_sampling_ahead(tmp_path
     trainer, module, data, rollouts = setup_run(
         tmp_path,
         module_arguments={"reward_model": folder},
-        data_arguments={"order": ByColumn("answer")},
+        data_arguments={"curriculum": ByColumn("answer")},
         rollouts=RolloutCallback(sampling=SAMPLING, max_staleness=1),
         max_epochs=2,
     )

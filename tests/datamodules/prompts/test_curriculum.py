@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rl_runs import setup_run, weights
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess, Order, PromptPass, PromptStats
-from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
+from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess, Curriculum, PromptPass, PromptStats
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 
 TOTAL = 9
 
@@ -57,21 +57,21 @@ def play(order: PromptOrder, cursor: PromptCursor, sizes: Sequence[int]) -> tupl
     """Rows of each iteration; the reward of a prompt is a function of itself and of how often it was sampled."""
     played = []
     for size in sizes:
-        draws = PromptDraws(order, prompt, cursor)
-        taken = draws.take(size)
+        queue = IterationQueue(order, prompt, cursor)
+        taken = queue.take(size)
         known = cursor.history or {}
-        draws.record(
+        queue.record(
             [
                 [Sample(each, 0, [7], [0.0], [0], "stop", reward=float((each.index + len(known)) % 3 == 0))]
                 for each in taken
             ]
         )
         played.append([each.index - 100 for each in taken])
-        cursor = PromptCursor.from_state_dict(json.loads(json.dumps(draws.after)))  # plain values, through any file
+        cursor = PromptCursor.from_state_dict(json.loads(json.dumps(queue.after)))  # plain values, through any file
     return played, cursor
 
 
-def some(share: int) -> Order:
+def some(share: int) -> Curriculum:
     """A curriculum that leaves out about one of ``share`` rows, others in each pass, and what is solved."""
 
     def order(one: PromptPass) -> list[int]:
@@ -155,7 +155,7 @@ def run(tmp_path: Path) -> Run:
         watch = watch or Watch()
         trainer, module, data, _ = setup_run(
             tmp_path,
-            data_arguments={"order": BySuccess(keep=0.1)},
+            data_arguments={"curriculum": BySuccess(keep=0.1)},
             rollouts=RolloutCallback(
                 by_prompt, sampling=SamplingSpec(group_size=4, max_new_tokens=2), max_staleness=staleness
             ),

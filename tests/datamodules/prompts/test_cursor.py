@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfkit.data import Prompt
-from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptDraws, PromptOrder
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 
 TOTAL = 7
 # Per iteration: how many prompts each round draws, and which of the drawn ones (by position) come back.
@@ -27,17 +27,17 @@ def play(
     """Used and returned rows of each iteration, and the cursor behind the last."""
     played = []
     for rounds, returned in iterations:
-        draws = PromptDraws(order, prompt, cursor)
+        queue = IterationQueue(order, prompt, cursor)
         drawn: list[Prompt] = []
         for count in rounds:
-            if draws.left:
-                drawn += draws.take(min(count, draws.left))
-        assert draws.left == TOTAL - len(drawn)
+            if queue.remaining:
+                drawn += queue.take(min(count, queue.remaining))
+        assert queue.remaining == TOTAL - len(drawn)
         back = [each for position, each in enumerate(drawn) if position in returned]
-        draws.requeue(reversed(back))
+        queue.requeue(reversed(back))
         used = [each.index - 100 for each in drawn if each not in back]
         played.append((used, [each.index - 100 for each in back]))
-        cursor = PromptCursor.from_state_dict(draws.after)
+        cursor = PromptCursor.from_state_dict(queue.after)
     return played, cursor
 
 
@@ -73,14 +73,14 @@ def test_drawing_in_rounds_is_drawing_at_once(rounds: list[int], skip: int) -> N
     cursor = PromptCursor()
     for _ in range(skip):  # anywhere in the sequence, with rows put off or without
         _, cursor = order.take(5, cursor)
-    at_once = PromptDraws(order, prompt, cursor)
-    in_rounds = PromptDraws(order, prompt, cursor)
+    at_once = IterationQueue(order, prompt, cursor)
+    in_rounds = IterationQueue(order, prompt, cursor)
     assert [each for count in rounds for each in in_rounds.take(count)] == at_once.take(sum(rounds))
     assert in_rounds.after == at_once.after
 
 
 def test_more_than_there_are_is_refused() -> None:
-    draws = PromptDraws(PromptOrder(3), prompt, PromptCursor())
-    draws.take(2)
+    queue = IterationQueue(PromptOrder(3), prompt, PromptCursor())
+    queue.take(2)
     with pytest.raises(ValueError, match="cannot take 2 different prompts: there are 3 besides the 2 drawn already"):
-        draws.take(2)
+        queue.take(2)

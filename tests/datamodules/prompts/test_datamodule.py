@@ -162,9 +162,9 @@ def test_next_prompts_peeks(write_rows: Write) -> None:
     assert once == [prompt.index for prompt in data.next_prompts(4)]
     drawn, after = [], None
     for _ in range(5):  # ahead of the cursor, as rollouts do that are sampled ahead
-        draws = data.draws(after)
-        drawn.append([prompt.index for prompt in draws.take(4)])
-        after = draws.after
+        queue = data.prompt_queue(after)
+        drawn.append([prompt.index for prompt in queue.take(4)])
+        after = queue.after
     assert drawn == taken(data, [4] * 5)
 
 
