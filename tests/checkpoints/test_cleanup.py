@@ -1,4 +1,4 @@
-"""What killed processes have left is removed at the next start; what lives, or is somebody else's, is not."""
+"""Unfinished checkpoints of killed processes are removed at the next start; those of running processes are not."""
 
 import json
 import os

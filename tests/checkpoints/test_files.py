@@ -1,4 +1,7 @@
-"""Checkpoints of plain strategies: whole or not there; empty, foreign, truncated and changed ones are named."""
+"""Single-file checkpoints are complete or not there; empty, foreign, truncated and changed ones are errors.
+
+Covers checkpoints/errors.py too.
+"""
 
 import os
 import resource

@@ -1,4 +1,7 @@
-"""From whatever moment a checkpoint is, and however often a run is resumed: it is the straight run."""
+"""Runs resumed from any checkpoint, any number of times, equal the straight run.
+
+Covers checkpoints/progress.py too.
+"""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Properties of preference data: where the prompt ends, what is cut, what is left out, and steps in a real Trainer."""
+"""Preference data: where the prompt ends, what is cut, what is dropped, and steps in a real Trainer."""
 
 import logging
 from collections.abc import Callable

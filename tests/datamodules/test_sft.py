@@ -1,4 +1,7 @@
-"""Properties of supervised data: what is learned, what is cut, and the same steps in a real Trainer."""
+"""Supervised data: what is learned, what is cut, and the same steps in a real Trainer.
+
+Covers tokenization/examples.py and tokenization/token_examples.py too.
+"""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Streams of examples: every row once a pass, the same again from any place, and the same as without streaming."""
+"""Streams of examples: every row once per pass, the same again from any position, and the same as without streaming."""
 
 import gzip
 import itertools

@@ -1,4 +1,4 @@
-"""UnpairedPreferenceDataModule: labels and pairs from real files."""
+"""Unpaired preference data: labels and pairs from real files."""
 
 import logging
 from collections.abc import Callable

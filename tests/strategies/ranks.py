@@ -40,14 +40,14 @@ def rank_environment(rank: int, ranks: int, port: int, folder: Path) -> dict[str
     }
 
 
-class Nursery:
-    """The process that forks all ranks with one number (``nursery.py``)."""
+class RankForker:
+    """The process that forks all ranks with one number (``rank_forker.py``)."""
 
     def __init__(self, rank: int) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
         environment = os.environ | {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-u", str(FOLDER / "nursery.py")],
+            [sys.executable, "-u", str(FOLDER / "rank_forker.py")],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -74,15 +74,15 @@ class Nursery:
 
 
 @functools.cache
-def nursery(rank: int) -> Nursery:
+def forker_of(rank: int) -> RankForker:
     """Of ranks with this number; started when first used, kept until the tests end."""
-    return Nursery(rank)
+    return RankForker(rank)
 
 
 class Rank:
     """A rank that has been asked for."""
 
-    def __init__(self, parent: Nursery) -> None:
+    def __init__(self, parent: RankForker) -> None:
         self.parent = parent
         pid = parent.answer(timeout=120)
         assert pid is not None, "no rank within 120 s: its parent is still importing"
@@ -115,7 +115,7 @@ def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Ran
         (folder / f"result_{rank}.json").unlink(missing_ok=True)
         log = folder / f"rank_{rank}.log"
         log.write_bytes(b"")
-        nursery(rank).ask(
+        forker_of(rank).ask(
             {
                 "function": function,
                 "arguments": arguments,
@@ -125,7 +125,7 @@ def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Ran
                 "place": os.getcwd(),
             }
         )
-    return [Rank(nursery(rank)) for rank in range(ranks)]
+    return [Rank(forker_of(rank)) for rank in range(ranks)]
 
 
 def stop(processes: list[Rank]) -> None:

@@ -1,4 +1,7 @@
-"""Precision, evaluation without fit, discarded gradients, manual optimization: at every ZeRO stage."""
+"""Precision, evaluation without fit, dropped gradients and manual optimization at every ZeRO stage.
+
+Covers strategies/strategy.py, deepspeed/precision.py and deepspeed/gradients.py, with behaviour_cases.py.
+"""
 
 from typing import Any
 

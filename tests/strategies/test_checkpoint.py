@@ -1,4 +1,7 @@
-"""Stopped and resumed is bitwise the straight run; damage is found and named; a killed save loses nothing."""
+"""A stopped and resumed run is bitwise the straight run; damage is found and named; a kill while saving loses nothing.
+
+Covers strategies/checkpoint/io.py, with resume_cases.py.
+"""
 
 import os
 import random

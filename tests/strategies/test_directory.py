@@ -1,4 +1,7 @@
-"""A checkpoint directory is whole or not there, whatever happens while it is written."""
+"""A checkpoint directory is complete or not there, whatever happens while it is written.
+
+Covers strategies/checkpoint/directory.py.
+"""
 
 import json
 import multiprocessing

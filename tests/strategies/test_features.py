@@ -1,4 +1,7 @@
-"""Stages per child, offloading, experts, sharded building, LoRA, export: on two ranks, against plain Lightning."""
+"""Stages per child, offloading, experts, sharded building, LoRA, export: on two ranks, against plain Lightning.
+
+Covers strategies/deepspeed/zero3.py and deepspeed/engines.py, with feature_cases.py.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""A number that is not finite on one rank stops the update of all engines on all ranks, at every ZeRO stage."""
+"""A number that is not finite on one rank stops the update of all engines on all ranks, at every ZeRO stage.
+
+Covers strategies/deepspeed/synchronized_steps.py, with guard_cases.py.
+"""
 
 from typing import Any
 

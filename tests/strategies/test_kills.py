@@ -1,4 +1,4 @@
-"""A run that saves after every optimizer step, is killed at random and resumed again and again is the straight run.
+"""A run that saves after every optimizer step and is killed at random and resumed many times equals the straight run.
 
 Two steps an epoch, two micro-batches a step. ``RLHFKIT_KILLS=20`` kills each case twenty times; the suite kills two
 cases three times.

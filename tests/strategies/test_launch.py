@@ -1,4 +1,7 @@
-"""Starting: names in the registry, plain scripts, torchrun, ranks that do not come, locks of interrupted builds."""
+"""Names in the registry, plain scripts, torchrun, ranks that do not join, locks of interrupted builds.
+
+Covers strategies/registry.py and deepspeed/rendezvous.py, with launch_cases.py.
+"""
 
 import json
 import os

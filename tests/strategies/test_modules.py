@@ -1,4 +1,7 @@
-"""The product's modules under the strategy: stopped inside an epoch and resumed is bitwise the straight run."""
+"""The modules of rlhfkit under the strategy: a run stopped inside an epoch and resumed is bitwise the straight run.
+
+Covers strategies/strategy.py, with module_cases.py.
+"""
 
 from pathlib import Path
 from typing import Any

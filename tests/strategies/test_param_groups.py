@@ -1,4 +1,7 @@
-"""Parameter groups go to the one child that owns them; anything ambiguous is refused with the cure."""
+"""Parameter groups go to the one child that owns them; ambiguous cases are errors that say what to do.
+
+Covers strategies/deepspeed/param_groups.py and the configuration in deepspeed/engines.py.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Every ZeRO stage trains like plain single-process Lightning, to fp32 rounding, on one rank and on two."""
+"""Every ZeRO stage trains like plain single-process Lightning, to fp32 rounding, on one rank and on two.
+
+Covers strategies/strategy.py and deepspeed/engines.py, with parity_cases.py.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Events of ranks reach the driver completely and in order, whatever order Ray runs the mailbox's calls in."""
+"""Events of ranks reach the driver completely and in order, in whatever order Ray runs the calls of the mailbox.
+
+Covers strategies/ray/actor.py.
+"""
 
 import asyncio
 import random

@@ -1,4 +1,7 @@
-"""Ranks on Ray: who starts them, where they are placed, how they fail, and that nothing of them is left."""
+"""Ranks on Ray: who starts them, where they are placed, how they fail, and that none of them is left.
+
+Covers strategies/ray/launcher.py, ray/environment.py, ray/placement.py and ray/ranks.py, with ray_cases.py.
+"""
 
 import os
 import signal

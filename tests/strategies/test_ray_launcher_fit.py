@@ -1,4 +1,7 @@
-"""``trainer.fit`` on two ranks of a real Ray gives the driver what a run in its own process would."""
+"""``trainer.fit`` on two ranks of a real Ray gives the driver what a run in its own process would.
+
+Covers strategies/ray/remote_run.py and ray/progress.py, with ray_modules.py.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A real notebook, in a real IPython kernel, trains on two ranks, twice; a single rank stays in the kernel."""
+"""A real notebook, in a real IPython kernel, trains on two ranks, twice; a single rank stays in the kernel.
+
+Covers strategies/ray/launcher.py in notebooks.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Training resumes with another number of ranks as with the same one, at every ZeRO stage."""
+"""Training resumes with another number of ranks as with the same one, at every ZeRO stage.
+
+Covers strategies/checkpoint/universal.py, with universal_cases.py.
+"""
 
 from pathlib import Path
 from typing import Any

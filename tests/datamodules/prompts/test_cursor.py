@@ -1,4 +1,4 @@
-"""Drawing and putting back: no row lost, doubled, or out of order, whatever iterations do and wherever they stop."""
+"""Drawing and requeueing: no row is lost, doubled or out of order, whatever iterations do and wherever they stop."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,7 @@
-"""Properties of the prompts of reinforcement learning and of their cursor."""
+"""The prompts of reinforcement learning and their cursor.
+
+prompts/pretraining.py is covered by tests/modules/test_ppo_runs.py.
+"""
 
 import itertools
 import json

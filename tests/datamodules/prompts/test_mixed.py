@@ -1,4 +1,4 @@
-"""Prompts of several sources: shares, fairness, names, and what is logged of each."""
+"""Prompts of several sources: shares, equal use, names, and metrics per source."""
 
 import json
 from collections import Counter

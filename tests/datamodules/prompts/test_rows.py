@@ -1,4 +1,4 @@
-"""Prompts that would stop a run when they are drawn are found when it begins, with row and file."""
+"""Prompts that would stop a run when they are drawn are found before it begins, with row and file."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rows are tokenised once, by any number of processes, and what is kept is never stale."""
+"""Rows are tokenised once, by any number of processes, and the cache is never stale."""
 
 import logging
 import os

@@ -1,4 +1,7 @@
-"""Columns tell what kind of data a file holds; what fits nothing, or cannot be trained on, is explained."""
+"""Columns decide what kind of data a file holds; errors explain what fits nothing or cannot be trained on.
+
+Covers tokenization/chat.py too.
+"""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Several sources by weight: shares are those asked for, nothing comes twice before all of a source came once."""
+"""Several sources by weight: shares are those asked for, no example is repeated before all were used once."""
 
 import logging
 from collections import Counter
