@@ -104,7 +104,7 @@ def _resolve_reward(reward: Reward | None, reward_model: str | None) -> Reward:
         return reward
     if reward_model is None or reward is not None:
         raise ValueError(f"give either a reward or a reward_model, got {reward!r} and {reward_model!r}")
-    from rlhfkit.rewards.model import ModelReward
+    from rlhfkit.rewards.models import ModelReward
 
     return ModelReward(reward_model)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhfkit.data.batch import TokenBatch, TokenExample
 from rlhfkit.data.types import Sample
 from rlhfkit.models import scalar_output
-from rlhfkit.rewards.model import ModelReward
+from rlhfkit.rewards.models import ModelReward
 
 Reduction = Literal["min", "prod", "mean", "last"]
 """How the probabilities of the steps become one number."""

@@ -26,7 +26,7 @@ class RewardModule(ScalarModule):
 
     Every validation epoch stores mean and standard deviation of the rewards of all validation answers in the model's
     configuration (``mean`` and ``std``, OpenRLHF's names). They are saved with the model and normalize the rewards of
-    :meth:`predict_step` and :class:`~rlhfkit.rewards.model.ModelReward`; loss and metrics are of raw rewards. Without
+    :meth:`predict_step` and :class:`~rlhfkit.rewards.models.ModelReward`; loss and metrics are of raw rewards. Without
     validation data, rewards stay raw.
 
     Args:
