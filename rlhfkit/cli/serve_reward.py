@@ -122,8 +122,7 @@ def load_reward(
     Raises:
         ValueError: If a dotted path leads to nothing that can be called.
     """
-    from rlhfkit.rewards.models import ModelReward
-    from rlhfkit.rewards.process_model import ProcessModelReward
+    from rlhfkit.rewards.models import ModelReward, ProcessModelReward
 
     if not Path(reward).exists() and "/" not in reward and "." in reward:
         return _imported(reward)

@@ -10,8 +10,7 @@ from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, 
 from rlhfkit.rewards.composition import WeightedSum
 from rlhfkit.rewards.episode import EpisodeReward, OnLastTurn
 from rlhfkit.rewards.math import MathMatch, math_match
-from rlhfkit.rewards.models import ModelReward
-from rlhfkit.rewards.process_model import ProcessModelReward
+from rlhfkit.rewards.models import ModelReward, ProcessModelReward
 from rlhfkit.rewards.programs.execution import CodeExecution
 from rlhfkit.rewards.remote.reward import RemoteReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match

@@ -1,4 +1,4 @@
-"""ProcessModelReward against Transformers' token classifier, and where steps end."""
+"""ProcessModelReward against Transformers' token classifier, and where steps end. Covers ``rewards/models.py``."""
 
 import math
 from typing import Any
