@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit.data.packing import (
@@ -25,6 +25,7 @@ def totals(lengths: list[int], bins: list[list[int]]) -> list[int]:
     return [sum(lengths[index] for index in rows) for rows in bins]
 
 
+@settings(deadline=None)  # machines are busy
 @given(lengths=token_counts, data=st.data())
 def test_partition_has_every_index_once_and_no_empty_bin(lengths: list[int], data: st.DataObject) -> None:
     num_bins = data.draw(st.integers(1, len(lengths)))
@@ -36,6 +37,7 @@ def test_partition_has_every_index_once_and_no_empty_bin(lengths: list[int], dat
     assert bins == balanced_partition(lengths, num_bins)
 
 
+@settings(deadline=None)  # machines are busy
 @given(lengths=token_counts, data=st.data())
 def test_fullest_bin_is_within_grahams_bound(lengths: list[int], data: st.DataObject) -> None:
     """``mean + (1 - 1/m) * longest`` for m bins (Graham, 1966), which any list schedule keeps."""
@@ -44,6 +46,7 @@ def test_fullest_bin_is_within_grahams_bound(lengths: list[int], data: st.DataOb
     assert fullest <= sum(lengths) / num_bins + (1 - 1 / num_bins) * max(lengths) + 1e-6
 
 
+@settings(deadline=None)  # machines are busy
 @given(counts=st.integers(1, 8), num_bins=st.integers(1, 8), data=st.data())
 def test_equal_counts_gives_every_bin_equally_many(counts: int, num_bins: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 4096), min_size=counts * num_bins, max_size=counts * num_bins))
