@@ -227,6 +227,14 @@ class PretrainingSource(Protocol):
 
 
 @runtime_checkable
+class MixedDataset(Protocol):
+    """A data set that combines others; what is computed for examples before training is computed for each of them."""
+
+    sources: Sequence[Any]
+    """The data sets."""
+
+
+@runtime_checkable
 class RLHFStrategy(Protocol):
     """What modules, callbacks and checkpoints ask of ``RLHFDeepSpeedStrategy``; Lightning's own have none of it."""
 

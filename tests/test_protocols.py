@@ -9,6 +9,7 @@ from typing_extensions import get_protocol_members
 
 from rlhfkit import GRPOModule, PromptDataModule, RLHFDeepSpeedStrategy, RolloutCallback, SFTModule, protocols
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
+from rlhfkit.datamodules.tokenization.mixture import MixedExamples
 from rlhfkit.protocols import experience_source_of, learner_of, prompts_of
 
 CASES = [
@@ -23,6 +24,7 @@ CASES = [
     (protocols.ChecksPrompts, PromptDataModule),
     (protocols.PretrainingSource, PromptDataModule),
     (protocols.ExperienceSource, RolloutCallback),
+    (protocols.MixedDataset, MixedExamples),
     (protocols.RLHFStrategy, RLHFDeepSpeedStrategy),
 ]
 

@@ -200,6 +200,8 @@ class PolicyModule(CheckpointMixin):
             with adapter_disabled(self.policy):
                 yield self.policy
 
+    # ------------------------------------------------------------------ checks of the data
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check the type of the batch, and, of the first one, that its rows do not attend to one another.
 
@@ -249,6 +251,8 @@ class PolicyModule(CheckpointMixin):
             for rank, (row, difference) in enumerate(found)
             if math.isfinite(difference) and difference > tolerance  # NaN of a diverged policy is reported elsewhere
         ]
+
+    # ------------------------------------------------------------------ optimizer
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer: one for each child with parameters that require a gradient.

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
+from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.distributed import all_reduce, full_parameters, get_world_size, is_sharded
 from rlhfkit.models import has_adapter, load_causal_lm, unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule, freeze
 from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
+from rlhfkit.protocols import MixedDataset
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number
 
@@ -205,9 +207,12 @@ class ReferenceModule(PolicyModule):
 
 
 def data_sets(loaders: Any) -> list[Any]:
-    """The data sets of one loader or several, as the Trainer holds them; for a mixture, its sources."""
-    found = [getattr(one, "examples", None) for one in (loaders if isinstance(loaders, list | tuple) else [loaders])]
-    return [source for examples in found for source in getattr(examples, "sources", [examples])]
+    """The data sets of one StepLoader or several, as the Trainer holds them; for a mixture, its sources."""
+    found: list[Any] = []
+    for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+        if isinstance(loader, StepLoader):
+            found += loader.examples.sources if isinstance(loader.examples, MixedDataset) else [loader.examples]
+    return found
 
 
 @torch.no_grad()
