@@ -1,6 +1,7 @@
 """Records and batching: prompts, samples, experience, micro-batches and loaders; loads torch and nothing else.
 
-May import: torch. Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing.py`` and ``loaders/``.
+May import: torch, ``validation.py``.
+Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing.py`` and ``loaders/``.
 """
 
 from rlhfkit.data.batch import PaddedBatch, StepTotals, TokenBatch, TokenExample, collate_tokens

@@ -1,7 +1,7 @@
 """Pure loss functions on tensors; importing this package loads torch and nothing else.
 
-May import: torch. Start at :mod:`rlhfkit.losses.aggregation` (how token losses become one number), then
-``policy/``, ``preference/``, ``supervised.py``.
+May import: torch.
+Start at :mod:`rlhfkit.losses.aggregation` (how token losses become one number), then ``policy/`` or ``preference/``.
 """
 
 from rlhfkit.losses.advantages.gae import (
