@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from plain_sgd import PlainSGD
 from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule, LocalEngine, PromptDataModule, RolloutCallback, Sample, SamplingSpec
@@ -18,11 +19,8 @@ def digits(samples: Sequence[Sample]) -> list[float]:
     return [sum(character.isdigit() for character in sample.text) / 8 for sample in samples]
 
 
-class PlainSGD(GRPOModule):
-    """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
+class PlainGRPO(PlainSGD, GRPOModule):
+    """GRPO with SGD."""
 
 
 def prompts_file(folder: Path, rows: int = 40) -> str:
@@ -114,7 +112,7 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
         sampling = SamplingSpec(group_size=4, max_new_tokens=8)
         trainer, module, data, rollouts = setup_run(
             folder / f"rank{os.environ['LOCAL_RANK']}",  # ranks must not write the same model
-            module=PlainSGD,
+            module=PlainGRPO,
             module_arguments={"lr": 0.05, "kl_coef": 0.01},
             data_arguments={"micro_batch_size": 8 // world},
             rollouts=RolloutCallback(digits, engine=engine, sampling=sampling),

@@ -126,7 +126,7 @@ def train(
     """
     made, data, settings = KINDS[kind]
 
-    class PlainSGD(made):  # type: ignore[misc, valid-type]
+    class OneRate(made):  # type: ignore[misc, valid-type]
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([{"params": group["params"]} for group in self.parameter_groups()], lr=0.1)
 
@@ -153,7 +153,7 @@ def train(
         enable_model_summary=False, default_root_dir=folder, callbacks=callbacks, use_distributed_sampler=False,
         accumulate_grad_batches=STEP // (size * ranks), **({"devices": 1} | more),
     )  # fmt: skip
-    trainer.fit(PlainSGD(**arguments), source)
+    trainer.fit(OneRate(**arguments), source)
     assert trainer.global_step == STEPS
     window = len(steps.parts) // STEPS
     # Lightning has divided each by the number of micro-batches already.

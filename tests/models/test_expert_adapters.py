@@ -1,7 +1,6 @@
 """LoRA on experts that Transformers holds in one tensor: training, switching off, files, merged weights, engines."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -9,12 +8,13 @@ import peft
 import pytest
 import torch
 import transformers as hf
+from plain_sgd import PlainSGD
 from rl_runs import digits, setup_run
 from safetensors.torch import load_file
 from strategies import ranks
 from tiny_models import tiny_tokenizer
-from torch import Tensor, nn
 
+from models.lora_cases import logprobs, train_a_bit
 from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.models import adapter_disabled, load_causal_lm, policy_output
 from rlhfkit.models.lora import adapter_layers, save_adapter, save_initial_adapter
@@ -47,30 +47,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return made
 
 
-@pytest.fixture(scope="module")
-def batch() -> Any:
-    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
-    real = torch.ones(2, 12, dtype=torch.bool)
-    real[1, 8:] = False
-    return SimpleNamespace(input_ids=ids, attention_mask=real)
-
-
 def load(folder: str, **arguments: Any) -> Any:
     return load_causal_lm(folder, attention="eager", **arguments)
-
-
-def logprobs(model: nn.Module, batch: Any) -> Tensor:
-    with torch.no_grad():
-        return policy_output(model, batch, batch.attention_mask[:, 1:]).logprobs
-
-
-def train_a_bit(model: nn.Module, seed: int = 0) -> None:
-    """Move every trained weight."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -191,12 +169,10 @@ def test_engines_sample_from_the_trained_experts(folders: dict[str, str], tmp_pa
 def learned(model: str, folder: Path, size: int, strategy: Any) -> None:
     """Learn eight additions by SGD and write the adapter."""
 
-    class PlainSGD(SFTModule):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameter_groups(), lr=0.5)
+    class PlainSFT(PlainSGD, SFTModule): ...
 
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
-    module = PlainSGD(model, attention="eager", lora=LoRA(rank=2), gradient_checkpointing=True)
+    module = PlainSFT(model, lr=0.5, attention="eager", lora=LoRA(rank=2), gradient_checkpointing=True)
     trainer = L.Trainer(
         accelerator="cpu", devices=4 // size, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,

@@ -1,7 +1,6 @@
 """LoRA: what is trained, what the forward pass gives, switching it off, files, and merged weights."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -9,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from models.lora_cases import logprobs, train_a_bit
 from rlhfkit.models import LoRA, adapter_disabled, has_adapter, load_causal_lm, policy_output
 from rlhfkit.models.lora import adapter_layers, save_adapter, save_initial_adapter
 from rlhfkit.models.weights.files import save_weights
@@ -23,29 +22,6 @@ VARIANTS = [{}, {"dora": True}, {"rslora": True}, {"init": "orthogonal"}, {"targ
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def batch() -> Any:
-    """Two sequences, the second padded."""
-    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
-    real = torch.ones(2, 12, dtype=torch.bool)
-    real[1, 8:] = False
-    return SimpleNamespace(input_ids=ids, attention_mask=real)
-
-
-def logprobs(model: nn.Module, batch: Any) -> Tensor:
-    with torch.no_grad():
-        return policy_output(model, batch, batch.attention_mask[:, 1:]).logprobs
-
-
-def train_a_bit(model: nn.Module, seed: int = 0) -> None:
-    """Move every trained weight."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
 class TestTraining:

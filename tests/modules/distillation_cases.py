@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from plain_sgd import PlainSGD
 from tiny_models import tiny_model
 
 from rlhfkit import DistillationModule, SFTDataModule
@@ -17,11 +18,8 @@ RANKS = int(os.environ.get("WORLD_SIZE", 1))
 STEP, EPOCHS, LR = 8, 2, 0.5
 
 
-class PlainSGD(DistillationModule):
-    """SGD shows a wrong factor that Adam would hide."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameter_groups(), lr=self.lr)
+class PlainDistillation(PlainSGD, DistillationModule):
+    """Distillation with SGD."""
 
 
 def prepare(folder: Path) -> None:
@@ -65,7 +63,7 @@ class Steps(L.Callback):
 def fit(folder: Path, accumulate: int, knobs: dict[str, Any], *, ranks: int = 1, **arguments: Any) -> Steps:
     """One run in steps of 8 examples, however they are split; seven tokens at a time."""
     steps = Steps()
-    module = PlainSGD(str(folder / "model"), str(folder / "teacher"), lr=LR, chunk_size=7, **knobs)
+    module = PlainDistillation(str(folder / "model"), str(folder / "teacher"), lr=LR, chunk_size=7, **knobs)
     run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
     run.fit(module, data(folder, STEP // accumulate // ranks))
     return steps

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import DPOModule, PreferenceDataModule
@@ -19,11 +20,8 @@ STEP, LR = 8, 2e-3
 KNOBS: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.1, "loss_type": {"sigmoid": 1.0, "sft": 0.5}}
 
 
-class PlainSGD(DPOModule):
-    """SGD shows a wrong factor that Adam would hide."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
+class PlainDPO(PlainSGD, DPOModule):
+    """DPO with SGD."""
 
 
 class Steps(L.Callback):
@@ -89,7 +87,7 @@ def fit(
     steps = Steps()
     options = {"lr": LR, "ref_model": str(folder / "reference")} | KNOBS | (module or {})
     run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
-    run.fit(PlainSGD(str(folder / "model"), **options), data(folder, STEP // accumulate // ranks))
+    run.fit(PlainDPO(str(folder / "model"), **options), data(folder, STEP // accumulate // ranks))
     return steps
 
 
@@ -169,6 +167,6 @@ def resumed(folder: Path, model: str) -> list[float]:
         run = trainer(
             Path(model), accumulate_grad_batches=2, callbacks=[steps, keeping], **saving | {"max_epochs": epochs}
         )
-        module = PlainSGD(str(Path(model) / "model"), lr=LR, **KNOBS | FOLLOWING)
+        module = PlainDPO(str(Path(model) / "model"), lr=LR, **KNOBS | FOLLOWING)
         run.fit(module, data(Path(model), STEP // 2 // RANKS), ckpt_path=checkpoint)
     return steps.losses

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
@@ -18,16 +19,13 @@ STEP, EPOCHS, LR = 8, 2, 2e-3
 KNOBS = {"beta": 0.5, "desirable_weight": 1.2, "undesirable_weight": 0.7}
 
 
-def made(folder: Path, **arguments: Any) -> "PlainSGD":
+def made(folder: Path, **arguments: Any) -> "PlainKTO":
     """The module; it starts away from its reference, so that the reference point counts."""
-    return PlainSGD(str(folder / "model"), ref_model=str(folder / "reference"), lr=LR, **KNOBS, **arguments)
+    return PlainKTO(str(folder / "model"), ref_model=str(folder / "reference"), lr=LR, **KNOBS, **arguments)
 
 
-class PlainSGD(KTOModule):
-    """SGD shows a wrong factor that Adam would hide."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameter_groups(), lr=self.lr)
+class PlainKTO(PlainSGD, KTOModule):
+    """KTO with SGD."""
 
 
 class Steps(L.Callback):

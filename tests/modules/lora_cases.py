@@ -6,24 +6,16 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import setup_run
+from rl_runs import PlainGRPO, setup_run
 from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import GRPOModule, HFExport, LoRA, SFTDataModule, SFTModule
+from rlhfkit import HFExport, LoRA, SFTDataModule, SFTModule
 from rlhfkit.models import policy_output
 
 RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 QLORA: dict[str, Any] = {"lora": LoRA(rank=4), "quantization": "nf4"}
-
-
-class PlainSGD(GRPOModule):
-    """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
-
-    def configure_optimizers(self) -> Any:
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        return torch.optim.SGD(trained, lr=self.lr)
 
 
 class Anchored(SFTModule):
@@ -76,7 +68,7 @@ def reinforce(folder: Path, strategy: str, lora: LoRA, world: int) -> dict[str, 
     watch = Watch()
     trainer, module, data, _ = setup_run(
         folder / f"rank{RANK}",  # ranks must not write the same model
-        module=PlainSGD,
+        module=PlainGRPO,
         module_arguments={"lr": 0.5, "kl_coef": 0.05, "lora": lora},
         data_arguments={"micro_batch_size": 8 // world},
         callbacks=[

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 from torch.nn.functional import binary_cross_entropy, logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -19,13 +20,6 @@ ROWS, STEP, EPOCHS, LR, HEAD_STD = 14, 4, 13, 0.01, 0.3
 """Three full optimizer steps and a half one in each epoch, 52 in all."""
 CENTERING, SMOOTHING = 0.05, 0.1
 KINDS = ("reward", "process")
-
-
-class PlainSGD:
-    """SGD shows a wrong factor that Adam would hide."""
-
-    def configure_optimizers(self: Any) -> Any:
-        return torch.optim.SGD([p for p in self.policy.parameters() if p.requires_grad], lr=self.lr)
 
 
 class Reward(PlainSGD, RewardModule):

@@ -11,7 +11,7 @@ from strategies import ranks
 
 from rlhfkit import RolloutCallback, SamplingSpec
 
-from .on_policy.ppo_cases import ARGUMENTS, PlainSGD
+from .on_policy.ppo_cases import ARGUMENTS, PlainPPO
 
 CLIP = 0.05
 """Below the norms of both gradients, which differ by far."""
@@ -37,7 +37,7 @@ def run(folder: Path, strategy: str, **more: Any) -> tuple[dict[str, torch.Tenso
     seen = Gradients()
     trainer, module, data, _ = setup_run(
         folder,
-        module=PlainSGD,
+        module=PlainPPO,
         module_arguments=ARGUMENTS,
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[seen],

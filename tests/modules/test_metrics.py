@@ -112,7 +112,7 @@ def test_rewards_and_losses_of_a_step_are_those_of_all_its_pairs(tmp_path: Path)
     for accumulate in (1, 2, 4):
         steps = Steps()
         run = dpo_cases.trainer(tmp_path, accumulate_grad_batches=accumulate, callbacks=[steps], max_epochs=1)
-        module = dpo_cases.PlainSGD(str(tmp_path / "model"), lr=1e-3, ref_model=str(tmp_path / "reference"))
+        module = dpo_cases.PlainDPO(str(tmp_path / "model"), lr=1e-3, ref_model=str(tmp_path / "reference"))
         run.fit(module, dpo_cases.data(tmp_path, dpo_cases.STEP // accumulate))
         logged[accumulate] = steps.steps
         assert [step.keys() >= {"loss", "rewards/margins", "logps/chosen"} for step in steps.steps] == [True] * 3

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from plain_sgd import PlainSGD
 from rl_runs import digits, setup_run
 from tiny_models import tiny_tokenizer
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -206,13 +207,11 @@ def test_the_router_of_a_student_is_balanced(folder: Path) -> None:
 
 
 def test_a_reward_models_router_learns_by_the_gradient_of_transformers_loss(folder: Path) -> None:
-    class PlainSGD(RewardModule):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.policy.parameters(), lr=1.0)
+    class PlainReward(PlainSGD, RewardModule): ...
 
     weights, rows = [], [{"prompt": "", "chosen": "2", "rejected": "oh"}]
     for coef in (0.0, 0.5):
-        module = PlainSGD(str(folder / "experts"), router_aux_loss_coef=coef)
+        module = PlainReward(str(folder / "experts"), lr=1.0, router_aux_loss_coef=coef)
         dpo_cases.trainer(folder, max_steps=1, callbacks=[losses := First()]).fit(
             module, PreferenceDataModule(rows, micro_batch_size=1)
         )

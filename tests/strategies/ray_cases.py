@@ -131,13 +131,13 @@ def launcher(kind: Any, **changes: Any) -> Any:
 def train_grpo(folder: Path) -> dict[str, Any]:
     """Entry point of a rank of the usual kind: the GRPO run that the Ray test repeats."""
     import torch
-    from rl_runs import PlainSGD, setup_run, weights
+    from rl_runs import PlainGRPO, setup_run, weights
 
     from rlhfkit.models import load_causal_lm
 
     trainer, module, data, _ = setup_run(
         folder / f"rank{os.environ['LOCAL_RANK']}",
-        module=PlainSGD,
+        module=PlainGRPO,
         **GRPO,
         strategy="rlhf_zero2",
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerStatus
-from rl_runs import PlainSGD, setup_run
+from rl_runs import PlainGRPO, setup_run
 from rl_runs import weights as policy_weights
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
@@ -125,7 +125,7 @@ def test_sharded_weights_and_predictions_come_back(
 def test_grpo_on_ray_gives_the_weights_of_the_subprocess_launcher(ray_session: None, tmp_path: Path) -> None:
     usual = ranks.run("strategies.ray_cases:train_grpo", 2, tmp_path)[0]
     trainer, module, data, rollouts = setup_run(
-        tmp_path / "driver", module=PlainSGD, **ray_cases.GRPO, strategy=on_ray(2, return_weights=True)
+        tmp_path / "driver", module=PlainGRPO, **ray_cases.GRPO, strategy=on_ray(2, return_weights=True)
     )
     trainer.fit(module, data)
     assert trainer.global_step == usual["steps"] == 4

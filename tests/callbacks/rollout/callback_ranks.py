@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import PlainSGD, SharedEngine, digits, setup_run, weights
+from rl_runs import PlainGRPO, SharedEngine, digits, setup_run, weights
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.rollout import DynamicSampling
@@ -62,11 +62,11 @@ def resumed(folder: Path, strategy: str, after: int) -> dict[str, Any] | str:
     """A straight run of 3 iterations of 4 batches, 2 an update, and one resumed from a checkpoint of it."""
     path = folder / f"{strategy}.ckpt"
     straight = Rows(path, after)
-    trainer, module, data, _ = prepare(folder, strategy, module=PlainSGD, callbacks=[straight], max_epochs=3)
+    trainer, module, data, _ = prepare(folder, strategy, module=PlainGRPO, callbacks=[straight], max_epochs=3)
     trainer.fit(module, data)
     expected = weights(module)
     rest = Rows()
-    trainer, module, data, _ = prepare(folder, strategy, module=PlainSGD, callbacks=[rest], max_epochs=3)
+    trainer, module, data, _ = prepare(folder, strategy, module=PlainGRPO, callbacks=[rest], max_epochs=3)
     try:
         trainer.fit(module, data, ckpt_path=str(path))
     except ValueError as error:

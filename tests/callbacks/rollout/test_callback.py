@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainSGD, digits, setup_run, weights
+from rl_runs import PlainGRPO, digits, setup_run, weights
 from strategies import ranks
 
 from rlhfkit import GRPOModule, RolloutCallback, Sample, SamplingSpec
@@ -108,7 +108,7 @@ def test_micro_batches_share_the_count_of_their_whole_step(watched: tuple[Watche
 
 
 def trained(folder: Path, **arguments: Any) -> dict[str, torch.Tensor]:
-    trainer, module, data, _ = setup_run(folder, module=PlainSGD, **arguments)
+    trainer, module, data, _ = setup_run(folder, module=PlainGRPO, **arguments)
     trainer.fit(module, data)
     return weights(module)
 

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from modules.on_policy.test_rewards import reward_model
-from rl_runs import PlainSGD, digits, setup_run, weights
+from rl_runs import PlainGRPO, digits, setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_tokenizer
 from torch import Tensor
@@ -57,7 +57,7 @@ def test_first_step_is_the_policy_gradient_of_the_scored_samples(tmp_path: Path,
     constant = {"max_length": 8} if aggregation == "constant-length" else {}
     trainer, module, data, rollouts = setup_run(
         tmp_path,
-        module=PlainSGD,
+        module=PlainGRPO,
         module_arguments={"lr": 0.1, "advantage_scale": "none", "aggregation": aggregation} | constant,
         rollouts=RolloutCallback(some_unscored, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         accumulate_grad_batches=4,

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainSGD, digits, prompts_file, setup_run, weights
+from rl_runs import PlainGRPO, digits, prompts_file, setup_run, weights
 from strategies import ranks
 
 from rlhfkit import DynamicSampling, EpisodeEngine, LocalEngine, RolloutCallback, SamplingSpec
@@ -64,7 +64,7 @@ def run(folder: Path, engine: Any, *, wrapped: Any = None, validate: bool = Fals
         (folder / "validation").mkdir(exist_ok=True)
         data["validation_data"] = prompts_file(folder / "validation", rows=4)
     trainer, module, made, _ = setup_run(
-        folder, module=PlainSGD, rollouts=rollouts, callbacks=[Look()], data_arguments=data, max_epochs=3
+        folder, module=PlainGRPO, rollouts=rollouts, callbacks=[Look()], data_arguments=data, max_epochs=3
     )
     trainer.fit(module, made)
     return seen, weights(module), rollouts
@@ -125,7 +125,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         engine = Engine(*loses_at)
         os.environ["WORLD_SIZE"] = "2"
         trainer, module, data, _ = setup_run(
-            folder / f"rank{rank}", module=PlainSGD, data_arguments={"micro_batch_size": 4}, strategy="rlhf_zero2",
+            folder / f"rank{rank}", module=PlainGRPO, data_arguments={"micro_batch_size": 4}, strategy="rlhf_zero2",
             rollouts=RolloutCallback(digits, engine=engine, sampling=SPEC), devices=2, use_distributed_sampler=False,
         )  # fmt: skip
         trainer.fit(module, data)

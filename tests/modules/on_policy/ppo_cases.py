@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from plain_sgd import PlainSGD
 from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, Sample
@@ -17,12 +18,8 @@ ARGUMENTS = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": KL, "lam": LAM, "value_cl
 """Arguments of a module that trains alike."""
 
 
-class PlainSGD(PPOModule):
-    """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
-
-    def configure_optimizers(self) -> Any:
-        groups = self.parameter_groups()
-        return torch.optim.SGD([{"lr": self.lr} | group for group in groups])
+class PlainPPO(PlainSGD, PPOModule):
+    """PPO with SGD for policy and critic."""
 
 
 class Keep(L.Callback):

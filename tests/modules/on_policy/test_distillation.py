@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from plain_sgd import PlainSGD
 from rl_runs import digit_teacher, digits, setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_model
@@ -20,11 +21,8 @@ from rlhfkit.losses import group_advantages
 CLIP, LR, TEMPERATURE = 0.2, 0.05, 0.8
 
 
-class PlainSGD(OnPolicyDistillationModule):
-    """SGD moves in proportion to the gradient, which shows a wrong factor that Adam would hide."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
+class PlainDistillation(PlainSGD, OnPolicyDistillationModule):
+    """On-policy distillation with SGD."""
 
 
 def look_at_lengths(batch: Experience) -> Tensor:
@@ -80,7 +78,7 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
     knobs = {"divergence": "reverse_kl", "chunk_size": 7} if compared else {"distillation_gamma": 0.5}
     trainer, module, data, rollouts = setup_run(
         tmp_path,
-        module=PlainSGD,
+        module=PlainDistillation,
         module_arguments={"teacher": str(tmp_path / "teacher"), "lr": LR, "distillation_coef": 0.7}
         | ({"clip_high": CLIP} if rewarded or not compared else {})
         | knobs
@@ -175,7 +173,7 @@ def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
 
         trainer, module, prompts, rollouts = setup_run(
             Path(data),
-            module=PlainSGD,
+            module=PlainDistillation,
             module_arguments={"teacher": f"{data}/teacher", "lr": LR} | knobs,
             data_arguments={"micro_batch_size": 8 // world},
             rollouts=RolloutCallback(sampling=sampling()),

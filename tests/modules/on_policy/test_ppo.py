@@ -19,7 +19,7 @@ from rlhfkit import Experience, KLControl, PPOModule, Prompt, RewardProcessing, 
 from rlhfkit.models.heads import load_scalar_model, scalar_output
 from rlhfkit.rewards import ModelReward
 
-from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainSGD, check_moved_alike
+from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainPPO, check_moved_alike
 from .test_base import experience
 
 
@@ -60,7 +60,7 @@ def test_three_iterations_are_the_loop_by_hand(tmp_path: Path, shaped: bool) -> 
     reward = digits_as_they_come if shaped else digits
     trainer, module, data, _ = setup_run(
         tmp_path,
-        module=PlainSGD,
+        module=PlainPPO,
         module_arguments=ARGUMENTS | (SHAPING if shaped else {}),
         data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
         rollouts=RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),

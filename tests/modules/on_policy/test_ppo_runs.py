@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhfkit import KLControl, LoRA, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec, SFTDataModule
 from rlhfkit.models import load_causal_lm, policy_output
 
-from .ppo_cases import PlainSGD
+from .ppo_cases import PlainPPO
 from .test_rewards import reward_model
 
 EVERYTHING: dict[str, Any] = {
@@ -91,7 +91,7 @@ def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, sh
     made = []
     for size, attention in [(8, None), (2, None), (4, "sdpa")]:
         arguments = base | {"attention": attention}
-        trainer, module, data, _ = run(tmp_path, arguments, module=PlainSGD, micro_batch_size=size, max_epochs=2)
+        trainer, module, data, _ = run(tmp_path, arguments, module=PlainPPO, micro_batch_size=size, max_epochs=2)
         trainer.fit(module, data)
         made.append(weights(module))
         assert 0 < trainer.callback_metrics["policy/kl_early_stopped"] < 1
@@ -160,9 +160,9 @@ class Momentum(PPOModule):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "two models": {"strategy": "rlhf_zero3", "module": PlainSGD, "max_epochs": 2},
+    "two models": {"strategy": "rlhf_zero3", "module": PlainPPO, "max_epochs": 2},
     "everything": {"strategy": "rlhf_zero2", "module": Momentum},
-    "shared backbone": {"strategy": "rlhf_zero3", "module": PlainSGD},
+    "shared backbone": {"strategy": "rlhf_zero3", "module": PlainPPO},
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "two models": {

@@ -18,7 +18,7 @@ from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules import presets
 from rlhfkit.rewards import ModelReward, WeightedSum
 
-from .ppo_cases import PlainSGD
+from .ppo_cases import PlainPPO
 from .test_base import experience
 
 
@@ -38,7 +38,7 @@ def test_a_reward_model_among_the_children_teaches_what_one_in_the_callback_does
     for reward, arguments in [(together, {}), (digits, {"reward_model": folder})]:
         trainer, module, data, _ = setup_run(
             tmp_path,
-            module=PlainSGD,
+            module=PlainPPO,
             module_arguments={"lr": 0.05, "critic_lr": 0.02, **arguments},
             rollouts=RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         )

@@ -17,7 +17,7 @@ from rlhfkit.models import load_causal_lm, policy_output, scalar_output
 from rlhfkit.models.heads import add_value_head, load_scalar_model
 from rlhfkit.rollout import ModuleWeights
 
-from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainSGD, check_moved_alike, text_loss
+from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainPPO, check_moved_alike, text_loss
 
 TEXTS = ["to be", "or not to be", "that is", "the question", "whether tis", "nobler", "in the mind", "to suffer"]
 
@@ -31,7 +31,7 @@ def test_three_iterations_with_text_on_a_shared_backbone_are_the_loop_by_hand(tm
     keep = Keep()
     trainer, module, data, _ = setup_run(
         tmp_path,
-        module=PlainSGD,
+        module=PlainPPO,
         module_arguments=ARGUMENTS | {"critic_lr": 0.05, "shared_backbone": True, "ptx_coef": 0.3},
         data_arguments={
             "rollout_batch_size": 4, "micro_batch_size": 4, "pretraining_data": text_data(shuffle=False)

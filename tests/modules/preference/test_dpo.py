@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from strategies import ranks
 
 from modules import dpo_cases
-from modules.dpo_cases import CASES, FOLLOWING, PlainSGD
+from modules.dpo_cases import CASES, FOLLOWING, PlainDPO
 from rlhfkit import DPOModule, PreferenceDataModule
 from rlhfkit.data import PreferenceBatch, collate_preferences
 from rlhfkit.datamodules.tokenization.mixture import Mixture
@@ -131,12 +131,12 @@ def test_computed_log_probs_are_read_from_disk_and_belong_to_data_and_model(fold
     copied.mkdir()
     for source in (folder / "model").iterdir():
         (copied / source.name).write_bytes(source.read_bytes())
-    module = PlainSGD(str(copied), **before)
+    module = PlainDPO(str(copied), **before)
     dpo_cases.trainer(tmp_path, max_steps=1).fit(module, dpo_cases.data(folder, 8))
     assert len(list((tmp_path / "cache").iterdir())) == 1  # the same model elsewhere
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    module = PlainSGD(str(copied), **before)
+    module = PlainDPO(str(copied), **before)
     dpo_cases.trainer(tmp_path, max_steps=1).fit(module, dpo_cases.data(folder, 8))
     assert len(list((tmp_path / "cache").iterdir())) == 2  # another model of the same name
 
@@ -149,7 +149,7 @@ def test_a_mixture_of_sources_gets_its_log_probs_before_training_too(folder: Pat
         mixed = Mixture([(rows[:6], 3.0), (rows[6:], 1.0)])
         source = PreferenceDataModule(mixed, validation_data=rows, validation_split="train", micro_batch_size=4)
         run = dpo_cases.trainer(tmp_path, callbacks=[steps])
-        run.fit(PlainSGD(str(folder / "model"), lr=1e-3, **options), source)
+        run.fit(PlainDPO(str(folder / "model"), lr=1e-3, **options), source)
         runs.append([*steps.losses, float(run.callback_metrics["val/loss"])])
     assert runs[1] == pytest.approx(runs[0], rel=2e-6)
     assert len(list((tmp_path / "cache").iterdir())) == 3  # two sources, and the validation data

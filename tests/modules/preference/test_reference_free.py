@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_sgd import PlainSGD
 
 from modules import dpo_cases
 from rlhfkit import CPOModule, ORPOModule, PreferenceDataModule, PreferenceModule, SimPOModule
@@ -53,11 +54,8 @@ CASES: list[tuple[type[PreferenceModule], dict[str, Any], Callable[..., float]]]
 
 
 def plain_sgd(kind: type[PreferenceModule]) -> type[PreferenceModule]:
-    class PlainSGD(kind):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
-
-    return PlainSGD
+    """The module with SGD."""
+    return type("Plain", (PlainSGD, kind), {})
 
 
 @pytest.mark.parametrize(("kind", "options", "formula"), CASES, ids=lambda case: getattr(case, "__name__", ""))

@@ -145,13 +145,13 @@ def test_a_student_that_is_its_teacher_has_no_loss(folder: Path) -> None:
 
 def test_resume_is_bitwise(folder: Path, tmp_path: Path) -> None:
     straight = cases.fit(folder, 1, {})
-    module = cases.PlainSGD(str(folder / "model"), str(folder / "teacher"), lr=cases.LR, chunk_size=7)
+    module = cases.PlainDistillation(str(folder / "model"), str(folder / "teacher"), lr=cases.LR, chunk_size=7)
     first = cases.trainer(folder, max_epochs=1)
     first.fit(module, cases.data(folder, 8))
     first.save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]
     assert not any(name.startswith("teacher.") for name in saved)
-    module = cases.PlainSGD(str(folder / "model"), str(folder / "teacher"), lr=cases.LR, chunk_size=7)
+    module = cases.PlainDistillation(str(folder / "model"), str(folder / "teacher"), lr=cases.LR, chunk_size=7)
     steps = cases.Steps()
     cases.trainer(folder, callbacks=[steps]).fit(module, cases.data(folder, 8), ckpt_path=tmp_path / "one.ckpt")
     assert steps.losses == straight.losses[3:]

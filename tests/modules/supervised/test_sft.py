@@ -7,17 +7,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import DPOModule, PreferenceDataModule, SFTDataModule, SFTModule
 from rlhfkit.models import load_causal_lm
 
 
-class PlainSGD(SFTModule):
-    """SGD shows a wrong factor that Adam would hide."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=self.lr)
+class PlainSFT(PlainSGD, SFTModule):
+    """SFT with SGD."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +67,7 @@ def by_hand(folder: Path, lr: float) -> tuple[dict[str, torch.Tensor], list[floa
 @pytest.mark.parametrize(("size", "accumulate"), [(24, 1), (8, 3), (4, 6)])
 def test_training_is_the_loop_by_hand_however_it_is_split(folder: Path, size: int, accumulate: int) -> None:
     expected, losses = by_hand(folder, lr=0.1)
-    module = PlainSGD(str(folder / "model"), lr=0.1)
+    module = PlainSFT(str(folder / "model"), lr=0.1)
     run = trainer(folder, accumulate_grad_batches=accumulate)
     run.fit(module, data(folder, size))
     assert run.global_step == 2
