@@ -64,11 +64,7 @@ class AsyncRollouts:
     def collect(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
         """Queue what may be sampled from the current weights, and wait for this iteration. A collective.
 
-        Args:
-            trainer: With a DataModule whose cursor is at this iteration's prompts.
-            wanted: Groups per iteration.
-            sampling: How to sample.
-            iteration: The one that is trained on next.
+        Arguments as of :meth:`GroupCollector.collect`; the DataModule's cursor is at this iteration's prompts.
         """
         if self._submitted < iteration:
             self._begin(trainer, iteration)

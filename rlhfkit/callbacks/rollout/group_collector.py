@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 class GroupCollector:
     """Generates with one engine, scores, and selects.
 
+    Its methods take the Trainer, with its module and DataModule of prompts; ``wanted``, the groups of an iteration; and
+    ``iteration``, which is part of each sample's seed.
+
     Args:
         engine: What generates.
         reward: Scores samples; ``None``: every sample gets 0, for modules that need no reward.
@@ -72,14 +75,7 @@ class GroupCollector:
     # ------------------------------------------------------------------ groups of an iteration, samples of validation
 
     def collect(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
-        """Collect an iteration's groups from the DataModule's cursor on. A collective.
-
-        Args:
-            trainer: With a DataModule of prompts.
-            wanted: Groups.
-            sampling: How to sample.
-            iteration: Part of each sample's seed.
-        """
+        """Collect an iteration's groups from the DataModule's cursor on, the same on every rank. A collective."""
         if self.needs_all_ranks(trainer):
             return self.collect_here(trainer, wanted, sampling, iteration)
         parts = run_on_all_ranks(
@@ -101,13 +97,7 @@ class GroupCollector:
     ) -> CollectedGroups:
         """Collect an iteration's groups on this rank alone, or together with all ranks (:meth:`needs_all_ranks`).
 
-        Args:
-            trainer: With a DataModule of prompts.
-            wanted: Groups.
-            sampling: How to sample.
-            iteration: Part of each sample's seed.
-            after: Where the iteration begins; ``None``: at the DataModule's cursor.
-            group: The ranks' process group; ``None``: the default one.
+        The prompts begin at ``after``, or at the DataModule's cursor; ``group`` is the ranks' process group.
         """
         together, selection = self.needs_all_ranks(trainer), self.dynamic_sampling
         early, spare = self.scores_early(trainer), math.ceil(self.oversampling * wanted)
@@ -133,13 +123,7 @@ class GroupCollector:
     def sample(
         self, trainer: L.Trainer, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int
     ) -> list[Sample]:
-        """Generate and score samples of given prompts. A collective.
-
-        Args:
-            trainer: With the module, whose tokenizer decodes.
-            prompts: The same on every rank.
-            sampling: How to sample.
-            iteration: Part of each sample's seed.
+        """Generate and score samples of given prompts, which are the same on every rank. A collective.
 
         Returns:
             ``len(prompts) * group_size`` samples, group by group, the same on every rank.
@@ -194,12 +178,8 @@ class GroupCollector:
     def add_model_scores(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
         """Add the scores of a reward model that is a child of the module to the rewards, and as ``model`` to the parts.
 
-        A collective, for the main thread. A sample that the callback's reward could not score keeps no reward.
-
-        Args:
-            trainer: With the module.
-            samples: The same on every rank; changed in place.
-            iteration: That they are a part of.
+        A collective, for the main thread; samples are the same on every rank and changed in place. A sample that the
+        callback's reward could not score keeps no reward.
 
         Raises:
             ValueError: If a part of the callback's reward is called ``model`` too.
@@ -237,15 +217,10 @@ class GroupCollector:
     # ------------------------------------------------------------------ checks and metrics
 
     def check(self, trainer: L.Trainer, *, in_thread: bool = False) -> None:
-        """Raise if this cannot work with this reward, module or number of ranks.
+        """Raise ValueError if this cannot work with this reward, module or number of ranks.
 
-        Args:
-            trainer: With the module and the DataModule.
-            in_thread: Whether groups are collected in a thread beside training.
-
-        Raises:
-            ValueError: If dynamic sampling goes by a reward part that does not exist; if the module would have to score
-                in a thread; with oversampling, if every rank has an engine of its own.
+        That is: dynamic sampling by a reward part that does not exist; a module that would have to score in a thread
+        beside training (``in_thread``); oversampling with an engine in every rank.
         """
         parts = part_names(self.reward)
         if self.dynamic_sampling is not None and parts is not None:
@@ -265,7 +240,7 @@ class GroupCollector:
         if self.oversampling and self.needs_all_ranks(trainer):
             raise ValueError(
                 f"oversampling={self.oversampling:g} takes the groups that are finished first, and with an engine in "
-                f"each of {trainer.world_size} ranks nobody sees which those are: use a VLLMPool, which all ranks "
+                f"each of {trainer.world_size} ranks no rank sees which those are: use a VLLMPool, which all ranks "
                 "share, or oversampling=0"
             )
 

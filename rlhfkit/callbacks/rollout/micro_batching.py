@@ -11,11 +11,7 @@ from rlhfkit.protocols import prompts_of
 
 
 def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
-    """How an iteration divides into updates and micro-batches; under ``fast_dev_run`` n micro-batches of one group.
-
-    Args:
-        trainer: With a DataModule of prompts.
-        group_size: Samples per prompt.
+    """How an iteration divides into updates and micro-batches; with ``fast_dev_run=n``, n micro-batches of one group.
 
     Raises:
         ValueError: If the sizes do not divide.
@@ -36,10 +32,7 @@ def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
 def plan_iteration(experience: Experience, shape: IterationShape, ranks: int) -> list[list[MicroBatch]]:
     """Choose the rows of every rank's micro-batches, of nearly equal tokens, samples of a prompt side by side.
 
-    Args:
-        experience: Of the whole iteration; its ``update`` is set in place.
-        shape: How the iteration divides.
-        ranks: That train.
+    Sets ``experience.update``, the update of each row, in place.
     """
     lengths = experience.lengths.tolist()
     plan = plan_micro_batches(
@@ -64,10 +57,7 @@ def plan_iteration(experience: Experience, shape: IterationShape, ranks: int) ->
 def micro_batch(experience: Experience, planned: MicroBatch, averaged: int) -> Experience:
     """The rows of one micro-batch, with the counts of its whole optimizer step.
 
-    Args:
-        experience: Of the whole iteration, prepared by the module.
-        planned: Which rows.
-        averaged: Micro-batches of an optimizer step, of all ranks.
+    ``averaged`` is the number of micro-batches of an optimizer step, of all ranks.
     """
     whole = experience.action_mask[experience.update == planned.update]
     batch = experience.select(planned.rows)

@@ -21,12 +21,7 @@ def check_prompts(
 
     DataModules that cannot (:class:`~rlhfkit.protocols.ChecksPrompts`) have their prompts checked when they are drawn.
 
-    Args:
-        trainer: Of the run; its DataModule is set up.
-        module: With the policy.
-        engine: What generates.
-        sampling: How to sample.
-        validation: Check the prompts of validation, if there are any, instead of those of training.
+    With ``validation`` the prompts of validation are checked, if there are any, instead of those of training.
 
     Raises:
         ValueError: If a prompt leaves no room for an answer or has a token that the model does not know, or nothing
@@ -58,13 +53,7 @@ def check_prompts(
 
 
 def longest_prompt(engine: RolloutEngine, config: Any, sampling: SamplingSpec) -> tuple[int, str] | None:
-    """Tokens that a prompt may have so that the engine can answer it, and why; ``None``: any number.
-
-    Args:
-        engine: What generates.
-        config: Of the model, of Transformers.
-        sampling: How to sample.
-    """
+    """Tokens that a prompt may have so that the engine can answer it, and why; ``None``: any number."""
     limits = {"the model's context": context_length(config), "the engine's max_model_len": engine.max_model_len}
     answer = 1 if engine.shortens_answers else sampling.max_new_tokens
     known = {name: limit for name, limit in limits.items() if limit is not None}

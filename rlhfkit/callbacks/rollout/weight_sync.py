@@ -31,8 +31,7 @@ class WeightSynchronizer:
     def sync(self, trainer: L.Trainer) -> None:
         """Give the engine the current weights, if it has others, and probe it. A collective.
 
-        Args:
-            trainer: Its module has the policy; its ``global_step`` is the version of the weights.
+        The version of the weights is the Trainer's ``global_step``.
 
         Raises:
             RuntimeError: If the engine's log-probs of a fixed sequence differ from the trainer's.
