@@ -1,7 +1,4 @@
-"""The prompts of reinforcement learning and their cursor.
-
-prompts/pretraining.py is covered by tests/modules/test_ppo_runs.py.
-"""
+"""The prompts of reinforcement learning and their cursor."""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""PPO with all options: split over micro-batches or ranks, stopped and resumed, it is the same run. Covers ppo.py."""
+"""PPO with all options: split over micro-batches or ranks, stopped and resumed, it is the same run.
+
+Covers ppo.py and datamodules/prompts/pretraining.py.
+"""
 
 from itertools import pairwise
 from pathlib import Path
