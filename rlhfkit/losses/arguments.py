@@ -1,4 +1,4 @@
-"""Arguments that several losses share, described once; ``help()`` of each loss shows them all."""
+"""What the docstrings of several losses share, written once; ``help()`` of each loss shows all of it."""
 
 import inspect
 import re
@@ -8,7 +8,10 @@ from typing import Any, TypeVar
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 
+_RAISES = {"Raises": "ValueError: If shapes do not fit, or an argument is unknown or out of range."}
+
 AGGREGATION_ARGUMENTS: Mapping[str, str] = {
+    **_RAISES,
     "aggregation": "How the token losses become one number, see :func:`aggregate`.",
     "denominator": "What the sum is divided by: tokens (for ``token-mean``) or sequences of the whole optimizer step, "
     "divided by the number of micro-batches that are averaged. The count of this call when ``None``.",
@@ -43,6 +46,7 @@ POLICY_ARGUMENTS: Mapping[str, str] = {
 """Of policy losses."""
 
 PAIR_ARGUMENTS: Mapping[str, str] = {
+    **_RAISES,
     "chosen": "(B,) summed log-probs of the chosen answers under the policy, see :func:`sequence_logprobs`.",
     "rejected": "(B,) the same for the rejected answers.",
     "ref_chosen": "(B,) summed log-probs of the chosen answers under the reference model; detached here.",
@@ -73,17 +77,32 @@ HEAD_ARGUMENTS: Mapping[str, str] = {
 }
 """Of functions that contain the language-model head."""
 
+ADVANTAGE_ARGUMENTS: Mapping[str, str] = {
+    **_RAISES,
+    "rewards": "(B,), NaN where missing.",
+    "group": "(B,) integer ids, equal for samples of one prompt.",
+    "mask": "(B, T), true where the policy chose the token. Masked entries may hold anything.",
+    "gamma": "``γ`` in [0, 1].",
+    "kl": "(B, T) KL estimate to the reference, see :func:`kl_estimate`; detached here. Masked entries may hold "
+    "anything.",
+    "kl_coef": "``β`` ≥ 0; OpenRLHF's is 0.01, TRL's 0.05.",
+    "scale_std": "Divide by the standard deviation; OpenRLHF's ``no_std_norm`` is false.",
+    "eps": "``ε`` ≥ 0; TRL's 1e-4.",
+    "truncated": "(B,) bool, true when generation stopped at the length limit.",
+}
+"""Of advantage estimators and reward shaping."""
+
 _SECTION = re.compile(r"^(?:Args|Returns|Raises):$", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\w+): .*\n?(?:^        .*\n?)*", re.MULTILINE)
 
 
 def share_arguments(shared: Mapping[str, str]) -> Callable[[Loss], Loss]:
-    """Complete the ``Args`` section of a function by shared descriptions, in the order of its signature.
+    """Complete the docstring of a function by shared descriptions of its arguments, in the order of its signature.
 
-    The function's own description of an argument takes precedence. The function itself is returned.
+    The function's own descriptions take precedence. The function itself is returned.
 
     Args:
-        shared: Descriptions by argument.
+        shared: Descriptions by argument; ``Raises`` is a section for functions without one.
 
     Raises:
         KeyError: If an argument is described in neither place.
@@ -105,6 +124,8 @@ def share_arguments(shared: Mapping[str, str]) -> Callable[[Loss], Loss]:
         described = [
             own[name] if name in own else _entry(name, shared[name]) for name in inspect.signature(function).parameters
         ]
+        if "Raises" in shared and "Raises:\n" not in others:
+            others = others.rstrip("\n") + ("\n\n" if others.strip() else "") + f"Raises:\n    {shared['Raises']}\n"
         function.__doc__ = body + "\n".join(["Args:", *described, "", others])
         return function
 

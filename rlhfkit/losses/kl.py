@@ -127,9 +127,6 @@ def kl_loss(
 
     Returns:
         The loss with metric ``policy/ref_kl``, the mean of ``kl_t`` (nats per token).
-
-    Raises:
-        ValueError: If shapes differ or an argument is unknown or out of range.
     """
     if not coef >= 0.0:
         raise ValueError(f"coef must be 0 or more, got {coef}")

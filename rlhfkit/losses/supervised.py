@@ -105,9 +105,6 @@ def dft_loss(
     Returns:
         The loss with metrics ``sft/nll`` and ``sft/perplexity`` of the unweighted cross-entropy, comparable with
         :func:`cross_entropy_loss`.
-
-    Raises:
-        ValueError: If the shapes differ.
     """
     check_same_shape(logprobs=logprobs, mask=mask)
     negative = -select(full_precision(logprobs), mask)

@@ -48,9 +48,6 @@ def value_loss(
         The loss with metrics ``value/clip_fraction`` (tokens whose clipped error is the larger), ``value/mean``,
         ``value/error`` (mean of ``(V - R)²``) and ``value/explained_variance`` (``1 - Var(R - V) / Var(R)``; 0 where
         the returns do not vary).
-
-    Raises:
-        ValueError: If shapes differ or ``clip`` is not positive.
     """
     check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     if clip is not None and not clip > 0.0:

@@ -61,6 +61,28 @@ def test_a_docstring_without_sections_gets_one():
     assert inspect.getdoc(function) == "Do it.\n\nArgs:\n    a: Shared."
 
 
+def test_a_shared_section_is_added_where_a_function_has_none():
+    @share_arguments({"a": "Shared.", "Raises": "ValueError: Always."})
+    def function(a):
+        """Do it.
+
+        Returns:
+            Nothing.
+        """
+
+    @share_arguments({"a": "Shared.", "Raises": "ValueError: Always."})
+    def own(a):
+        """Do it.
+
+        Raises:
+            KeyError: Never.
+        """
+
+    text = "Do it.\n\nArgs:\n    a: Shared.\n\n"
+    assert inspect.getdoc(function) == text + "Returns:\n    Nothing.\n\nRaises:\n    ValueError: Always."
+    assert inspect.getdoc(own) == text + "Raises:\n    KeyError: Never."
+
+
 def test_an_argument_without_description_is_refused():
     with pytest.raises(KeyError, match="forgotten"):
 

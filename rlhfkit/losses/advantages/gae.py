@@ -12,8 +12,10 @@ from torch import Tensor
 from rlhfkit.losses.advantages.group import group_advantages
 from rlhfkit.losses.advantages.rewards import token_rewards
 from rlhfkit.losses.aggregation import check_same_shape, full_precision, select, whiten
+from rlhfkit.losses.arguments import ADVANTAGE_ARGUMENTS, share_arguments
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -37,17 +39,12 @@ def gae(
     Args:
         rewards: (B, T) per token.
         values: (B, T) the critic's before the iteration; ``values[:, t]`` is the state in which token t+1 is chosen.
-        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
-        gamma: ``γ`` in [0, 1].
         lam: ``λ`` in [0, 1], or (B,) one per sequence.
         last_values: (B,) value of the state after the last action, for answers cut off by the length limit; 0 when
             ``None``.
 
     Returns:
         Advantages and returns, (B, T) detached, in at least float32; 0 outside the mask.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     check_same_shape(rewards=rewards, values=values, mask=mask)
     _check_unit("gamma", gamma)
@@ -97,6 +94,7 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
     return (1.0 - 1.0 / reach.clamp(min=1.0)).clamp(min=0.0)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     """Sum of the rewards from each token on, discounted per action.
 
@@ -104,14 +102,9 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
 
     Args:
         rewards: (B, T) per token.
-        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
-        gamma: ``γ`` in [0, 1].
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.
-
-    Raises:
-        ValueError: If the shapes differ or ``gamma`` is out of range.
     """
     check_same_shape(rewards=rewards, mask=mask)
     _check_unit("gamma", gamma)
@@ -120,6 +113,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
     return _back_in_place(_decayed_sum(reward, reward.new_full((1, 1), gamma)), order, mask)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def reinforce_advantages(
     rewards: Tensor,
     mask: Tensor,
@@ -136,22 +130,17 @@ def reinforce_advantages(
 
     Args:
         rewards: (B, T) per token.
-        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
-        gamma: ``γ`` in [0, 1].
-        scale_std: Divide by the deviation; OpenRLHF's ``no_std_norm`` is false.
         moments: (3,) sum over ranks of ``masked_moments(discounted_returns(...), mask)`` when the batch is spread over
             ranks; of this batch when ``None``.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.
-
-    Raises:
-        ValueError: If the shapes differ or ``gamma`` is out of range.
     """
     returns = discounted_returns(rewards, mask, gamma=gamma)
     return whiten(returns, mask, scale_std=scale_std, moments=moments)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def reinforce_baseline_advantages(
     rewards: Tensor,
     group: Tensor,
@@ -171,19 +160,11 @@ def reinforce_baseline_advantages(
 
     Args:
         rewards: (B,), NaN where missing: such a row has reward 0 after the baseline.
-        group: (B,) integer ids, equal for samples of one prompt.
-        mask: (B, T), true where the policy chose the token.
-        kl: (B, T) KL estimate to the reference, see :func:`kl_estimate`.
-        kl_coef: ``β`` ≥ 0.
-        scale_std: Divide by the deviation.
         moments: (3,) sum over ranks of the moments of the returns when the batch is spread over ranks; of this batch
             when ``None``.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     centred = group_advantages(rewards, group, scale="none")
     per_token = token_rewards(centred, mask, kl=kl, kl_coef=kl_coef)

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import check_same_shape
+from rlhfkit.losses.arguments import ADVANTAGE_ARGUMENTS, share_arguments
 
 AdvantageScale = Literal["group", "batch", "none"]
 """Divisor of centred rewards in :func:`group_advantages`."""
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = "group", eps: float = 1e-4) -> Tensor:
     """Advantage of a sample over the other samples of its prompt, as in GRPO.
 
@@ -34,7 +36,6 @@ def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = 
 
     Args:
         rewards: (B,), NaN where missing. The whole batch: every row of a group must be in it.
-        group: (B,) integer ids, equal for samples of one prompt.
         scale: ``group``, ``batch`` or ``none``.
         eps: ``ε`` added to the standard deviation; TRL's 1e-4.
 
@@ -56,6 +57,7 @@ def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = 
     return as_advantages(advantages, groups.varied, rewards)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     """Reward minus the mean reward of the *other* samples of the prompt: an unbiased baseline.
 
@@ -67,19 +69,16 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
     Args:
         rewards: (B,), NaN where missing: the others are averaged over those that are there.
-        group: (B,) integer ids, equal for samples of one prompt.
 
     Returns:
         (B,) in at least float32; 0 for missing rewards and for groups with fewer than two.
-
-    Raises:
-        ValueError: If shapes are not (B,).
     """
     groups = by_group(rewards, group)
     others = groups.sum(groups.rewards) - groups.rewards
     return as_advantages(groups.rewards - others / (groups.members - 1).clamp(min=1), groups.varied, rewards)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def gpg_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     """Reward minus the mean of its group, scaled up for the samples that have no gradient.
 
@@ -91,19 +90,16 @@ def gpg_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
     Args:
         rewards: (B,), NaN where missing; such samples are counted neither in B nor in M.
-        group: (B,) integer ids, equal for samples of one prompt.
 
     Returns:
         (B,) in at least float32; 0 for missing rewards and for groups of equal ones.
-
-    Raises:
-        ValueError: If shapes are not (B,).
     """
     groups = by_group(rewards, group)
     scale = groups.present.sum().to(groups.rewards.dtype) / groups.varied.sum().clamp(min=1)
     return as_advantages(scale * groups.centred, groups.varied, rewards)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     """Reward minus the baseline of least gradient variance: the mean reward weighted with the lengths.
 
@@ -113,15 +109,10 @@ def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     gradient of a sequence grows with its length.
 
     Args:
-        rewards: (B,), NaN where missing.
-        group: (B,) integer ids, equal for samples of one prompt.
         lengths: (B,) tokens of each answer.
 
     Returns:
         (B,) in at least float32; 0 for missing rewards.
-
-    Raises:
-        ValueError: If shapes are not (B,).
     """
     check_same_shape(rewards=rewards, lengths=lengths)
     groups = by_group(rewards, group)
@@ -131,6 +122,7 @@ def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     return as_advantages(groups.rewards - baseline, groups.varied, rewards)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def gdpo_advantages(
     rewards: Tensor, group: Tensor, *, weights: Sequence[float] | Tensor | None = None, eps: float = 1e-4
 ) -> Tensor:
@@ -143,15 +135,10 @@ def gdpo_advantages(
 
     Args:
         rewards: (B, K), NaN where missing, which is skipped in the sum.
-        group: (B,) integer ids, equal for samples of one prompt.
         weights: K numbers; all 1 when ``None``.
-        eps: ``ε``; TRL's 1e-4.
 
     Returns:
         (B,) in at least float32; 0 for rows without any reward and for groups in which no reward varies.
-
-    Raises:
-        ValueError: If shapes do not fit or ``eps`` is negative.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be (B, K), one column per reward, got {tuple(rewards.shape)}")
@@ -168,6 +155,7 @@ def gdpo_advantages(
     return as_advantages((total - mean) / (std + eps), varied, rewards)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
     """Advantage for the best sample of each group only, by its distance to the second best.
 
@@ -177,16 +165,11 @@ def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool 
     ``grpo_passk``.
 
     Args:
-        rewards: (B,), NaN where missing.
-        group: (B,) integer ids, equal for samples of one prompt.
         normalize: Divide by the standard deviation, as verl's default.
         eps: ``ε``; verl's 1e-6.
 
     Returns:
         (B,) in at least float32.
-
-    Raises:
-        ValueError: If shapes are not (B,) or ``eps`` is negative.
     """
     _check_eps(eps)
     groups = by_group(rewards, group)
@@ -198,6 +181,7 @@ def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool 
     return as_advantages(advantages, first & alone & groups.varied, rewards)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
     """Advantage when at least one of k answers has to be right, from n ≥ k samples with right or wrong.
 
@@ -209,7 +193,6 @@ def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
 
     Args:
         rewards: (B,), NaN where missing; right is more than 0.
-        group: (B,) integer ids, equal for samples of one prompt.
         k: Answers allowed, at least 1.
 
     Returns:
@@ -245,7 +228,6 @@ def normalize_advantages(
         advantages: (B,).
         mask: (B,) bool, rows that count, e.g. ``~rewards.isnan()``; the others become 0. All when ``None``.
         moments: (3,) sum over ranks of :func:`masked_moments`; of this batch when ``None``.
-        eps: ``ε``; TRL's 1e-4.
 
     Returns:
         (B,) in at least float32.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhfkit.losses.advantages.group import precise
 from rlhfkit.losses.aggregation import check_same_shape, full_precision, select
+from rlhfkit.losses.arguments import ADVANTAGE_ARGUMENTS, share_arguments
 
 
 def last_action_mask(mask: Tensor) -> Tensor:
@@ -22,6 +23,7 @@ def last_action_mask(mask: Tensor) -> Tensor:
     return chosen & (after == 1)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def token_rewards(
     rewards: Tensor,
     mask: Tensor,
@@ -41,10 +43,6 @@ def token_rewards(
 
     Args:
         rewards: (B,); NaN, a missing one, counts as 0.
-        mask: (B, T), true where the policy chose the token.
-        kl: (B, T) KL estimate to the reference, detached here, see :func:`kl_estimate`. Masked entries may hold
-            anything.
-        kl_coef: ``β`` ≥ 0; OpenRLHF's is 0.01, TRL's 0.05.
         earned: (B, T), the part of ``rewards`` that each token earned, detached here. What the environment's tokens
             earned goes to the action before them; before the first action it goes to the last.
 
@@ -124,6 +122,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
     return -factor * (excess / buffer).clamp(0.0, 1.0)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) -> Tensor:
     """Reward of answers cut off by the length limit, as in ProRL v2.
 
@@ -134,7 +133,6 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) ->
 
     Args:
         rewards: (B,), NaN where missing, which stays.
-        truncated: (B,) bool, true when generation stopped at the length limit.
         coef: At most 1; 1 changes nothing.
 
     Returns:
@@ -153,6 +151,7 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) ->
     return torch.where(truncated.bool(), punished, rewards)
 
 
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 1.0) -> Tensor:
     """Subtract a penalty from the reward of answers that were cut off before they ended.
 
@@ -162,7 +161,6 @@ def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 
 
     Args:
         rewards: (B,), NaN where missing, which stays.
-        truncated: (B,) bool, true when generation stopped at the length limit.
         penalty: 0 or more; 0 changes nothing.
 
     Returns:

@@ -125,7 +125,6 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None
         raise ValueError(f"delta must be at least 1 + clip_high = {1.0 + clip_high}, or None; got {delta}")
 
 
-@share_arguments(POLICY_ARGUMENTS)
 def clipped_surrogate(
     ratio: Tensor,
     advantages: Tensor,
@@ -135,11 +134,7 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     delta: float | None = None,
 ) -> Tensor:
-    """Token losses of PPO, (B, T); the formula is that of :func:`ppo_loss`.
-
-    Args:
-        ratio: (B, T) with gradient.
-    """
+    """Token losses of PPO, (B, T), from (B, T) ratios and advantages; formula and names as in :func:`ppo_loss`."""
     unclipped = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
     surrogate = torch.minimum(unclipped, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
     if dual_clip is not None:

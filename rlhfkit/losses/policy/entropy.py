@@ -76,9 +76,6 @@ def entropy_bonus(
 
     Returns:
         The loss with metric ``policy/entropy``, the mean of ``H_t``.
-
-    Raises:
-        ValueError: If the shapes differ.
     """
     bonus = aggregate(entropy, mask, aggregation, denominator, max_length=max_length)
     mean = masked_mean(full_precision(entropy.detach()), mask)

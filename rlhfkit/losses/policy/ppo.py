@@ -57,9 +57,6 @@ def ppo_loss(
         The loss with metrics ``policy/clip_fraction`` (and ``_low``, ``_high``: tokens that lost their gradient at
         either bound), ``policy/approx_kl`` (k3 of old to new), ``policy/ppo_kl`` (k1, under verl's name),
         ``policy/ratio_mean``, ``policy/ratio_max``.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is unknown or out of range.
     """
     check_clip(clip_low, clip_high, dual_clip, delta)
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)

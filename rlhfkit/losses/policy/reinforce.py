@@ -35,9 +35,6 @@ def reinforce_loss(
 
     Returns:
         The loss, whose value has no meaning of its own, with the metrics of :func:`policy_loss_output`.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is unknown.
     """
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
     return policy_loss_output(
@@ -73,9 +70,6 @@ def gpg_loss(
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`.
-
-    Raises:
-        ValueError: If shapes do not fit.
     """
     return reinforce_loss(
         logprobs,
@@ -121,9 +115,6 @@ def cispo_loss(
     Returns:
         The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
         counts tokens whose weight was clipped.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     if not 0.0 <= ratio_min < ratio_max:
         raise ValueError(f"need 0 <= ratio_min < ratio_max, got ratio_min={ratio_min} and ratio_max={ratio_max}")
@@ -169,9 +160,6 @@ def sapo_loss(
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`.
-
-    Raises:
-        ValueError: If shapes do not fit or a temperature is not positive.
     """
     if not (temperature_positive > 0.0 and temperature_negative > 0.0):
         raise ValueError(f"temperatures must be positive, got {temperature_positive} and {temperature_negative}")

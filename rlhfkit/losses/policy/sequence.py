@@ -58,9 +58,6 @@ def gspo_loss(
 
     Returns:
         The loss with the metrics of :func:`ppo_loss`; ``policy/clip_fraction`` counts the tokens of clipped sequences.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     return ppo_loss(
         logprobs,
@@ -108,9 +105,6 @@ def luspo_loss(
 
     Returns:
         The loss with the metrics of :func:`gspo_loss`.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     return gspo_loss(
         logprobs,
@@ -156,9 +150,6 @@ def gspo_token_loss(
 
     Returns:
         The loss with the metrics of :func:`gspo_loss`.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     check_clip(clip_low, clip_high)
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
@@ -207,9 +198,6 @@ def rloo_loss(
     Returns:
         The loss with the metrics of :func:`ppo_loss`; ``policy/clip_fraction`` counts the tokens of clipped sequences,
         where TRL counts sequences.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     return ppo_loss(
         logprobs,
@@ -260,9 +248,6 @@ def gmpo_loss(
     Returns:
         The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
         counts the tokens whose gradient the clip removed.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     if not (clip_low >= 0.0 and clip_high >= 0.0):
         raise ValueError(f"clip_low and clip_high are nats and must not be negative, got {clip_low} and {clip_high}")
@@ -323,9 +308,6 @@ def vespo_loss(
     Returns:
         The loss with the metrics of :func:`policy_loss_output` and ``policy/vespo_weight``, the mean of φ over
         sequences.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is negative.
     """
     if not all(value >= 0.0 for value in (k_positive, lambda_positive, k_negative, lambda_negative)):
         raise ValueError(

@@ -68,9 +68,6 @@ def decoupled_ppo_loss(
 
     Returns:
         The loss with the metrics of :func:`ppo_loss` and of :func:`importance_weights`.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     correction = importance_weights(old_logprobs, rollout_logprobs, mask, level=level, mode=mode, low=low, high=high)
     factors = correction.weights
@@ -135,9 +132,6 @@ def dppo_loss(
     Returns:
         The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
         counts dropped tokens.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     if not (0.0 <= mask_low <= 1.0 and 0.0 <= mask_high <= 1.0):
         raise ValueError(f"mask_low and mask_high bound probabilities, in [0, 1], got {mask_low} and {mask_high}")
@@ -201,9 +195,6 @@ def clip_cov_loss(
 
     Returns:
         The loss with the metrics of :func:`ppo_loss` and ``policy/covariance_fraction``, the share of tokens drawn.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     check_clip(clip_low, clip_high)
     _check_fraction(fraction)
@@ -260,9 +251,6 @@ def kl_cov_loss(
     Returns:
         The loss with the metrics of :func:`policy_loss_output` and ``policy/covariance_fraction``, the share of tokens
         penalised.
-
-    Raises:
-        ValueError: If shapes do not fit or an argument is out of range.
     """
     _check_fraction(fraction)
     if not kl_coef >= 0.0:

@@ -171,9 +171,6 @@ def kto_paired_loss(
 
     Returns:
         The loss with the metrics of :func:`kto_loss`, ``rewards/accuracies``, ``kl/chosen`` and ``kl/rejected``.
-
-    Raises:
-        ValueError: If shapes differ or an argument is out of range.
     """
     check_same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, mask=mask)
     _check_arguments(chosen, beta, desirable_weight, undesirable_weight)

@@ -49,9 +49,6 @@ def simpo_loss(
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π / n``), ``logps/*`` (sums) and ``nll_loss`` with ``nll_coef``.
-
-    Raises:
-        ValueError: If shapes differ or an argument is out of range.
     """
     return alphapo_loss(
         chosen,
@@ -100,9 +97,6 @@ def alphapo_loss(
 
     Returns:
         The loss with metrics ``rewards/*`` (``β r``), ``logps/*`` (sums) and ``nll_loss`` with ``nll_coef``.
-
-    Raises:
-        ValueError: If shapes differ or an argument is out of range.
     """
     if not gamma >= 0.0:
         raise ValueError(f"gamma must not be negative, got {gamma}")
@@ -187,9 +181,6 @@ def orpo_loss(
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π / n``), ``logps/*`` (sums), ``nll_loss`` and ``log_odds_chosen``.
-
-    Raises:
-        ValueError: If shapes differ or ``beta`` is not positive.
     """
     pairs = _Pairs(chosen, rejected, chosen_lengths, rejected_lengths, mask, beta, 0.0)
     log_odds = _log_odds(pairs.mean_chosen) - _log_odds(pairs.mean_rejected)
