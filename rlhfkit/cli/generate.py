@@ -11,7 +11,7 @@ from rlhfkit.cli.jsonl import JSONLWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Sample
 from rlhfkit.datamodules.prompts.rows import PromptRows
-from rlhfkit.datamodules.tokenization.chat import PromptFormat
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter
 from rlhfkit.datamodules.tokenization.sources import Source, describe, read_rows
 from rlhfkit.models.load import base_model_name, load_causal_lm, load_tokenizer, precision_dtype
 from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingSpec
@@ -94,7 +94,7 @@ def generate(
     if overlong_prompts not in ("error", "drop"):
         raise ValueError(f"overlong_prompts must be 'error' or 'drop', got {overlong_prompts!r}")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    style = PromptFormat(
+    formatter = PromptFormatter(
         tokenizer,
         apply_chat_template=apply_chat_template,
         system=system,
@@ -103,7 +103,7 @@ def generate(
     rows = PromptRows(
         read_rows(data, split=split, subset=subset),
         data,
-        style,
+        formatter,
         prompt=prompt,
         max_length=max_prompt_length,
         overlong=overlong_prompts,

@@ -15,7 +15,7 @@ from rlhfkit.data.formats.preferences import PreferenceExamples, collate_prefere
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
-from rlhfkit.datamodules.tokenization.chat import PromptFormat, as_messages, is_chat
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages, is_chat
 from rlhfkit.datamodules.tokenization.columns import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe
 from rlhfkit.datamodules.tokenization.mixture import Sources
@@ -171,7 +171,7 @@ class PreferenceBuilder(ExampleBuilder):
             )
         if prompt is not None:
             question = row[prompt]
-            self.style.check(question, f"column {prompt!r} of {where}")
+            self.formatter.check(question, f"column {prompt!r} of {where}")
             if all(chats):
                 better, worse = _without_prompt(question, better, worse)
             return [self.completion(question, answer, where) for answer in (better, worse)]
@@ -181,19 +181,19 @@ class PreferenceBuilder(ExampleBuilder):
             turns = min(common_prefix(better, worse), len(better) - 1, len(worse) - 1)
             return [self._dialogue(messages, turns, where) for messages in (better, worse)]
         plain = copy.copy(self)  # these texts are whole dialogues already
-        plain.style = PromptFormat(
+        plain.formatter = PromptFormatter(
             self.tokenizer,
             apply_chat_template=False,
-            system=self.style.system,
-            special_tokens_in_text=self.style.special_tokens_in_text,
+            system=self.formatter.system,
+            special_tokens_in_text=self.formatter.special_tokens_in_text,
         )
-        plain.style.check(better, f"column {columns['chosen']!r} of {where}")
+        plain.formatter.check(better, f"column {columns['chosen']!r} of {where}")
         start = len(better[: common_prefix(better, worse)].rstrip())  # white space belongs to the answers
         return [plain.completion(text[:start], text[start:], where) for text in (better, worse)]
 
     def _dialogue(self, messages: Sequence[Any], turns: int, where: str) -> Recipe:
         """The recipe of a conversation whose first turns are the prompt."""
-        written = self.style.messages(messages)  # may have added a system message
+        written = self.formatter.messages(messages)  # may have added a system message
         return self.conversation(written, where, first=turns + len(written) - len(messages))
 
     def _limit_pairs(

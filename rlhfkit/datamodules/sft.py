@@ -9,7 +9,7 @@ import lightning as L
 from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.datamodules.tokenization.cache import TokenCache
-from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokensInText, check_special_tokens_in_text
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.tokenization.columns import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
@@ -207,7 +207,7 @@ class SFTDataModule(L.LightningDataModule):
 
     def _builder(self, kind: type[Builder], source: Source, tokenizer: Any) -> Builder:
         """Make a builder with the arguments of this DataModule and the context length of the model."""
-        style = PromptFormat(
+        formatter = PromptFormatter(
             tokenizer,
             apply_chat_template=self.apply_chat_template,
             system=self.system,
@@ -215,7 +215,7 @@ class SFTDataModule(L.LightningDataModule):
             special_tokens_in_text=self.special_tokens_in_text,
         )
         return kind(
-            style,
+            formatter,
             self.max_length,
             self.overlong,
             describe(source),

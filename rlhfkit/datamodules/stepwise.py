@@ -141,7 +141,7 @@ class StepwiseBuilder(ExampleBuilder):
             return self._ended_by_token(
                 self._text(row[self.columns["text"]], self.columns["text"], where), labels, where
             )
-        self.style.check(row[self.columns["prompt"]], f"column {self.columns['prompt']!r} of {where}")
+        self.formatter.check(row[self.columns["prompt"]], f"column {self.columns['prompt']!r} of {where}")
         return self._steps(row[self.columns["prompt"]], row[self.columns["completions"]], labels, where)
 
     def _ended_by_token(self, text: str, labels: Sequence[Any], where: str) -> Recipe:
@@ -160,7 +160,7 @@ class StepwiseBuilder(ExampleBuilder):
         if not isinstance(steps, list):
             raise ValueError(f"column {column!r} of {where} must hold a list of steps, it holds {steps!r}")
         _check_count(len(steps), len(labels), where)
-        prefixes = [self.style.prompt(prompt)]
+        prefixes = [self.formatter.prompt(prompt)]
         for step in steps:
             prefixes.append(prefixes[-1] + self._text(step, column, where) + self.ends)
 
@@ -171,7 +171,7 @@ class StepwiseBuilder(ExampleBuilder):
                 raise ValueError(f"{where} has a step without a token of its own: the tokenizer joins it with others")
             return TokenExample(whole, [position in last[1:] for position in range(len(whole))])
 
-        return Recipe(prefixes, self.style.templated(prompt), finish)
+        return Recipe(prefixes, self.formatter.templated(prompt), finish)
 
     def _step_token_id(self, token: str) -> int:
         found = self.tokenizer(token, add_special_tokens=False)["input_ids"]

@@ -104,8 +104,8 @@ class StreamingSFTDataModule(SFTDataModule):
         opened = [stream.examples(one[0], one[1]) for stream, one in zip(self._streams, places, strict=True)]
         while True:
             total = sum(count for _, _, count in places) + 1
-            behind = [weight * total - one[2] for weight, one in zip(weights, places, strict=True)]
-            source = behind.index(max(behind))
+            missing = [weight * total - one[2] for weight, one in zip(weights, places, strict=True)]
+            source = missing.index(max(missing))
             number, row, example = next(opened[source])
             places[source] = [number, row, places[source][2] + 1]
             yield [list(one) for one in places], example
@@ -162,9 +162,9 @@ class _SourceStream:
         """Yield (pass, row after the example, example) without end, from a row of a pass on."""
         while True:
             kept = 0
-            for behind, example in self._pass(number, row):
+            for next_row, example in self._pass(number, row):
                 kept += 1
-                yield number, behind, example
+                yield number, next_row, example
             if not kept and row == 0:
                 raise ValueError(f"{self.source}: no row of the whole data has a token to learn: check the columns")
             number, row = number + 1, 0

@@ -92,7 +92,7 @@ class PromptOrder:
             without: Rows that the batch has already, from an earlier call.
 
         Returns:
-            The rows, and the cursor behind them.
+            The rows, and the cursor after them.
 
         Raises:
             ValueError: If ``count`` is below 1, or there are not as many different rows.
@@ -218,7 +218,7 @@ class IterationQueue:
 
     @property
     def after(self) -> dict[str, Any]:
-        """Where the next iteration begins, as plain values: the cursor behind this one, and the fingerprint."""
+        """Where the next iteration begins, as plain values: the cursor after this one, and the fingerprint."""
         requeued = [row for index, row in self._rows.items() if index in self._requeued]
         cursor = self._cursor._replace(postponed=(*requeued, *self._cursor.postponed))
         return {**cursor.state_dict(), "fingerprint": self._fingerprint}

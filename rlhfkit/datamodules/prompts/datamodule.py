@@ -21,7 +21,7 @@ from rlhfkit.datamodules.prompts.mixed import MixedPrompts
 from rlhfkit.datamodules.prompts.pretraining import PretrainingText
 from rlhfkit.datamodules.prompts.rows import PromptBatches, PromptRows
 from rlhfkit.datamodules.sft import SFTDataModule
-from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokensInText, check_special_tokens_in_text
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
 from rlhfkit.datamodules.tokenization.sources import Source, describe, load_tokenizer, no_loader, read_rows
 from rlhfkit.protocols import experience_source_of
@@ -194,7 +194,7 @@ class PromptDataModule(L.LightningDataModule):
         return MixedPrompts(data, parts) if isinstance(data, Mixture) else parts[0]
 
     def _open_source(self, source: Source, split: str, tokenizer: Any) -> PromptRows:
-        style = PromptFormat(
+        formatter = PromptFormatter(
             tokenizer,
             apply_chat_template=self.apply_chat_template,
             system=self.system,
@@ -204,7 +204,7 @@ class PromptDataModule(L.LightningDataModule):
         return PromptRows(
             read_rows(source, split=split, subset=self.subset),
             source,
-            style,
+            formatter,
             prompt=self.prompt,
             answer=self.answer,
             answer_extractor=self.answer_extractor,

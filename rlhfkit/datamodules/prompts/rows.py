@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlhfkit.data.types import Prompt
-from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokenError
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class PromptRows:
         self,
         rows: "Dataset",
         source: Source,
-        style: PromptFormat,
+        formatter: PromptFormatter,
         *,
         prompt: str,
         answer: str | None = None,
@@ -54,7 +54,7 @@ class PromptRows:
         Args:
             rows: The data.
             source: Where the rows come from, for messages.
-            style: How prompts are written and tokenised.
+            formatter: How prompts are written and tokenised.
             prompt: Column of the prompts.
             answer: Column of the reference answers; ``None``: there are none.
             answer_extractor: Applied to each value of that column.
@@ -67,7 +67,7 @@ class PromptRows:
         check_columns(rows, source, prompt=prompt, answer=answer)
         self.rows = rows
         self.source = source
-        self.style = style
+        self.formatter = formatter
         self.prompt = prompt
         self.answer = answer
         self.answer_extractor = answer_extractor
@@ -76,8 +76,8 @@ class PromptRows:
         """The rows that are used."""
         self._fingerprint = ""
         first = rows[0][prompt]
-        style.check(first, f"column {prompt!r} of {describe(source)}, row 0,")
-        self._templated = style.templated(first)
+        formatter.check(first, f"column {prompt!r} of {describe(source)}, row 0,")
+        self._templated = formatter.templated(first)
         self.lengths = array("l")
         """Tokens of each row's prompt, dropped rows included."""
         self._largest_token = (0, 0)  # token id, and the row that has it
@@ -93,12 +93,12 @@ class PromptRows:
         """The prompt at a position among those that are used; its ``index`` is the row in the file."""
         index = self.kept[position]
         row = self.rows[index]
-        style = self.style.for_row(row)
+        formatter = self.formatter.for_row(row)
         content = row.pop(self.prompt)
         answer = None if self.answer is None else self.answer_extractor(row.pop(self.answer))
-        rendered = style.prompt(content)
+        rendered = formatter.prompt(content)
         text = content if isinstance(content, str) else rendered
-        token_ids = self.style.tokenize([rendered], templated=self._templated)[0]
+        token_ids = self.formatter.tokenize([rendered], templated=self._templated)[0]
         return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=row)
 
     def column(self, name: str) -> list[Any]:
@@ -119,7 +119,7 @@ class PromptRows:
             texts = [
                 self._render(row, f"column {self.prompt!r} of {name}, row {start + i},") for i, row in enumerate(chunk)
             ]
-            for row, token_ids in enumerate(self.style.tokenize(texts, templated=self._templated), start):
+            for row, token_ids in enumerate(self.formatter.tokenize(texts, templated=self._templated), start):
                 if not token_ids:
                     raise ValueError(
                         f"column {self.prompt!r} of {name}, row {row}, is a prompt without a token "
@@ -131,9 +131,9 @@ class PromptRows:
 
     def _render(self, row: dict[str, Any], where: str) -> str:
         content = row[self.prompt]
-        self.style.check(content, where)
+        self.formatter.check(content, where)
         try:
-            return self.style.for_row(row).prompt(content)
+            return self.formatter.for_row(row).prompt(content)
         except SpecialTokenError as error:
             raise ValueError(f"{where} {error}") from None
 
@@ -148,7 +148,7 @@ class PromptRows:
         """
         token, row = self._largest_token
         if vocabulary is not None and token >= vocabulary:
-            text = self.style.tokenizer.convert_ids_to_tokens(token)
+            text = self.formatter.tokenizer.convert_ids_to_tokens(token)
             raise ValueError(
                 f"{describe(self.source)}, row {row}, has the token {token} ({text!r}), and the model knows the tokens "
                 f"0 to {vocabulary - 1}: use the model's own tokenizer, or resize its embeddings before training "

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from rlhfkit.datamodules.tokenization.chat import PromptFormat
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter
 
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
@@ -36,93 +36,93 @@ class Conversation(NamedTuple):
     """Whether the end-of-turn token of the last learned turn is in its span, behind it, or missing."""
 
 
-def write_conversation(style: PromptFormat, messages: Messages, *, first: int = 0) -> Conversation:
+def write_conversation(formatter: PromptFormatter, messages: Messages, *, first: int = 0) -> Conversation:
     """Render a conversation and find the assistant's turns in it.
 
     Args:
-        style: Has the chat template.
+        formatter: Has the chat template.
         messages: Chat messages, all with role and content.
         first: Turns in front of this one are not learned.
 
     Raises:
         ValueError: If a turn consists of tool calls and the template does not write them.
     """
-    _check_calls(style, messages)
-    if _GENERATION.search(style.tokenizer.get_chat_template()):
-        text, spans = _marked(style, messages, first)
+    _check_calls(formatter, messages)
+    if _GENERATION.search(formatter.tokenizer.get_chat_template()):
+        text, spans = _marked(formatter, messages, first)
     else:
-        text = style.render(messages, generation=False)
+        text = formatter.render(messages, generation=False)
         turns = [turn for turn in range(first, len(messages)) if messages[turn]["role"] == "assistant"]
-        found = [_span(style, messages, turn, text) for turn in turns]
+        found = [_span(formatter, messages, turn, text) for turn in turns]
         spans = [span for span in found if span is not None]
-    return Conversation(text, spans, _stop(style, text, spans))
+    return Conversation(text, spans, _stop(formatter, text, spans))
 
 
-def _check_calls(style: PromptFormat, messages: Messages) -> None:
+def _check_calls(formatter: PromptFormatter, messages: Messages) -> None:
     """Raise if the template ignores tool calls and a turn has nothing else."""
     calling = [turn for turn, message in enumerate(messages) if message.get("tool_calls") and not message["content"]]
     if not calling:
         return
     silent = list(messages)
     silent[calling[0]] = {key: value for key, value in messages[calling[0]].items() if key != "tool_calls"}
-    if style.render(silent, generation=False) == style.render(messages, generation=False):
+    if formatter.render(silent, generation=False) == formatter.render(messages, generation=False):
         raise ValueError(
             "a turn consists of tool calls, which the chat template does not write: an empty answer would be learned; "
             "use a template with tool calls, or write the calls into the content"
         )
 
 
-def _marked(style: PromptFormat, messages: Messages, first: int) -> tuple[str, list[tuple[int, int]]]:
+def _marked(formatter: PromptFormatter, messages: Messages, first: int) -> tuple[str, list[tuple[int, int]]]:
     """Text and spans by the template's own generation marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # The tokenizer's own apply_chat_template gives token masks only, and wrong ones where a mark ends inside a token.
     texts, marks = render_jinja_template(
-        conversations=[style.handle_special_tokens(list(messages), templated=True)],
-        chat_template=style.tokenizer.get_chat_template(),
+        conversations=[formatter.handle_special_tokens(list(messages), templated=True)],
+        chat_template=formatter.tokenizer.get_chat_template(),
         return_assistant_tokens_mask=True,
-        **{**style.tokenizer.special_tokens_map, **style.arguments},
+        **{**formatter.tokenizer.special_tokens_map, **formatter.arguments},
     )
     text = texts[0]
     begin = 0
     if first:
-        begin = common_prefix(text, style.render(_replaced(messages, first), generation=False))
+        begin = common_prefix(text, formatter.render(_replaced(messages, first), generation=False))
     return text, [(start, end) for start, end in marks[0] if end > max(start, begin)]
 
 
-def _span(style: PromptFormat, messages: Messages, turn: int, text: str) -> tuple[int, int] | None:
+def _span(formatter: PromptFormatter, messages: Messages, turn: int, text: str) -> tuple[int, int] | None:
     """Range of the characters of one turn; ``None`` if the template leaves the turn out."""
-    replaced = style.render(_replaced(messages, turn), generation=False)
+    replaced = formatter.render(_replaced(messages, turn), generation=False)
     if _SENTINEL not in replaced:
         return None
     content = common_prefix(text, replaced)
     behind = len(text) - min(common_prefix(text[::-1], replaced[::-1]), len(text) - content)
     alone = replaced  # the conversation up to this turn, to see what the template writes right behind the turn
     if turn < len(messages) - 1:
-        alone = _written(style, _replaced(messages[: turn + 1], turn)) or replaced
+        alone = _written(formatter, _replaced(messages[: turn + 1], turn)) or replaced
     closing = alone.rpartition(_SENTINEL)[2]
     if not messages[turn]["content"] and not text.startswith(closing[:1], behind):
         closing = closing.lstrip()  # white space between the content and what follows it, for example tool calls
     closing = closing[: common_prefix(text[behind:], closing)]
-    end_of_turn = style.special_pattern.search(closing)
-    start = _start(style, messages[:turn], text, content, alone)
+    end_of_turn = formatter.special_pattern.search(closing)
+    start = _start(formatter, messages[:turn], text, content, alone)
     end = behind + (end_of_turn.end() if end_of_turn else len(closing))
     return (start, end) if start < end else None
 
 
-def _written(style: PromptFormat, messages: Messages, *, generation: bool = False) -> str | None:
+def _written(formatter: PromptFormatter, messages: Messages, *, generation: bool = False) -> str | None:
     """Render the beginning of a conversation; ``None`` if the template refuses it, for example without a user turn."""
     from jinja2 import TemplateError
 
     try:
-        return style.render(messages, generation=generation) if messages else None
+        return formatter.render(messages, generation=generation) if messages else None
     except TemplateError:
         return None
 
 
-def _start(style: PromptFormat, before: Messages, text: str, content: int, alone: str) -> int:
+def _start(formatter: PromptFormatter, before: Messages, text: str, content: int, alone: str) -> int:
     """Start of a turn: after the generation prompt, or at the content if the template writes no such prompt here."""
-    asked, plain = (_written(style, before, generation=generation) for generation in (True, False))
+    asked, plain = (_written(formatter, before, generation=generation) for generation in (True, False))
     if asked is None or plain is None:
         return content
     if text.startswith(asked):
@@ -141,13 +141,13 @@ def _replaced(messages: Messages, turn: int) -> list[Mapping[str, Any]]:
     return changed
 
 
-def _stop(style: PromptFormat, text: str, spans: Sequence[Span]) -> Literal["learned", "left out", "missing"]:
+def _stop(formatter: PromptFormatter, text: str, spans: Sequence[Span]) -> Literal["learned", "left out", "missing"]:
     if not spans:
         return "missing"
     start, end = spans[-1]
-    if text[start:end].rstrip().endswith(style.special_tokens):
+    if text[start:end].rstrip().endswith(formatter.special_tokens):
         return "learned"
-    return "left out" if text[end:].lstrip().startswith(style.special_tokens) else "missing"
+    return "left out" if text[end:].lstrip().startswith(formatter.special_tokens) else "missing"
 
 
 def span_mask(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:

@@ -1,4 +1,4 @@
-"""``PromptFormat``: the content of a prompt column as text and token ids, with or without a chat template."""
+"""``PromptFormatter``: the content of a prompt column as text and token ids, with or without a chat template."""
 
 import copy
 import json
@@ -101,7 +101,7 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-class PromptFormat:
+class PromptFormatter:
     """Writes and tokenises prompts, in the same way for supervised fine-tuning and for reinforcement learning.
 
     Args:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix, span_mask, write_conversation
 from rlhfkit.datamodules.tokenization.cache import CHUNK, TokenCache, tokenize_in_chunks
-from rlhfkit.datamodules.tokenization.chat import PromptFormat, SpecialTokenError, as_messages, is_chat
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError, as_messages, is_chat
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ExampleBuilder:
     """Tokenises rows as examples of supervised fine-tuning; subclasses read other columns.
 
     Args:
-        style: How prompts and chats are written.
+        formatter: How prompts and chats are written.
         max_length: Tokens per example.
         overlong: ``"truncate"``, ``"drop"`` or ``"error"`` for longer ones.
         source: Where the rows come from, for messages.
@@ -48,7 +48,7 @@ class ExampleBuilder:
 
     def __init__(
         self,
-        style: PromptFormat,
+        formatter: PromptFormatter,
         max_length: int,
         overlong: str,
         source: str,
@@ -56,8 +56,8 @@ class ExampleBuilder:
         context: int | None = None,
         cache: TokenCache | None = None,
     ) -> None:
-        self.style = style
-        self.tokenizer = style.tokenizer
+        self.formatter = formatter
+        self.tokenizer = formatter.tokenizer
         self.max_length = max_length
         self.overlong = overlong
         self.source = source
@@ -66,11 +66,11 @@ class ExampleBuilder:
 
     def for_row(self, row: Mapping[str, Any]) -> Self:
         """Return the builder for one row, with the template arguments of the row if it has any."""
-        style = self.style.for_row(row)
-        if style is self.style:
+        formatter = self.formatter.for_row(row)
+        if formatter is self.formatter:
             return self
         changed = copy.copy(self)
-        changed.style = style
+        changed.formatter = formatter
         return changed
 
     def build(
@@ -120,13 +120,18 @@ class ExampleBuilder:
         if self.cache is None:
             examples = make()
         else:
-            style = self.style
+            formatter = self.formatter
             arguments = {
                 "builder": type(self).__name__,
                 "columns": dict(columns),
                 "max_length": self.max_length,
                 "overlong": self.overlong,
-                "style": [style.wraps_text, style.system, style.arguments, style.special_tokens_in_text],
+                "style": [
+                    formatter.wraps_text,
+                    formatter.system,
+                    formatter.arguments,
+                    formatter.special_tokens_in_text,
+                ],
             }
             examples = self.cache.examples(rows, self.tokenizer, arguments, make)
         longest = max(range(len(examples)), key=lambda index: examples.lengths[index])
@@ -194,7 +199,7 @@ class ExampleBuilder:
             tokenized: dict[bool, Iterator[list[int]]] = {}
             for templated in (False, True):
                 texts = [text for recipe in chunk if recipe.templated is templated for text in recipe.texts]
-                tokenized[templated] = iter(self.style.tokenize(texts, templated=templated) if texts else [])
+                tokenized[templated] = iter(self.formatter.tokenize(texts, templated=templated) if texts else [])
             for recipe in chunk:
                 parts = tokenized[recipe.templated]
                 yield recipe.finish([next(parts) for _ in recipe.texts])
@@ -223,7 +228,7 @@ class ExampleBuilder:
         builder, where = self.for_row(row), f"column {column!r} of {self.source}, row 0,"
         builder._check_chat(row[column], where)
         try:
-            written = write_conversation(builder.style, builder.style.messages(row[column]))
+            written = write_conversation(builder.formatter, builder.formatter.messages(row[column]))
         except SpecialTokenError as error:
             raise ValueError(f"{where} {error}") from None
         if written.stop == "left out":
@@ -245,11 +250,11 @@ class ExampleBuilder:
         if messages is not None:
             place = f"column {messages!r} of {where}"
             self._check_chat(row[messages], place)
-            return self.conversation(self.style.messages(row[messages]), place)
+            return self.conversation(self.formatter.messages(row[messages]), place)
         if text is not None:
             return self.plain(self._text(row[text], text, where))
         prompt, completion = str(columns["prompt"]), str(columns["completion"])
-        self.style.check(row[prompt], f"column {prompt!r} of {where}")
+        self.formatter.check(row[prompt], f"column {prompt!r} of {where}")
         answer = row[completion]
         return self.completion(row[prompt], answer if is_chat(answer) else self._text(answer, completion, where), where)
 
@@ -303,7 +308,7 @@ class ExampleBuilder:
             token_ids = self._with_eos(parts[0])
             return TokenExample(token_ids, [True] * len(token_ids))
 
-        return Recipe([self.style.handle_special_tokens(text, templated=False)], False, finish)
+        return Recipe([self.formatter.handle_special_tokens(text, templated=False)], False, finish)
 
     def completion(self, prompt: Any, completion: Any, where: str = "the row") -> Recipe:
         """A prompt with a completion, both of them text or chat messages; only the completion is learned.
@@ -313,9 +318,9 @@ class ExampleBuilder:
             completion: The completion.
             where: Source and row, for messages.
         """
-        if isinstance(completion, list) or self.style.templated(prompt):
+        if isinstance(completion, list) or self.formatter.templated(prompt):
             answer = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-            question = self.style.messages(prompt)
+            question = self.formatter.messages(prompt)
             return self.conversation([*question, *answer], where, first=len(question))
 
         def finish(parts: list[list[int]]) -> TokenExample:
@@ -325,7 +330,7 @@ class ExampleBuilder:
             return TokenExample(token_ids, [False] * start + [True] * (len(token_ids) - start))
 
         texts = (prompt, prompt + completion)
-        prompt, both = (self.style.handle_special_tokens(text, templated=False) for text in texts)
+        prompt, both = (self.formatter.handle_special_tokens(text, templated=False) for text in texts)
         return Recipe([prompt, both], False, finish)
 
     def conversation(self, messages: Any, where: str = "the conversation", *, first: int = 0) -> Recipe:
@@ -347,7 +352,7 @@ class ExampleBuilder:
         self._check_chat(messages, where)
         messages = as_messages(messages)
         try:
-            written = write_conversation(self.style, messages, first=first)
+            written = write_conversation(self.formatter, messages, first=first)
         except SpecialTokenError:
             raise  # _recipes_of adds the row to the message
         except (TemplateError, ValueError) as error:
@@ -366,7 +371,7 @@ class ExampleBuilder:
     def _check_chat(self, messages: Any, where: str) -> None:
         if not is_chat(messages):
             raise ValueError(f"{where} must hold chat messages (role and content), it holds {str(messages)[:80]!r}")
-        self.style.check(messages, where)
+        self.formatter.check(messages, where)
 
     def _with_eos(self, token_ids: list[int]) -> list[int]:
         """Append the end-of-sequence token, unless it is there."""

@@ -11,7 +11,7 @@ from rl_runs import setup_run
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import PreferenceDataModule, PromptDataModule, RolloutCallback, SamplingSpec, SFTDataModule
-from rlhfkit.datamodules.tokenization.chat import PromptFormat
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter
 
 Write = Callable[..., str]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% else %}!{% endif %}{% endfor %}"
@@ -150,4 +150,4 @@ class TestSpecialTokensInText:
         with pytest.raises(ValueError, match="special_tokens_in_text must be 'keep', 'refuse', 'escape' or None, got"):
             PromptDataModule("none.jsonl", special_tokens_in_text="drop")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="special_tokens_in_text must be"):
-            PromptFormat(tiny_tokenizer(), special_tokens_in_text="x")  # type: ignore[arg-type]
+            PromptFormatter(tiny_tokenizer(), special_tokens_in_text="x")  # type: ignore[arg-type]

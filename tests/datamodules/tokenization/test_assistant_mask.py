@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhfkit.datamodules.tokenization.assistant_mask import span_mask, write_conversation
-from rlhfkit.datamodules.tokenization.chat import PromptFormat, as_messages
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages
 
 TEMPLATES = Path(__file__).parent / "templates"
 CHAT = [
@@ -131,7 +131,7 @@ def tokenizer_for(style: str, kind: str = "merges") -> Any:
 
 def marked(tokenizer: Any, messages: Any, first: int = 0, **arguments: Any) -> str:
     """The conversation with what is learned in « », put together from the tokens."""
-    style = PromptFormat(tokenizer, chat_template_arguments=arguments)
+    style = PromptFormatter(tokenizer, chat_template_arguments=arguments)
     written = write_conversation(style, messages, first=first)
     token_ids, mask = span_mask(tokenizer, written.text, written.spans)
     text, inside = "", False
@@ -230,7 +230,7 @@ def test_a_template_that_takes_no_beginning_of_the_conversation_is_read_all_the_
     ("style", "stop"), [("chatml", "learned"), ("chatml_marked", "learned"), ("phi3", "learned"), ("alpaca", "missing")]
 )
 def test_whether_the_end_of_a_turn_is_learned_is_known(style: str, stop: str) -> None:
-    assert write_conversation(PromptFormat(tokenizer_for(style)), CHAT).stop == stop
+    assert write_conversation(PromptFormatter(tokenizer_for(style)), CHAT).stop == stop
 
 
 def test_marks_that_leave_out_the_end_of_the_turn_are_noticed() -> None:
@@ -240,7 +240,7 @@ def test_marks_that_leave_out_the_end_of_the_turn_are_noticed() -> None:
         "{{ turn.content }}{% endgeneration %}{{ '<|im_end|>' }}",
     )
     assert marked(tokenizer, CHAT[1:3]).endswith("«2»<|im_end|>\n")
-    assert write_conversation(PromptFormat(tokenizer), CHAT).stop == "left out"
+    assert write_conversation(PromptFormatter(tokenizer), CHAT).stop == "left out"
 
 
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]
@@ -288,6 +288,6 @@ def test_a_message_that_says_nothing_is_refused_and_not_learned_as_the_word_none
     with pytest.raises(ValueError, match=r"message of the assistant has no content \(None\) and no tool_calls"):
         as_messages([question, silent])
     with pytest.raises(ValueError, match=r"^row 7 cannot be read: .* has no content \(None\)"):
-        PromptFormat(tokenizer_for("chatml")).check([question, silent], "row 7")
+        PromptFormatter(tokenizer_for("chatml")).check([question, silent], "row 7")
     with pytest.raises(ValueError, match="message of the assistant has no content"):
         as_messages([{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": None}])

@@ -11,7 +11,7 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.datamodules import PromptDataModule, SFTDataModule
-from rlhfkit.datamodules.tokenization.chat import PromptFormat, as_messages, is_chat
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages, is_chat
 
 Write = Callable[..., str]
 TEMPLATE = (
@@ -132,7 +132,7 @@ def test_a_row_can_have_arguments_of_its_own_for_the_template() -> None:
 def test_template_arguments_can_be_json_text() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    style = PromptFormat(tokenizer)
+    style = PromptFormatter(tokenizer)
     assert style.for_row({"chat_template_kwargs": '{"start": "z"}'}).prompt("1") == "<u>1;<a>z"
     assert style.for_row({}) is style
     with pytest.raises(ValueError, match="chat_template_kwargs"):
