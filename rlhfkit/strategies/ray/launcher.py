@@ -16,7 +16,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.environment import RayEnvironment, RemoteCUDAAccelerator
-from rlhfkit.strategies.ray.placement import join_or_start_ray, require_ray, reserve
+from rlhfkit.strategies.ray.placement import create_placement_group, join_or_start_ray, require_ray
 from rlhfkit.strategies.ray.progress import DriverDisplay
 from rlhfkit.strategies.ray.ranks import Ranks
 from rlhfkit.strategies.ray.remote_run import RunResult, pickle_run
@@ -216,7 +216,7 @@ class RayLauncher(_Launcher):
     def _ranks(self) -> Iterator[Ranks]:
         """Start ranks, and stop them when the context ends."""
         ray = require_ray()
-        group = reserve(self.resources_per_rank, self.num_ranks, self.num_nodes, self.timeout)
+        group = create_placement_group(self.resources_per_rank, self.num_ranks, self.num_nodes, self.timeout)
         ranks = Ranks(group, self.resources_per_rank)
         try:
             ranks.start(self.num_ranks, self.device, self.timeout)

@@ -4,21 +4,17 @@ import importlib.util
 import os
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 
-_PATIENCE_SECONDS = 10.0
+_SECONDS_UNTIL_MESSAGE = 10.0
 
 
 class PlacementError(RuntimeError):
-    """Ray has no room for the ranks."""
+    """Ray cannot place the ranks."""
 
 
 def require_ray() -> Any:
-    """The ``ray`` module.
-
-    Raises:
-        ModuleNotFoundError: Names the extra to install.
-    """
+    """Return the ``ray`` module, or raise ModuleNotFoundError with the extra to install."""
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError(
             "Starting ranks with Ray (launcher='ray', or any notebook with several devices) needs Ray, which is not"
@@ -50,44 +46,44 @@ def join_or_start_ray(num_cpus: float) -> None:
 
 
 def placement_strategy(num_ranks: int, num_nodes: int) -> str:
-    """How the bundles are spread over machines.
+    """Ray's strategy for spreading the bundles over machines.
 
-    One machine: ``STRICT_PACK``, all on the same, where ranks share memory and fast links; Ray waits for one that is
-    large enough rather than taking two. One rank on each of several machines: ``STRICT_SPREAD``, as asked. Several on
-    several: ``PACK``, which fills machines one after another; Ray has no "k on each", and an uneven split trains the
-    same, as ranks are numbered by what was got.
+    - One machine: ``STRICT_PACK``, all ranks on one, with shared memory and fast links.
+    - One rank on each of several machines: ``STRICT_SPREAD``.
+    - Several ranks on several machines: ``PACK``, which fills machines one after another. Ray cannot place k ranks on
+      each; an uneven split trains the same, because ranks are numbered after they have been placed.
     """
     if num_nodes == 1:
         return "STRICT_PACK"
     return "STRICT_SPREAD" if num_ranks == num_nodes else "PACK"
 
 
-def reserve(bundle: dict[str, float], num_ranks: int, num_nodes: int, timeout: float) -> Any:
-    """A placement group of one bundle per rank, once Ray has placed all of them.
+def create_placement_group(bundle: dict[str, float], num_ranks: int, num_nodes: int, timeout: float) -> Any:
+    """Create a placement group of one bundle per rank, and wait until Ray has placed it.
 
     Args:
         bundle: Resources of one rank.
         num_ranks: Number of bundles.
-        num_nodes: Machines they are meant for; see :func:`placement_strategy`.
-        timeout: Seconds; a cluster may have to start machines first.
+        num_nodes: Machines to use; see :func:`placement_strategy`.
+        timeout: Seconds to wait; a cluster may have to start machines first.
 
     Raises:
-        PlacementError: When the time is up; says what is needed and what the cluster has.
+        PlacementError: If the time is up; with the resources that are missing.
     """
     import ray
 
     strategy = placement_strategy(num_ranks, num_nodes)
     group = ray.util.placement_group([bundle] * num_ranks, strategy=strategy)
     try:
-        if not group.wait(min(timeout, _PATIENCE_SECONDS)):
-            missing = shortage(bundle, num_ranks, num_nodes)
+        if not group.wait(min(timeout, _SECONDS_UNTIL_MESSAGE)):
+            missing = missing_resources(bundle, num_ranks, num_nodes)
             rank_zero_info(f"Waiting up to {timeout:g} s for Ray to place {num_ranks} ranks: {missing}")
-            if not group.wait(max(timeout - _PATIENCE_SECONDS, 0)):
+            if not group.wait(max(timeout - _SECONDS_UNTIL_MESSAGE, 0)):
                 raise PlacementError(
                     f"Ray could not place {num_ranks} rank(s) of {_text(bundle)} ({strategy}) within {timeout:g} s:"
-                    f" {shortage(bundle, num_ranks, num_nodes)} End what else uses the cluster, add machines, or change"
-                    " Trainer(devices=...), RLHFDeepSpeedStrategy(num_nodes=..., resources_per_rank=...,"
-                    " init_timeout=...)."
+                    f" {missing_resources(bundle, num_ranks, num_nodes)} End what else uses the cluster, add"
+                    " machines, or change Trainer(devices=...), RLHFDeepSpeedStrategy(num_nodes=...,"
+                    " resources_per_rank=..., init_timeout=...)."
                 )
     except BaseException:
         ray.util.remove_placement_group(group)
@@ -95,8 +91,8 @@ def reserve(bundle: dict[str, float], num_ranks: int, num_nodes: int, timeout: f
     return group
 
 
-def shortage(bundle: dict[str, float], num_ranks: int, num_nodes: int) -> str:
-    """What keeps the ranks from being placed, in words."""
+def missing_resources(bundle: dict[str, float], num_ranks: int, num_nodes: int) -> str:
+    """Sentences that say which resources are missing."""
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()
