@@ -111,7 +111,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
         for name, weight in mixture.items():
             check_number(f"the weight of loss_type {name!r}", weight)
-        self.loss_types = {_pair_loss(name): float(weight) for name, weight in mixture.items()}
+        self.loss_types = {_import_loss(name): float(weight) for name, weight in mixture.items()}
         plain = {name if isinstance(name, str) else function_name(name): one for name, one in self.loss_types.items()}
         self.hparams.update(loss_type=plain)
         self.beta = beta
@@ -243,7 +243,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         }
 
 
-def _pair_loss(name: Any) -> Any:
+def _import_loss(name: Any) -> Any:
     """Import a loss given by a dotted name; names of rlhfkit's own losses stay names."""
     dotted = isinstance(name, str) and ("." in name or name.startswith("<"))
     return resolve_function(name, "loss_type") if dotted else name
