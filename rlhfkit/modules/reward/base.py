@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import TokenBatch
+from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_scalar_model
 from rlhfkit.models.heads import scalar_forward
@@ -20,7 +21,7 @@ class ScalarModule(PolicyModule):
     """Training and validation of a :class:`~rlhfkit.models.ScalarModel`, whose outputs are numbers instead of tokens.
 
     The model is ``self.policy``, the name by which strategies and exporters know it. A subclass defines which outputs
-    are used (:meth:`scores`), the :meth:`loss`, and the probabilities that they predict (:meth:`claims`).
+    are used (:meth:`scores`), the :meth:`loss`, and the probabilities that they predict (:meth:`predictions`).
 
     Args:
         model: Folder or hub name of a causal language model, or of a classifier of the right kind.
@@ -86,9 +87,9 @@ class ScalarModule(PolicyModule):
         """
         raise NotImplementedError(f"{type(self).__name__} has to define loss()")
 
-    def claims(self, batch: Any, out: Tensor) -> tuple[Tensor, Tensor]:
+    def predictions(self, batch: Any, out: Tensor) -> tuple[Tensor, Tensor]:
         """(N,) predicted probabilities of events, and (N,) whether they happened."""
-        raise NotImplementedError(f"{type(self).__name__} has to define claims()")
+        raise NotImplementedError(f"{type(self).__name__} has to define predictions()")
 
     # ------------------------------------------------------------------ steps
 
@@ -97,7 +98,7 @@ class ScalarModule(PolicyModule):
         self._router_loss = None
         out = self.scores(batch)
         result = self.loss(batch, out)
-        count = len(self.claims(batch, out.detach())[0])
+        count = len(self.predictions(batch, out.detach())[0])
         learned = torch.tensor(count > 0, device=out.device)
         result = self.with_router_loss(result, self._router_loss, learned)
         self.log_step({"loss": result.loss.detach()})
@@ -111,29 +112,23 @@ class ScalarModule(PolicyModule):
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
         """Log the mean loss over the validation data, and count the rest."""
         out = self.scores(batch)
-        self.count(batch, out)
+        self.update_metrics(batch, out)
         result = self.loss(batch, out)
         self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
 
-    def count(self, batch: Any, out: Tensor) -> None:
+    def update_metrics(self, batch: Any, out: Tensor) -> None:
         """Add a validation batch to accuracy and calibration, which are logged at the end of the epoch.
 
         Args:
             batch: B sequences.
             out: Result of :meth:`scores`.
         """
-        self._calibration.add(*self.claims(batch, out))
+        self._calibration.add(*self.predictions(batch, out))
 
     def on_validation_epoch_end(self) -> None:
         """Log accuracy and calibration over the validation data of all ranks."""
-        self._calibration.sums = self.sum_over_ranks(self._calibration.sums)
+        self._calibration.sums = all_reduce(self._calibration.sums)
         self.log_dict({f"val/{name}": value for name, value in self._calibration.metrics().items()}, sync_dist=True)
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum of a tensor over all ranks. A collective."""
-        total = self.trainer.strategy.reduce(values, reduce_op="sum")
-        assert isinstance(total, Tensor)
-        return total
 
 
 class Calibration:

@@ -80,7 +80,7 @@ class ProcessRewardModule(ScalarModule):
         """
         return process_reward_loss(out, batch.labels, batch.loss_mask, denominator=batch.token_denominator)
 
-    def claims(self, batch: StepwiseBatch, out: Tensor) -> tuple[Tensor, Tensor]:
+    def predictions(self, batch: StepwiseBatch, out: Tensor) -> tuple[Tensor, Tensor]:
         """Predicted probability that each step is good, and its label."""
         return out[batch.loss_mask].sigmoid(), batch.labels[batch.loss_mask]
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.preferences import PreferenceBatch
+from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, bradley_terry_loss
 from rlhfkit.models import LoRA, reward_output, unwrap
 from rlhfkit.models.heads import last_tokens
@@ -103,7 +104,7 @@ class RewardModule(ScalarModule):
             denominator=batch.pair_denominator,
         )
 
-    def claims(self, batch: PreferenceBatch, out: Tensor) -> tuple[Tensor, Tensor]:
+    def predictions(self, batch: PreferenceBatch, out: Tensor) -> tuple[Tensor, Tensor]:
         """Predicted probability (at least 1/2) that the answer with the larger reward is preferred, and if it is."""
         difference = (batch.chosen(out) - batch.rejected(out))[batch.pair_mask]
         return difference.abs().sigmoid(), difference > 0  # a tie is wrong
@@ -120,16 +121,16 @@ class RewardModule(ScalarModule):
         super().on_validation_epoch_start()
         self._moments = torch.zeros(3, dtype=torch.float64, device=self.device)
 
-    def count(self, batch: PreferenceBatch, out: Tensor) -> None:
+    def update_metrics(self, batch: PreferenceBatch, out: Tensor) -> None:
         """Add a validation batch to accuracy, calibration and moments."""
-        super().count(batch, out)
+        super().update_metrics(batch, out)
         rewards = out[batch.pair_mask.repeat_interleave(2)].double()
         self._moments += torch.stack([torch.ones_like(rewards), rewards, rewards.square()]).sum(-1)
 
     def on_validation_epoch_end(self) -> None:
         """Log accuracy, calibration and moments, and store the moments in the configuration."""
         super().on_validation_epoch_end()
-        count, total, squares = self.sum_over_ranks(self._moments).tolist()
+        count, total, squares = all_reduce(self._moments).tolist()
         if self.trainer.sanity_checking or count < 2:
             return
         mean = total / count

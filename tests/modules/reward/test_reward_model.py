@@ -132,7 +132,7 @@ def test_a_batch_without_pairs_trains_nothing_and_weighs_nothing(folder: Path) -
     result.loss.backward()
     assert float(result.loss) == 0.0
     assert not any(parameter.grad.any() for parameter in module.policy.parameters())
-    assert len(module.claims(batch, module.scores(batch))[0]) == 0
+    assert len(module.predictions(batch, module.scores(batch))[0]) == 0
 
 
 def test_calibration_is_the_sum_over_bins() -> None:
