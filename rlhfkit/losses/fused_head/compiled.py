@@ -60,16 +60,8 @@ def tile_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The running statistics after a tile: ``tiles.accumulate`` without side effects.
 
-    Args:
-        raw: (n, W) raw logits.
-        targets: (n,) target minus the tile's first vocabulary entry.
-        peak: (n,) of ``RunningSoftmax``.
-        total: (n,) of ``RunningSoftmax``.
-        chosen: (n,) of ``RunningSoftmax``.
-        weighted: (n,) of ``RunningSoftmax``, or ``None``.
-        logit_scale: See ``LogitTransform``.
-        softcap: Cap or ``None``.
-        temperature: Above 0.
+    ``raw`` are (n, W) raw logits, ``targets`` (n,) targets minus the tile's first vocabulary entry, the next four (n,)
+    the statistics of ``RunningSoftmax``, the last three those of ``LogitTransform``.
 
     Returns:
         The new peak, total, chosen and weighted.
@@ -103,16 +95,8 @@ def tile_gradient(
 ) -> Tensor:
     """Gradient with respect to the raw logits: ``tiles.tile_gradient`` without side effects.
 
-    Args:
-        raw: (n, W) raw logits.
-        targets: (n,) target minus the tile's first vocabulary entry.
-        to_logprobs: (n,) ``d loss / d logprob`` or ``None``.
-        to_entropy: (n,) ``d loss / d entropy`` or ``None``.
-        log_normalizer: (n,).
-        entropy: (n,), only with ``to_entropy``.
-        logit_scale: See ``LogitTransform``.
-        softcap: Cap or ``None``.
-        temperature: Above 0.
+    ``raw`` are (n, W) raw logits, ``targets`` (n,) targets minus the tile's first vocabulary entry, the next four (n,)
+    the fields of ``OutputGradient``, the last three those of ``LogitTransform``.
 
     Returns:
         (n, W) in the dtype of ``raw``.

@@ -163,18 +163,9 @@ class OutputGradient:
 def tile_gradient(
     inner: Tensor, factor: float, targets: Tensor, gradient: OutputGradient, work: Tensor, spare: Tensor | None
 ) -> Tensor:
-    """Gradient of the loss with respect to ``inner``, written to ``work``.
+    """Gradient of the loss with respect to ``inner``, (n, W), written to ``work`` and returned.
 
-    Args:
-        inner: (n, W) recomputed tile; the logits are ``factor * inner``. May be ``work`` itself.
-        factor: See :class:`LogitTransform`.
-        targets: (n,) target minus the tile's first vocabulary entry.
-        gradient: Of the same n tokens.
-        work: (n, W) buffer in the reduction dtype.
-        spare: A second buffer, only for the entropy.
-
-    Returns:
-        ``work``: (n, W).
+    The arguments are those of :func:`accumulate`; ``inner`` is the recomputed tile, ``gradient`` that of its n tokens.
     """
     logp = torch.add(-gradient.log_normalizer[:, None], inner, alpha=factor, out=work)
     if gradient.entropy is None or gradient.entropy_value is None:
@@ -193,14 +184,9 @@ def tile_gradient(
 def exponential_gradient(
     exponential: Tensor, peak: Tensor, factor: float, targets: Tensor, gradient: OutputGradient
 ) -> Tensor:
-    """:func:`tile_gradient` from the ``exp(z - peak)`` that :func:`accumulate` left in ``work``, in place.
+    """:func:`tile_gradient` from the (n, W) ``exp(z - peak)`` that :func:`accumulate` left in ``work``, in place.
 
-    Args:
-        exponential: (n, W) tile.
-        peak: (n,) ``RunningSoftmax.peak`` as it was right after that tile.
-        factor: See :class:`LogitTransform`.
-        targets: (n,) target minus the tile's first vocabulary entry.
-        gradient: Of the same n tokens, without a gradient of the entropy.
+    ``peak`` is (n,) ``RunningSoftmax.peak`` as it was right after that tile; ``gradient`` has none for the entropy.
     """
     assert gradient.logprobs is not None
     scale = torch.exp(peak - gradient.log_normalizer).mul_(gradient.logprobs).mul_(-factor)

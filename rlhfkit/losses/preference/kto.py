@@ -56,8 +56,8 @@ def kto_kl_estimate(sums: Tensor) -> Tensor:
 
     ``z = max(0, Σ_i (log π(y'_i|x_i) - log π_ref(y'_i|x_i)) / n)``
 
-    KTO (arXiv:2402.01306, section 4.1). Clamped after the sum over ranks, as OpenRLHF and TRL do: clamping each rank
-    first would bias it upwards.
+    KTO (arXiv:2402.01306, section 4.1). Clamped after the sum over ranks, as in OpenRLHF and TRL; clamping on each rank
+    would bias it upwards.
 
     Args:
         sums: (2,) from :func:`kto_kl_sums`, summed over ranks.
@@ -159,8 +159,8 @@ def kto_paired_loss(
     and ``L = Σ ℓ / (2 D)``.
 
     KTO, Ethayarajh et al. (2024, arXiv:2402.01306); the "vanilla" variant of OpenRLHF, which needs no mismatched
-    answers and no extra forward pass. The reference points are detached as the paper asks; OpenRLHF lets gradients
-    through them, so that its gradients differ while the loss is the same.
+    answers and no extra forward pass. The reference points are detached as the paper asks; OpenRLHF does not detach
+    them, so its gradients differ while the loss is the same.
 
     Args:
         desirable_weight: λ_D.
