@@ -74,7 +74,7 @@ class Drawers(ToolEnvironment):
     """One drawer: reward 0.5 for opening it with the tool, then 0.25 for any digit or 1 for the right one."""
 
     def __init__(self) -> None:
-        super().__init__([self.open_drawer], parse=question_mark)
+        super().__init__([self.open_drawer], tool_call_parser=question_mark)
         self.opened = 0
 
     def reset(self, prompt: Prompt) -> None:
