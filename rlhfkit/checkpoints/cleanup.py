@@ -40,9 +40,6 @@ def remove_abandoned(folder: Path) -> list[Path]:
     What running processes are writing stays. It is not known whether a process of another machine still runs, so its
     unfinished work is removed when it is a day old.
 
-    Args:
-        folder: The folder of the checkpoints; it may be missing.
-
     Returns:
         The paths that were removed.
     """

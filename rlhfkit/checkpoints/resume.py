@@ -189,12 +189,7 @@ def _stateful_loaders(trainer: L.Trainer) -> list[_Stateful[Any]]:
 
 
 def attach_exact_resume(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-    """Add :class:`ExactResume` to a Trainer without it, after Lightning has set up the callbacks.
-
-    Args:
-        trainer: The Trainer whose strategy is being set up.
-        pl_module: The module that it trains.
-    """
+    """Add :class:`ExactResume` to a Trainer without it, after Lightning has set up the callbacks."""
     callbacks = callbacks_of(trainer)
     if any(isinstance(callback, ExactResume) for callback in callbacks):
         return

@@ -116,13 +116,6 @@ class PreferenceBuilder(ExampleBuilder):
     ) -> PreferenceExamples:
         """Tokenise rows; log how many were truncated or dropped.
 
-        Args:
-            rows: The data.
-            chosen: Column of the preferred answers.
-            rejected: Column of the other answers.
-            prompt: Column of the prompts; ``None``: the common beginning of both answers.
-            margin: Column of numbers, by how much the chosen answer is better; ``None``: there is none.
-
         Returns:
             At least one pair.
 

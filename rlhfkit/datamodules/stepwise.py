@@ -107,11 +107,6 @@ class StepwiseBuilder(ExampleBuilder):
     def build_steps(self, rows: "Dataset", columns: Mapping[str, str], ends: str) -> StepwiseExamples:
         """Tokenise rows; log how many were truncated or dropped.
 
-        Args:
-            rows: The data.
-            columns: Column by argument: labels, and prompt and completions, or text.
-            ends: What a step ends with: the separator, or the step token of a text.
-
         Returns:
             At least one answer.
 

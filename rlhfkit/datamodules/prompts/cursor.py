@@ -200,11 +200,7 @@ class IterationQueue:
         self._requeued |= {prompt.index for prompt in prompts}
 
     def record(self, groups: Iterable[Sequence[Sample]]) -> None:
-        """Remember the rewards of groups for a curriculum; without one, do nothing.
-
-        Args:
-            groups: Samples of each prompt drawn here, with their rewards.
-        """
+        """Remember the rewards of groups for a curriculum; without one, do nothing."""
         if self._order.curriculum is None:
             return
         history = dict(self._cursor.history or {})

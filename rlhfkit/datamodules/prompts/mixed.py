@@ -12,12 +12,7 @@ from rlhfkit.datamodules.tokenization.mixture import Mixture
 
 
 class MixedPrompts:
-    """The prompts of several sources, one source after the other, and passes that interleave them by weight.
-
-    Args:
-        mixture: Sources and weights.
-        parts: The prompts of each source.
-    """
+    """The prompts of several sources, one source after the other, and passes that interleave them by weight."""
 
     def __init__(self, mixture: Mixture, parts: Sequence[PromptRows]) -> None:
         self.mixture = mixture
@@ -49,11 +44,6 @@ class MixedPrompts:
         """Positions of one pass: each source's share, evenly spread.
 
         A source continues where it was in the pass before, so that each of its prompts is used as often as the others.
-
-        Args:
-            number: Passes before this one.
-            seed: Seed of the shuffling.
-            shuffle: Shuffle each source; the order of its file when false.
         """
         places: list[tuple[float, int, int]] = []
         first = 0
@@ -70,9 +60,6 @@ class MixedPrompts:
 
     def check_share(self, batch_size: int) -> None:
         """Raise if a source has fewer prompts than its share of an iteration, which must not have one twice.
-
-        Args:
-            batch_size: Prompts of an iteration.
 
         Raises:
             ValueError: Naming the source.

@@ -140,9 +140,6 @@ class PromptRows:
     def check_vocabulary(self, vocabulary: int | None) -> None:
         """Raise if a prompt has a token that the model has no embedding of.
 
-        Args:
-            vocabulary: Number of tokens of the model; ``None``: not known.
-
         Raises:
             ValueError: Naming the token and the row.
         """
@@ -157,10 +154,6 @@ class PromptRows:
 
     def limit_lengths(self, limit: int, reason: str) -> None:
         """Refuse or drop the prompts that are too long.
-
-        Args:
-            limit: Tokens that a prompt may have.
-            reason: Where the limit comes from, for messages.
 
         Raises:
             ValueError: If there are some and ``overlong`` is ``"error"``, or no prompt is left.

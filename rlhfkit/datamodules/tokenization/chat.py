@@ -140,10 +140,6 @@ class PromptFormatter:
     def check(self, content: Any, where: str) -> None:
         """Raise unless the content is text or chat messages.
 
-        Args:
-            content: The value of a prompt column.
-            where: Column, source and row, for the message.
-
         Raises:
             ValueError: If it is neither, or needs a chat template that the tokenizer does not have.
         """
@@ -213,12 +209,7 @@ class PromptFormatter:
         return [{"role": "system", "content": self.system}, *messages]
 
     def render(self, messages: Sequence[Any], *, generation: bool) -> str:
-        """Write chat messages as text.
-
-        Args:
-            messages: Chat messages, all with role and content.
-            generation: Whether to end with the generation prompt.
-        """
+        """Write chat messages as text, which ends with the generation prompt if ``generation``."""
         text: str = self.tokenizer.apply_chat_template(
             self.handle_special_tokens(list(messages), templated=True),
             tokenize=False,

@@ -139,12 +139,7 @@ class ExampleBuilder:
         return examples
 
     def check_context(self, length: int, where: str) -> None:
-        """Raise if an example is longer than the model's context.
-
-        Args:
-            length: Its tokens, after it was cut to ``max_length``.
-            where: Source and row, for the message.
-        """
+        """Raise if an example is longer than the model's context."""
         if self.context is not None and length > self.context:
             raise ValueError(
                 f"{where} has {length} tokens within max_length {self.max_length}, more than the model's context of "
@@ -216,12 +211,7 @@ class ExampleBuilder:
             raise ValueError(f"{where} {error}") from None
 
     def check_first(self, row: Mapping[str, Any], columns: Mapping[str, str | None]) -> None:
-        """Warn if the template's generation marks leave out the end-of-turn token: the model would not learn to stop.
-
-        Args:
-            row: The first row; all rows end their turns alike.
-            columns: Column by argument of :meth:`build`.
-        """
+        """Warn if the template's generation marks leave out the end-of-turn token, so that it would not be learned."""
         column = columns.get("messages")
         if column is None:
             return
@@ -239,13 +229,7 @@ class ExampleBuilder:
             )
 
     def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
-        """Return the recipe of one row; override for other columns.
-
-        Args:
-            row: One row of the data.
-            where: Source and row, for messages.
-            columns: Column by argument of :meth:`build`.
-        """
+        """Return the recipe of one row; override for other columns."""
         messages, text = columns.get("messages"), columns.get("text")
         if messages is not None:
             place = f"column {messages!r} of {where}"
@@ -311,13 +295,7 @@ class ExampleBuilder:
         return Recipe([self.formatter.handle_special_tokens(text, templated=False)], False, finish)
 
     def completion(self, prompt: Any, completion: Any, where: str = "the row") -> Recipe:
-        """A prompt with a completion, both of them text or chat messages; only the completion is learned.
-
-        Args:
-            prompt: The prompt.
-            completion: The completion.
-            where: Source and row, for messages.
-        """
+        """A prompt with a completion, both of them text or chat messages; only the completion is learned."""
         if isinstance(completion, list) or self.formatter.templated(prompt):
             answer = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
             question = self.formatter.messages(prompt)
@@ -382,14 +360,7 @@ class ExampleBuilder:
 
 
 def log_counts(source: str, rows: int, counts: Mapping[str, int], max_length: int) -> None:
-    """Log how many rows were truncated or dropped.
-
-    Args:
-        source: Where the rows come from.
-        rows: Number of rows.
-        counts: See :attr:`TokenExamples.counts`.
-        max_length: Tokens per example.
-    """
+    """Log how many rows were truncated or dropped."""
     meanings = {
         "truncated": f"were truncated at max_length {max_length}",
         "dropped": f"were dropped at max_length {max_length}",

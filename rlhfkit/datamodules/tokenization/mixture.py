@@ -53,23 +53,14 @@ class Mixture:
         self.until = until
 
     def counts(self, sizes: Sequence[int]) -> list[int]:
-        """Number of examples of each source in an epoch.
-
-        Args:
-            sizes: Number of examples that each source has, at least 1.
-        """
+        """Number of examples of each source in an epoch."""
         lengths = [size / weight for size, weight in zip(sizes, self.weights, strict=True)]
         length = max(lengths) if self.until == "all" else min(lengths)
         # Up to rounding, a source that decides the length is used exactly once.
         return [max(1, floor(length * weight + 1e-6)) for weight in self.weights]
 
     def mix(self, examples: Sequence[TokenizedDataset], *, seed: int) -> "MixedExamples":
-        """Combine the examples of all sources into one data set.
-
-        Args:
-            examples: The examples of each source.
-            seed: Seed of the selection in sources that give only a part.
-        """
+        """Combine the examples of all sources into one data set."""
         sizes = [len(source.lengths) for source in examples]
         counts = self.counts(sizes)
         for name, size, count in zip(self.sources, sizes, counts, strict=True):
@@ -100,12 +91,7 @@ def list_sources(data: Mixture | Source) -> list[Any]:
 
 
 class MixedExamples:
-    """Examples of several sources in a given order, some more than once.
-
-    Args:
-        sources: The examples of each source.
-        places: Source, and position in it, of each example.
-    """
+    """Examples of several sources in a given order, some more than once."""
 
     def __init__(self, sources: Sequence[TokenizedDataset], places: Sequence[tuple[int, int]]) -> None:
         self.sources = sources

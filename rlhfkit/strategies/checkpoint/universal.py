@@ -75,12 +75,6 @@ def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, 
     Rank 0 writes the copy into a temporary folder beside the checkpoint, which takes as much disk space. The checkpoint
     itself is only read.
 
-    Args:
-        path: Checkpoint directory.
-        names: Its engines at ZeRO stages 1 to 3.
-        manifest: Manifest of the checkpoint.
-        timeout: Seconds that the other ranks wait for rank 0.
-
     Raises:
         CheckpointError: If DeepSpeed cannot convert it.
     """

@@ -102,12 +102,6 @@ def create_training_engines(
 ) -> tuple[dict[str, "DeepSpeedEngine"], list[tuple[Optimizer, dict[str, "DeepSpeedEngine"]]]]:
     """Create one engine for each child that an optimizer updates.
 
-    Args:
-        module: The LightningModule.
-        optimizers: From ``configure_optimizers``.
-        config_of: Returns the configuration of a child.
-        device: Device of this rank.
-
     Returns:
         All engines by child name, and pairs of each optimizer and its engines.
 

@@ -14,10 +14,6 @@ def groups_by_child(module: nn.Module, optimizer: Optimizer) -> dict[str, list[d
     A group must belong to exactly one child, because a DeepSpeed engine shards, clips and steps whole groups. A child
     may have several groups (for example with and without weight decay).
 
-    Args:
-        module: The LightningModule whose children become engines.
-        optimizer: A torch optimizer over some or all parameters of the module.
-
     Returns:
         Groups by child name, in the order of the optimizer. They are its own dictionaries, not copies, so that a
         learning-rate scheduler on ``optimizer`` changes the engines too.

@@ -31,10 +31,6 @@ class GradientNormTracker:
     The sum of the norms over all micro-batches is an upper bound of the norm that the optimizer sees (triangle
     inequality). If its square is a finite float32, no average over micro-batches and ranks and no norm that DeepSpeed
     computes can overflow, so that no engine skips a step on its own.
-
-    Args:
-        module: The module whose trainable parameters are tracked.
-        device: Where gradients are computed.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -75,10 +71,6 @@ class SynchronizedSteps:
     If a loss or gradient of any of its engines is not finite on any rank, the weights and optimizer states of all of
     them stay as they were. Otherwise a policy could be updated without its critic, and runs whose ranks or engines
     disagree on the number of updates could not be resumed exactly.
-
-    Args:
-        engines: All training engines by child name.
-        device: Device of this rank.
     """
 
     def __init__(self, engines: Mapping[str, "DeepSpeedEngine"], device: torch.device) -> None:

@@ -34,13 +34,7 @@ class Mailbox:
         self._early: dict[tuple[int, int], Event] = {}  # events that arrived before an earlier one, by rank and number
 
     async def post(self, rank: int, number: int, *event: Any) -> None:
-        """Add an event.
-
-        Args:
-            rank: The sender.
-            number: Number of events that it has sent before.
-            *event: The event.
-        """
+        """Add an event."""
         self._early[rank, number] = event
         async with self._changed:
             while (rank, following := self._delivered.get(rank, 0)) in self._early:
@@ -120,15 +114,7 @@ class RankActor:
         }
 
     def prepare(self, rank: int, environment: dict[str, str], path: list[str], folder: str, mailbox: Any) -> None:
-        """Set up the process as a rank; to be called before anything imports torch.
-
-        Args:
-            rank: Global rank.
-            environment: Environment variables to set.
-            path: The driver's ``sys.path``.
-            folder: The driver's working directory, to which relative paths refer.
-            mailbox: Actor handle of a :class:`Mailbox`.
-        """
+        """Set up the process as a rank; to be called before anything imports torch."""
         os.environ.update(environment)
         sys.path.extend(entry for entry in path if entry not in sys.path)
         if os.path.isdir(folder):

@@ -28,14 +28,7 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 def pickle_run(
     function: Callable[..., Any], args: Any, kwargs: Any, trainer: pl.Trainer | None, return_weights: bool
 ) -> bytes:
-    """Pickle a call for :meth:`~rlhfkit.strategies.ray.actor.RankActor.run`, in one piece with its Trainer.
-
-    Args:
-        function: A method of the Trainer, or any function.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        trainer: The Trainer; ``None`` for another function.
-        return_weights: Whether rank 0 returns the trained weights.
+    """Pickle a call for :meth:`~rlhfkit.strategies.ray.actor.RankActor.run`, in one piece with its Trainer if any.
 
     Raises:
         TypeError: If something cannot be pickled.
