@@ -1,4 +1,4 @@
-"""A fleet of vLLM engines: how fast weights reach it, what it generates, and how soon it recovers; one JSON line.
+"""vLLM engines: how fast weights reach them, what they generate, and how soon they recover; one JSON line.
 
     python benchmarks/engines.py                                      # some minutes on two cores
     python benchmarks/engines.py --millions 200 --engines 2 --only sync
@@ -200,24 +200,24 @@ def serve_and_recover(millions: int, prompts: int, repeats: int) -> dict[str, An
 
 def recover(pool: VLLMPool, weights: ModuleWeights, prompts: int) -> dict[str, Any]:
     """Kill one of two engines at work."""
-    fleet = pool._manager
-    assert fleet is not None
-    victim = fleet.handles[0]
+    manager = pool.manager
+    assert manager is not None
+    victim = manager.handles[0]
     with ThreadPoolExecutor(1) as threads:
         run = threads.submit(generating, pool, prompts, 100)
-        while victim.load == 0:
+        while victim.num_requests == 0:
             time.sleep(0.01)
         time.sleep(0.5)
         os.kill(victim.info["pid"], signal.SIGKILL)
         killed = time.perf_counter()
         seconds, _ = run.result()
-    while fleet.handles[0] is victim or fleet.handles[0].state is State.STARTING:
+    while manager.handles[0] is victim or manager.handles[0].state is State.STARTING:
         time.sleep(0.1)
     restarted = time.perf_counter() - killed
     start = time.perf_counter()
     pool.load(weights, 1)
     loaded = time.perf_counter() - start
-    assert [member.state for member in fleet.handles] == [State.SERVING] * 2
+    assert [handle.state for handle in manager.handles] == [State.SERVING] * 2
     times = {"disturbed_seconds": seconds, "restart_seconds": restarted, "load_seconds": loaded}
     return {name: round(value, 2) for name, value in times.items()}
 
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="medians are over that many")
     parser.add_argument("--only", choices=("sync", "serving"))
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"benchmark": "fleet", "torch_threads": torch.get_num_threads()}
+    result: dict[str, Any] = {"benchmark": "engines", "torch_threads": torch.get_num_threads()}
     if arguments.only != "serving":
         dtype = _DTYPES[arguments.dtype]
         result["sync"] = [measure(size, arguments.engines, dtype, arguments.repeats) for size in arguments.millions]

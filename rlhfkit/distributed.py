@@ -182,6 +182,6 @@ def full_parameters(parameters: Iterable[nn.Parameter], *, modifier_rank: int | 
 
 def local_shard(parameter: Any) -> Tensor:
     """This rank's part of a ZeRO-3 parameter, flat, in its own memory, without the uninitialized padding at the end."""
-    shard = parameter.ds_tensor.data.view(-1)
+    shard: Tensor = parameter.ds_tensor.data.view(-1)
     start = dist.get_rank(parameter.ds_process_group) * shard.numel()
     return shard[: max(0, parameter.ds_numel - start)]

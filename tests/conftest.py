@@ -95,7 +95,7 @@ def vllm_pool(vllm_model: Path, ray_session: None) -> Iterator[SharedPool]:
         # A tiny model fits into one bucket of the usual size; these make it several, which split fused layers.
         bucket_bytes=2**15,
     )
-    pool.arrange_logprobs(SamplingSpec(top_p=0.9))
+    pool.configure_logprobs(SamplingSpec(top_p=0.9))
     pool.start(str(vllm_model), dtype=torch.float32)
     yield pool
     pool.really_close()

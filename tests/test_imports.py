@@ -21,6 +21,7 @@ FLOORS = {
     "protocols": 1,
     "checkpoints": 1,
     "distributed": 1,
+    "ray_session": 1,
     "serving": 1,
     "models": 2,
     "rollout": 2,
@@ -35,7 +36,7 @@ FLOORS = {
 MOST_FILES = 12
 # These meet in the Trainer only.
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
-FOR_STRATEGIES = {"strategies", "checkpoints", "distributed", "protocols", "validation"}
+FOR_STRATEGIES = {"strategies", "checkpoints", "distributed", "protocols", "ray_session", "validation"}
 LIGHT = ("distributed", "losses", "data", "rewards", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}
 

@@ -15,7 +15,6 @@ from rlhfkit.datamodules.tokenization.chat import PromptFormatter
 from rlhfkit.datamodules.tokenization.sources import Source, describe, read_rows
 from rlhfkit.models.load import base_model_name, load_causal_lm, load_tokenizer, precision_dtype
 from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingSpec
-from rlhfkit.rollout.engine import arrange_logprobs
 from rlhfkit.validation import check_integer
 
 OUTPUT_COLUMNS = ("completion", "index", "sample_index", "finish_reason", "logprob", "prompt_ids", "completion_ids")
@@ -125,7 +124,7 @@ def generate(
             if starts:
                 dtype = precision_dtype(precision)
                 base = base_model_name(model)
-                arrange_logprobs(engine, sampling)
+                engine.configure_logprobs(sampling)
                 engine.start(base, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=base == model)
                 if base != model:  # the model and its adapter, merged
                     adapted = load_causal_lm(model, dtype=dtype, trust_remote_code=trust_remote_code)

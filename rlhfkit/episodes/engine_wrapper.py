@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, arrange_logprobs
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
 
 
 class EngineWrapper(RolloutEngine):
@@ -76,9 +76,9 @@ class EngineWrapper(RolloutEngine):
         """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
         self.engine.start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
 
-    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
-        """Whether log-probs can be compared; see :class:`~rlhfkit.rollout.engine.UntruncatedLogprobs`."""
-        return arrange_logprobs(self.engine, sampling)
+    def configure_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Prepare log-probs; see :meth:`RolloutEngine.configure_logprobs`."""
+        return self.engine.configure_logprobs(sampling)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample; see :meth:`RolloutEngine.generate`."""

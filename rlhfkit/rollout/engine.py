@@ -1,8 +1,8 @@
-"""The rollout contract: what an engine does, and how it is asked to sample.
+"""``RolloutEngine`` and ``SamplingSpec``: what an engine does, and how it is asked to sample.
 
-Engines take token ids and give token ids; text is never tokenised twice. One engine may live in every rank
-(:class:`~rlhfkit.LocalEngine`) or be shared by all of them (:class:`~rlhfkit.VLLMPool`); a
-sample is the same either way, because its randomness comes from its own seed.
+Engines take token ids and return token ids; text is never tokenized twice. Every rank may have an engine of its own
+(:class:`~rlhfkit.LocalEngine`) or all ranks share one (:class:`~rlhfkit.VLLMPool`). A sample is the same either way,
+because its randomness comes from its own seed.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from rlhfkit.rollout.errors import RequestError
 from rlhfkit.validation import check_integer, check_number
 
 MIN_TEMPERATURE = 1e-4
-"""Lowest temperature that is not greedy. Float32 logits stay finite when they are divided by it."""
+"""Lowest temperature that is not greedy: float32 logits that are divided by it stay finite."""
 
 MAX_STOP_TOKEN_IDS = 96
-"""Of one request. vLLM 0.32 takes 128 on GPUs, the model's end-of-sequence tokens included, and dies of more."""
+"""Per request. vLLM 0.32 accepts 128 on GPUs, the model's end-of-sequence tokens included, and crashes with more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """How completions are sampled. Every field is always sent, so no engine falls back to a model's own defaults.
+    """How completions are sampled. Every field is sent, so that no engine uses the model's own defaults.
 
     Example::
 
@@ -37,26 +37,26 @@ class SamplingSpec:
     group_size: int = 8
     """Completions per prompt (TRL's ``num_generations`` default)."""
     max_new_tokens: int = 1024
-    """Tokens per completion at most."""
+    """Maximum tokens per completion."""
     min_new_tokens: int = 0
-    """No end of sequence before that many tokens."""
+    """Minimum tokens before a completion may end."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
     top_p: float = 1.0
-    """Smallest set of tokens whose probability reaches this; 1 is off."""
+    """Sample from the smallest set of tokens whose total probability reaches this; 1 is off."""
     top_k: int = 0
-    """That many most likely tokens only; 0 is off."""
+    """Sample from this many most likely tokens only; 0 is off."""
     min_p: float = 0.0
-    """Only tokens at least this likely relative to the likeliest; 0 is off."""
+    """Sample from tokens whose probability is at least this share of the most likely one's; 0 is off."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion; a single one may be given as it is."""
+    """Texts that end a completion; a single string is accepted."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the model's end-of-sequence tokens."""
     seed: int = 0
-    """Base of all sampling seeds of the run."""
+    """Base of all sampling seeds."""
 
     def __post_init__(self) -> None:
-        """Check every field once, where it is written, so that no engine is ever sent one that it cannot take."""
+        """Check every field, so that no engine is sent a value that it cannot accept."""
         check_integer("SamplingSpec.group_size", self.group_size, minimum=1)
         check_integer("SamplingSpec.max_new_tokens", self.max_new_tokens, minimum=1)
         most = int(self.max_new_tokens)
@@ -71,7 +71,7 @@ class SamplingSpec:
                 f"SamplingSpec.temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {self.temperature}: "
                 "logits divided by less overflow"
             )
-        # One text is a text, not a list of its letters. YAML and notebooks hand over lists.
+        # A string is one text, not a list of letters. YAML and notebooks pass lists.
         stop: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, list | tuple) or not all(map(_is_stop_text, stop)):
             raise ValueError(f"SamplingSpec.stop must be a text or several, none of them empty, got {self.stop!r}")
@@ -86,17 +86,16 @@ class SamplingSpec:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens that the policy gives a probability are never drawn.
+        """Whether some tokens with a positive probability under the policy are never sampled.
 
-        True with ``top_p``, ``top_k`` or ``min_p`` (greedy sampling ignores them), and with ``min_new_tokens``, before
-        which no completion may end.
+        True with ``top_p``, ``top_k`` or ``min_p`` (which greedy sampling ignores) and with ``min_new_tokens``.
         """
         tail = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
         return tail or self.min_new_tokens > 0
 
 
 def _is_stop_text(value: Any) -> bool:
-    """Whether this is a text that can stand in what a model says; half of a UTF-16 pair cannot."""
+    """Whether a model could produce this text; a lone surrogate (half of a UTF-16 pair) cannot be produced."""
     return isinstance(value, str) and bool(value) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -105,12 +104,12 @@ def _is_token_id(value: Any) -> bool:
 
 
 def sample_seed(seed: int, iteration: int, prompt_index: int, sample_index: int) -> int:
-    """Seed of one sample, a function of what the sample is and of nothing else (rank, engine, batch, order).
+    """Return the seed of one sample, which does not depend on rank, engine, batch or order.
 
     Args:
         seed: The run's seed.
-        iteration: Iteration of the training loop.
-        prompt_index: Row of the prompt in its data set.
+        iteration: Of the training loop.
+        prompt_index: Row of the prompt in its dataset.
         sample_index: Position in the group.
 
     Returns:
@@ -122,7 +121,7 @@ def sample_seed(seed: int, iteration: int, prompt_index: int, sample_index: int)
 
 @dataclass(frozen=True, slots=True)
 class WeightInfo:
-    """Name, shape and type of one published tensor; known without gathering it."""
+    """Name, shape and type of one tensor of a :class:`WeightSource`; known without gathering it."""
 
     name: str
     shape: tuple[int, ...]
@@ -135,26 +134,26 @@ class WeightInfo:
 
 
 class WeightSource(Protocol):
-    """The trainer's weights, wherever they are sharded. Iterating is a collective: every rank must do it to the end."""
+    """The trainer's weights, sharded or not. Iterating is a collective: every rank must iterate to the end."""
 
     def metadata(self) -> list[WeightInfo]:
-        """What iterating will yield, in order."""
+        """Describe what iterating yields, in order."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name; valid until the next one is drawn."""
+        """Yield the Hugging Face name and the full value of each tensor; it is valid until the next one is yielded."""
         ...
 
-    def as_saved(self) -> "WeightSource":
-        """The same weights under the names and in the shapes of files of ``save_pretrained``, which vLLM reads.
+    def in_checkpoint_format(self) -> "WeightSource":
+        """Return the same weights with the names and shapes in files of ``save_pretrained``, which vLLM reads.
 
-        Files also hold buffers that are no parameters. The source itself where nothing differs.
+        These files also hold buffers that are not parameters. Returns the source itself if nothing differs.
         """
         ...
 
 
 class DrainableWeights:
-    """A weight source that can be read to its end after an engine has failed to: other ranks wait in its collectives.
+    """A weight source of which the rest can be read after an engine has failed, as other ranks wait in its collectives.
 
     Args:
         weights: The source.
@@ -168,9 +167,9 @@ class DrainableWeights:
         """Return the metadata of the source."""
         return self._weights.metadata()
 
-    def as_saved(self) -> "DrainableWeights":
-        """Switch to the source's :meth:`WeightSource.as_saved` and return this object."""
-        self._weights = self._weights.as_saved()
+    def in_checkpoint_format(self) -> "DrainableWeights":
+        """Switch to the checkpoint format of the source and return this object."""
+        self._weights = self._weights.in_checkpoint_format()
         return self
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -186,76 +185,88 @@ class DrainableWeights:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Something that samples from the current policy.
+    """Samples from the current policy. Derive from this class and override what differs.
 
-    What an engine can do besides sampling is said by the properties below, and nowhere else: whoever uses an engine
-    asks them, and a wrapper (:class:`~rlhfkit.episodes.engine_wrapper.EngineWrapper`) hands them on. Their defaults are
-    those of an engine that can do nothing special; derive from this class and state what differs.
-
-    With truncated sampling one more thing is asked, of engines that are an :class:`UntruncatedLogprobs`.
+    The properties declare what an engine can do besides sampling; their defaults are those of an engine without special
+    capabilities. A wrapper (:class:`~rlhfkit.episodes.engine_wrapper.EngineWrapper`) passes them on.
     """
 
     version: int | None = None
-    """Policy version of the weights being served; ``None`` before the first :meth:`load`."""
+    """Policy version of the weights that are served; ``None`` before the first :meth:`load`."""
 
     @property
     def shared(self) -> bool:
-        """True: one engine serves all ranks, only rank 0 calls ``generate`` and ``score``. False: each rank has one."""
+        """Whether all ranks share one engine, and rank 0 calls ``generate`` and ``score``; else each has its own."""
         return False
 
     @property
     def colocate(self) -> bool:
-        """Whether it uses the GPUs of the training ranks, so that it has to sleep while the policy learns."""
+        """Whether it uses the GPUs of the training ranks and has to sleep while the policy is trained."""
         return False
 
     @property
     def updates_in_flight(self) -> bool:
         """Whether :meth:`load` may be called while another thread is in :meth:`generate`.
 
-        Its samples go on with the new weights then, and know the version of each token.
+        The samples then continue with the new weights, and record the version of each token.
         """
         return False
 
     @property
     def can_stream(self) -> bool:
-        """Whether it gives groups as they end, and can drop the rest.
+        """Whether it has ``stream``, which returns groups as they are finished and can drop the rest.
 
-        If so it has ``stream``: :class:`~rlhfkit.rollout.collector.StreamingEngine`.
+        Such an engine is a :class:`~rlhfkit.rollout.collector.StreamingEngine`.
         """
         return False
 
     @property
     def can_score(self) -> bool:
-        """Whether there is a model that :meth:`score` can ask; the probe after a weight sync needs one."""
+        """Whether :meth:`score` works; the probe after a weight sync needs it."""
         return True
 
     @property
     def recorded(self) -> bool:
-        """Whether samples are those of an earlier run: whole episodes, of which no single turn can be asked for."""
+        """Whether its samples are whole episodes of an earlier run, so that single turns cannot be requested."""
         return False
 
     @property
     def shortens_answers(self) -> bool:
-        """Whether answers are cut to the room that the context leaves, so that a prompt needs room for one token."""
+        """Whether completions are shortened to fit into the context, so that a prompt needs room for one token only."""
         return False
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of prompt and completion together; ``None``: the model's context."""
+        """Maximum tokens of prompt and completion; ``None``: the model's context."""
         return None
+
+    def configure_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Prepare to report log-probs for samples of this kind; called on every rank before :meth:`start`.
+
+        The trainer computes log-probs over the whole vocabulary. Those of a truncated distribution are larger, by the
+        log of the probability that was kept, even if engine and trainer have the same weights.
+
+        Args:
+            sampling: How training will sample.
+
+        Returns:
+            Whether the log-probs will be those of the policy at the sampling temperature before truncation. By default
+            they are if nothing is truncated.
+        """
+        return not sampling.truncates
 
     @abstractmethod
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
     ) -> None:
-        """Get ready to serve a model; a second call does nothing.
+        """Prepare to serve a model; a second call does nothing.
 
         Args:
             model: Folder or hub name with the configuration and tokenizer.
             dtype: Type of the weights that will be loaded.
             trust_remote_code: Passed to Transformers.
-            load_weights: Serve the model's own weights, as version 0: for generating without a trainer. Else weights
-                come with the first :meth:`load`.
+            load_weights: Serve the model's own weights, as version 0, for generating without a trainer. Otherwise the
+                weights come with the first :meth:`load`.
         """
         ...
 
@@ -264,8 +275,8 @@ class RolloutEngine(Protocol):
         """Sample ``group_size`` completions of each prompt.
 
         Args:
-            prompts: What to complete.
-            sampling: How.
+            prompts: To complete.
+            sampling: How to sample.
             iteration: Goes into each sample's seed (:func:`sample_seed`).
 
         Returns:
@@ -274,9 +285,9 @@ class RolloutEngine(Protocol):
             (``SamplingSpec.truncates``), or NaN where the engine does not know them.
 
         Raises:
-            RequestError: If a prompt leaves no room in the model's context or has tokens that it does not know; before
-                anything is sampled.
-            RuntimeError: If no weights were loaded yet, or the engine died.
+            RequestError: If a prompt does not fit into the model's context or has unknown tokens; before anything is
+                sampled.
+            RuntimeError: If no weights are loaded, or the engine died.
         """
         ...
 
@@ -294,64 +305,37 @@ class RolloutEngine(Protocol):
 
     @abstractmethod
     def load(self, weights: WeightSource, version: int) -> None:
-        """Serve these weights from now on. Called by every rank; rank 0 sends when the engine is shared.
+        """Serve these weights from now on. Called on every rank; rank 0 sends them if the engine is shared.
 
         Args:
-            weights: Where they come from.
-            version: What ``version`` becomes when, and only when, all of them have arrived.
+            weights: This rank's source.
+            version: Becomes :attr:`version` once all weights have arrived.
         """
         ...
 
     def sleep(self) -> None:
-        """Give up memory that is not needed until :meth:`wake`; a hint. Nothing, unless an engine says otherwise."""
+        """Free memory that is not needed until :meth:`wake`; does nothing by default."""
+        return
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`; nothing happens to one that is awake."""
+        """Undo :meth:`sleep`; does nothing to an engine that is awake."""
+        return
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""
-
-
-@runtime_checkable
-class UntruncatedLogprobs(Protocol):
-    """An engine that can say what a token's log-prob was before ``top_p``, ``top_k`` and the like were applied.
-
-    The trainer computes log-probs over the whole vocabulary. Those of the truncated distribution are larger by the
-    log of the mass that was kept, at every token, even where engine and trainer hold the same weights.
-    """
-
-    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
-        """Prepare for samples of this kind; asked before :meth:`RolloutEngine.start`, by every rank.
-
-        Args:
-            sampling: How training will sample.
-
-        Returns:
-            Whether their log-probs will be those of the policy at the sampling temperature, nothing truncated.
-        """
-        ...
-
-
-def arrange_logprobs(engine: RolloutEngine, sampling: SamplingSpec) -> bool:
-    """Whether an engine's log-probs of such samples can be compared with the trainer's.
-
-    Args:
-        engine: Asked if it is an :class:`UntruncatedLogprobs`; one that is not can where nothing is truncated.
-        sampling: How training will sample.
-    """
-    return engine.arrange_logprobs(sampling) if isinstance(engine, UntruncatedLogprobs) else not sampling.truncates
+        return
 
 
 def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) -> None:
     """Raise if a prompt and its completion do not fit into the model's context.
 
     Args:
-        prompts: To be checked.
-        max_new_tokens: Room that each needs behind it.
-        context: Tokens the model can see.
+        prompts: To check.
+        max_new_tokens: Tokens of a completion.
+        context: Of the model, in tokens.
 
     Raises:
-        RequestError: Naming the first prompt that does not fit, and the cure.
+        RequestError: For the first prompt that does not fit.
     """
     for prompt in prompts:
         if not prompt.token_ids:
@@ -368,12 +352,12 @@ def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
     """Raise unless the model knows all of these tokens.
 
     Args:
-        what: Whose they are, for the message.
-        token_ids: To be checked.
-        vocabulary: Tokens of the model.
+        what: What has these tokens, for the message.
+        token_ids: To check.
+        vocabulary: Number of tokens of the model.
 
     Raises:
-        RequestError: Naming the first that is none.
+        RequestError: For the first unknown token.
     """
     whole = set(map(type, token_ids)) <= {int}
     if token_ids and not (whole and min(token_ids) >= 0 and max(token_ids) < vocabulary):
@@ -385,16 +369,16 @@ def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
 
 
 def check_requests(prompts: Sequence[Prompt], sampling: SamplingSpec, *, context: int, vocabulary: int) -> None:
-    """Raise if an engine could not sample these prompts: before anything is sent.
+    """Raise if an engine cannot sample these prompts.
 
     Args:
-        prompts: To be checked.
+        prompts: To check.
         sampling: How they are to be sampled.
-        context: Tokens the model can see.
-        vocabulary: Tokens of the model.
+        context: Of the model, in tokens.
+        vocabulary: Number of tokens of the model.
 
     Raises:
-        RequestError: Naming the first prompt that is wrong, and the cure.
+        RequestError: For the first invalid prompt.
     """
     check_tokens("SamplingSpec.stop_token_ids", sampling.stop_token_ids, vocabulary)
     check_context(prompts, sampling.max_new_tokens, context)

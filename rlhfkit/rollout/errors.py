@@ -1,4 +1,4 @@
-"""What can go wrong with engines, told apart by what helps: another engine, another request, or nobody."""
+"""Errors of rollout engines, told apart by what helps: another engine, another request, or nothing."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class EngineError(RuntimeError):
 
 
 class EngineFailure(EngineError):
-    """One engine died, failed, or broke off: the fault is the engine's, and another may do the same work.
+    """One engine died, failed, or was interrupted; another may do the same work.
 
     Args:
         message: What happened.
@@ -27,24 +27,25 @@ class EngineFailure(EngineError):
         self.engine = engine
 
     def __reduce__(self) -> Any:
-        """The engine's handle stays in its process."""
+        """Pickle without the handle, which is of use in its own process only."""
         return type(self), (str(self),)
 
 
 class RequestError(EngineError, ValueError):
-    """A request that no engine takes: the fault is the request's, other requests and the engines are as they were."""
+    """A request that no engine accepts; other requests and the engines are unaffected."""
 
 
 class WeightsNeededError(EngineError, RecoverableError):
-    """No engine serves, but some are up or starting: with the trainer's weights the same can be asked for again.
+    """No engine serves, but some are up or starting and will serve once they are sent the trainer's weights.
 
-    The trainer has to send them (``version = None``, then ``load``), as ``RolloutCallback`` does.
+    Setting ``version = None`` on the engine and calling ``load`` sends them, as ``RolloutCallback`` does; then the
+    request can be repeated.
     """
 
 
 class StallError(EngineError):
-    """Nothing has been finished for too long; the message holds the state of every queue and engine."""
+    """Nothing was finished for too long; the message describes the state of every queue and engine."""
 
 
 class RefusedRequest(Exception):
-    """Raised inside an engine's process for a request that it does not take; becomes a :class:`RequestError`."""
+    """Raised inside an engine's process for a request that it does not accept; becomes a :class:`RequestError`."""

@@ -89,7 +89,7 @@ class ReplayEngine(RolloutEngine):
         """Set the version; the weights are not read."""
         self.version = version
 
-    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
+    def configure_logprobs(self, sampling: SamplingSpec) -> bool:
         """Always true: the recorded run has checked its log-probs."""
         return True
 

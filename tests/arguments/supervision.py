@@ -1,8 +1,9 @@
-"""What a ``VLLMPool`` would start vLLM with and how it would watch it, looked at without vLLM."""
+"""What a ``VLLMPool`` would start vLLM with and how it would supervise it, with engines that are plain objects."""
 
-import time
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,55 +14,62 @@ from rlhfkit.rollout import HealthPolicy
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.placement import ActorPlacement
 from rlhfkit.rollout.remote.scheduler import RequestScheduler
-from rlhfkit.rollout.supervision import health_monitor
-from rlhfkit.rollout.supervision.handle import EngineHandle
-from rlhfkit.rollout.supervision.health import Probes, State
+from rlhfkit.rollout.supervision.health import Probes
+from rlhfkit.rollout.supervision.health_monitor import probe_now
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm import pool
+from rlhfkit.rollout.vllm.actor import ActorLauncher
 
 
-class Idle(EngineManager):
-    """A manager in every respect, but its engines have no processes: they are up at once, and two scores differ."""
+def fake_actor(**answers: Callable[..., Any]) -> Any:
+    """An actor without a process: its methods answer at once."""
+    import ray
 
-    def _launch(self, number: int, restarts: int) -> EngineHandle:
-        return EngineHandle(number, len(self._places), None, None, restarts, self.policy, self._start_timeout)
+    def remote(answer: Callable[..., Any]) -> Any:
+        return SimpleNamespace(remote=lambda *args: ray.put(answer(*args)))
 
-    def start(self) -> None:
-        self.asked: list[Any] = []
-        self.max_model_len, self.vocabulary = 64, 128
-        self._handles.extend(self._launch(number, 0) for number in range(len(self._places)))
-        for handle in self._handles:
-            self.is_up(handle, {})
+    usual: dict[str, Callable[..., Any]] = {
+        "start": lambda: {"max_model_len": 64, "vocabulary": 128},
+        "health": lambda: {"seconds_since_step": 0.0, "paused": False},
+        "sleep": lambda level: None,
+        "abort": lambda keys: None,
+    }
+    return SimpleNamespace(**{name: remote(answer) for name, answer in (usual | answers).items()})
 
-    def ask(self, state: State, method: str, *args: Any, doing: str, timeout: float) -> dict[int, Any]:
-        self.asked.append((method, args, timeout))
-        return {0: [[-1.0]], 1: [[-1.05]]}
+
+class FakeLauncher(ActorLauncher):
+    """Engines that are up at once. Every second one scores 0.05 lower, and all note at which level they sleep."""
+
+    def __call__(self, number: int) -> Any:
+        self.slept: list[int] = []
+        return fake_actor(score=lambda rows: [[-1.0 - 0.05 * (number % 2)]], sleep=self.slept.append)
 
 
 def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
     """All that a pool hands to its engines, their sender and those who wait for them; or its error."""
     engines = VLLMPool(**arguments)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "EngineManager", Idle)
+        patch.setattr(pool, "ActorLauncher", FakeLauncher)
         try:
             engines.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
-            manager: Any = engines._manager
-            sender: Any = engines._sender
+            manager: Any = engines.manager
+            launcher: Any = manager.create_actor
+            sender: Any = engines.sender
             stream = engines.stream(SamplingSpec(), iteration=0)
+            stream.close()
             try:
                 score: Any = engines.score([[1, 2]])
             except EngineError as error:
                 score = str(error)
-            stream.close()
             engines.sleep()
             return {
-                "vllm": (manager._arguments, manager._environment, manager._in_process, manager._workers_each),
-                "limits": (manager._start_timeout, manager._sync_timeout, manager.policy),
-                "waits": stream._jobs._watchdog._timeout,
-                "places": [(*place_of(place), place.environment) for place in manager._places],
+                "vllm": (launcher.arguments, launcher.environment, launcher.in_process, manager.workers_per_engine),
+                "limits": (manager.start_timeout, manager.sync_timeout, manager.policy),
+                "waits": stream.scheduler.stall_detector.timeout,
+                "places": [(*place_of(place), place.environment) for place in launcher.placements],
                 "sender": (type(sender).__name__, sender.bucket_bytes, getattr(sender, "timeout", None)),
                 "score": score,
-                "asked": manager.asked,
+                "slept": launcher.slept,
             }
         except (ValueError, TypeError, RuntimeError) as error:
             return {"error": str(error)}
@@ -75,38 +83,44 @@ def place_of(place: ActorPlacement) -> tuple[Any, ...]:
     return place.options["num_cpus"], place.options["num_gpus"], type(strategy).__name__
 
 
-def fleet_of(policy: HealthPolicy, *, serves_at_once: bool) -> Idle:
+def manager_of(policy: HealthPolicy, *, has_weights: bool, **answers: Callable[..., Any]) -> EngineManager:
     """One engine, up."""
-    manager = Idle(
-        [ActorPlacement({})], {}, in_process=True, environment={}, workers_each=1, sync_timeout=1.0, start_timeout=1.0,
-        policy=policy, serves_at_once=serves_at_once,
-    )  # fmt: skip
+    manager = EngineManager(
+        1,
+        lambda number: fake_actor(**answers),
+        sync_timeout=1.0,
+        start_timeout=60.0,
+        policy=policy,
+        has_weights=has_weights,
+    )
     manager.start()
     return manager
 
 
 def watched(arguments: Mapping[str, Any]) -> Any:
-    """When an engine is asked and given up, how often it is started again, and how long is waited for it."""
-    import ray
-
+    """When an engine is probed and declared dead, how often it is restarted, and how long requests wait for it."""
     policy = HealthPolicy(**arguments)
     probes, seconds = Probes(policy, 0.0), range(60)
     due = [probes.due(now) for now in seconds]
-    probes.asked(0.0)
-    missed = [(probes.missed(now), probes.dead(now)) for now in seconds]
-    manager = fleet_of(policy, serves_at_once=True)
-    (silent,) = manager.handles
-    health_monitor._take_answer(manager, silent, ray.put({"silent": 200.0, "paused": False}))
-    given_up = silent.state
-    manager.close()
-    return due, missed, given_up, lives(policy), attempts(policy), patience(policy)
+    probes.sent(0.0)
+    missed = [(probes.missed(now), probes.failed(now)) for now in seconds]
+    return due, missed, hangs(policy), lives(policy), attempts(policy), patience(policy)
+
+
+def hangs(policy: HealthPolicy) -> bool:
+    """Whether an engine is dead that has made no step for 200 seconds."""
+    manager = manager_of(policy, has_weights=True, health=lambda: {"seconds_since_step": 200.0, "paused": False})
+    try:
+        return probe_now(manager, manager.handles)
+    finally:
+        manager.close()
 
 
 def lives(policy: HealthPolicy) -> int:
     """Processes of an engine that always dies."""
-    manager = fleet_of(policy, serves_at_once=True)
+    manager = manager_of(policy, has_weights=True)
     count = 0
-    while not manager.hopeless:
+    while not manager.all_dead:
         manager.mark_dead(manager.handles[0], "it dies")
         count += 1
     return count
@@ -114,32 +128,36 @@ def lives(policy: HealthPolicy) -> int:
 
 def attempts(policy: HealthPolicy) -> int:
     """Times that a request which kills engines is given out."""
-    manager = fleet_of(policy, serves_at_once=False)
-    jobs = RequestScheduler(manager, timeout=1e9)
-    job = jobs.add([{}])  # type: ignore[list-item]
-    count = 0
+    given: list[str] = []
+
+    def die(key: str, requests: Any) -> None:
+        given.append(key)
+        manager.mark_dead(manager.handles[0], "it dies")
+
+    manager = manager_of(dataclasses.replace(policy, max_restarts=100), has_weights=True, generate=die)
+    scheduler = RequestScheduler(manager, timeout=1e9)
     try:
-        while True:
-            count += 1
-            jobs._failed(job, manager.handles[0], "it dies")
-    except EngineError:
-        return count
+        scheduler.submit([([1], {})])
+        with pytest.raises(EngineError, match="engines failed while they worked on the same 1 request"):
+            scheduler.collect()
+        return len(given)
     finally:
-        jobs.close()
+        scheduler.close()
         manager.close()
 
 
 def patience(policy: HealthPolicy) -> tuple[str, int]:
     """What becomes of requests that no engine has served for 30 seconds, and the reports after 200 seconds."""
-    manager = fleet_of(policy, serves_at_once=False)
-    jobs = RequestScheduler(manager, timeout=1e9)
-    jobs._unserved = time.monotonic() - 30.0
-    jobs._watchdog._last -= 200.0
-    outcome = "waits"
-    try:
-        jobs._check()
-    except EngineError as error:
-        outcome = type(error).__name__
-    jobs.close()
+    now = 0.0
+    manager = manager_of(policy, has_weights=False)
+    scheduler = RequestScheduler(manager, timeout=1e9, clock=lambda: now)
+    outcomes = []
+    for now in (0.0, 30.0, 200.0):  # noqa: B007  (the clock's)
+        try:
+            scheduler.check()
+            outcomes.append("waits")
+        except EngineError as error:
+            outcomes.append(type(error).__name__)
+    scheduler.close()
     manager.close()
-    return outcome, jobs._watchdog._reports
+    return outcomes[1], scheduler.stall_detector.num_reports

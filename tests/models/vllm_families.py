@@ -47,7 +47,7 @@ LIMIT = 60.0
 
 
 class Called:
-    """A remote call under way, of :class:`rlhfkit.rollout.weight_sync.sender.Pending`."""
+    """A remote call in progress, a :class:`rlhfkit.rollout.weight_sync.sender.Pending`."""
 
     def __init__(self, future: "Future[Any]") -> None:
         self._future = future
@@ -195,7 +195,7 @@ def check(family: Family, folder: Path) -> dict[str, Any]:
         sender.connect(engine)
         for version in (1, 2):
             change(policy, version)
-            engine.load(sender, ModuleWeights(policy).as_saved())
+            engine.load(sender, ModuleWeights(policy).in_checkpoint_format())
             for name, difference in differences(engine, reference, version):
                 worst[name] = max(worst[name], difference)
     finally:

@@ -39,8 +39,8 @@ def doing(pool: SharedPool) -> tuple[set[State], set[bool]]:
     """What the engines do: in the manager's books, and whether they say themselves that they are paused."""
     import ray
 
-    assert pool._manager is not None
-    handles = pool._manager.handles
+    assert pool.manager is not None
+    handles = pool.manager.handles
     answers = ray.get([handle.actor.health.remote() for handle in handles])
     return {handle.state for handle in handles}, {answer["paused"] for answer in answers}
 
@@ -123,8 +123,8 @@ def test_what_each_sender_announces_is_what_vllm_takes(vllm_pool: SharedPool) ->
     """Every transfer's handshake and announcement, read by vLLM's own classes in a process that has vLLM."""
     import ray
 
-    assert vllm_pool._manager is not None
-    handle = vllm_pool._manager.handles[0]
+    assert vllm_pool.manager is not None
+    handle = vllm_pool.manager.handles[0]
     infos = [WeightInfo("a", (2, 3), torch.float32), WeightInfo("b", (4,), torch.bfloat16)]
 
     class Listening(EngineHandles):

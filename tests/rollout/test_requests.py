@@ -147,8 +147,8 @@ def pool(vllm_pool: SharedPool, vllm_model: Path) -> Iterator[SharedPool]:
 
 def processes(pool: SharedPool) -> list[tuple[int, int]]:
     """Process and number of restarts of every engine."""
-    assert pool._manager is not None
-    return [(handle.info["pid"], handle.restarts) for handle in pool._manager.handles]
+    assert pool.manager is not None
+    return [(handle.info["pid"], handle.restarts) for handle in pool.manager.handles]
 
 
 @pytest.mark.vllm
@@ -183,8 +183,8 @@ class TestVLLM:
 
     def test_what_vllm_itself_refuses_is_an_error_of_that_request_on_that_engine(self, pool: SharedPool) -> None:
         """Requests as they would reach an engine if none of our own checks stood before it."""
-        assert pool._manager is not None
-        handle = pool._manager.handles[0]
+        assert pool.manager is not None
+        handle = pool.manager.handles[0]
         ids, good = sample_request(Prompt(0, [10, 11]), 0, SamplingSpec(max_new_tokens=4), 0, (1,))
         wrong = [
             (ids, good | {"stop": [""]}),

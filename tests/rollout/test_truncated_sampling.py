@@ -14,7 +14,6 @@ from tiny_models import tiny_model
 from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, Sample, SamplingSpec, VLLMPool
 from rlhfkit.episodes.engine_wrapper import EngineWrapper
 from rlhfkit.losses import CORRECTION_PRESETS, dppo_loss, importance_weights
-from rlhfkit.rollout.engine import arrange_logprobs
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 NUCLEUS = SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400, top_p=0.9)
@@ -102,7 +101,8 @@ def test_logprobs_are_those_of_the_whole_distribution(tmp_path: Path, arguments:
 class OnlyTruncated(LocalEngine):
     """An engine that does not know log-probs before truncation."""
 
-    arrange_logprobs = None  # type: ignore[assignment]
+    def configure_logprobs(self, sampling: SamplingSpec) -> bool:
+        return not sampling.truncates
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         samples = super().generate(prompts, sampling, iteration=iteration)
@@ -138,7 +138,7 @@ def test_without_a_correction_they_are_not_needed_and_the_mismatch_is_not_known(
     rollouts = RolloutCallback(
         digits, engine=OnlyTruncated(), sampling=SamplingSpec(group_size=4, max_new_tokens=4, top_p=0.9)
     )
-    assert not arrange_logprobs(rollouts.engine, rollouts.sampling)
+    assert not rollouts.engine.configure_logprobs(rollouts.sampling)
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
     trainer.fit(module, data)
     assert math.isfinite(trainer.callback_metrics["loss"])

@@ -128,8 +128,8 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
         return float((torch.tensor(pool.score(ids.tolist())[0]) - logprobs).abs().max())
 
     def kill_the_engine() -> None:
-        if pool._manager is not None:
-            os.kill(pool._manager.handles[0].info["pid"], signal.SIGKILL)
+        if pool.manager is not None:
+            os.kill(pool.manager.handles[0].info["pid"], signal.SIGKILL)
 
     for version in (1, 2):
         policy.backward(policy(ids, labels=ids).loss)

@@ -29,7 +29,7 @@ from rlhfkit.protocols import ExperienceLearner, callbacks_of, learner_of, polic
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.collector import CollectedGroups, flatten
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, arrange_logprobs
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.validation import check_integer, check_number
 
@@ -348,7 +348,7 @@ class RolloutCallback(Callback):
 
     def _check_logprobs(self, module: ExperienceLearner) -> None:
         """Refuse to compare log-probs of a truncated distribution with the trainer's, which are of the whole one."""
-        comparable = arrange_logprobs(self.engine, self.sampling)
+        comparable = self.engine.configure_logprobs(self.sampling)
         if comparable or not module.uses_rollout_logprobs:
             return
         default, sampling = dataclasses.asdict(SamplingSpec()), dataclasses.asdict(self.sampling)

@@ -376,7 +376,7 @@ class OnPolicyModule(RewardedModule):
     def rollout_metrics(self, batch: Experience, out: PolicyOutput) -> dict[str, Tensor]:
         """Entropy, and the mismatch of engine and trainer: their log-probs for the same policy and the same tokens.
 
-        NaN where the engine knows no log-prob of any token (see :class:`~rlhfkit.rollout.engine.UntruncatedLogprobs`).
+        NaN where the engine knows no log-prob of any token (see ``RolloutEngine.configure_logprobs``).
         """
         old, mask = self.old_logprobs(batch, out), batch.action_mask
         known = mask & ~batch.rollout_logprobs.isnan()

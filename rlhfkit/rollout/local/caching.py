@@ -1,7 +1,7 @@
-"""Whether a family's cache of keys and values can be used, found out on a tiny copy.
+"""Whether a model family's cache of keys and values can be used, tried on a tiny copy of the model.
 
-Recurrent layers may read the padding on the left of a shorter text, models may count positions by themselves, and some
-caches cannot be sorted by rows; see :mod:`rlhfkit.models.attention.families` for how and why this is tried.
+Recurrent layers may read the padding on the left of a shorter text, models may count positions themselves, and the rows
+of some caches cannot be selected; see :mod:`rlhfkit.models.attention.families`.
 """
 
 from functools import cache
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from rlhfkit.models.attention.families import SEQUENCES, FamilyKey, TinyCopies, exact_attention, find_problem
-from rlhfkit.rollout.local.generator import append_token, begin_texts
+from rlhfkit.rollout.local.generator import decode_step, prefill
 
 
 def cache_problem(model: nn.Module) -> str | None:
-    """Why texts of this model's family cannot be continued from a cache, side by side; ``None``: they can.
+    """Return why a batch of texts cannot be continued from a cache by this model's family; ``None``: it can.
 
     Args:
-        model: A Hugging Face causal language model; only its class and its configuration are looked at.
+        model: A Hugging Face causal language model; only its class and configuration are used.
     """
     return _cache_problem(FamilyKey.of(model), exact_attention(model))
 
@@ -30,16 +30,16 @@ def _cache_problem(family: FamilyKey, attention: str | None) -> str | None:
 
 @torch.no_grad()
 def _continued(copies: TinyCopies, attention: str | None) -> str | None:
-    """Begin all texts but for two tokens of each, append one, drop the second text, and append the other."""
+    """Prefill all texts but their last two tokens, append one, drop the second text, and append the other."""
     model: Any = copies.build(attention)
     device = torch.device("cpu")
-    first, mask, kept = begin_texts(model, [text[:-2] for text in SEQUENCES], device)
+    first, mask, kept = prefill(model, [text[:-2] for text in SEQUENCES], device)
     order = torch.arange(len(SEQUENCES))
     kept.batch_select_indices(order)
-    second, mask = append_token(model, torch.tensor([text[-2] for text in SEQUENCES]), mask, kept)
+    second, mask = decode_step(model, torch.tensor([text[-2] for text in SEQUENCES]), mask, kept)
     order = order[order != 1]
     kept.batch_select_indices(order)
-    third, _ = append_token(model, torch.tensor([SEQUENCES[row][-1] for row in order.tolist()]), mask[order], kept)
+    third, _ = decode_step(model, torch.tensor([SEQUENCES[row][-1] for row in order.tolist()]), mask[order], kept)
     rows = [copies.alone[row][-3:].clone() for row in range(len(SEQUENCES))]
     for row, said in enumerate(rows):
         said[0], said[1] = first[row].log_softmax(-1), second[row].log_softmax(-1)

@@ -1,8 +1,7 @@
-"""``LocalEngine``: generation in the training process. No Ray, no server; for tests, CPUs and first notebook cells.
+"""``LocalEngine``: generation in the training process, without Ray or a server; for tests, CPUs and notebooks.
 
-It holds its own copy of the policy, filled by :meth:`LocalEngine.load`, so it works the same under every strategy,
-sharded ones included. How it generates is :mod:`rlhfkit.rollout.local.generator`. New weights may come while another
-thread generates: they are swapped in between two tokens.
+It has its own copy of the policy, filled by :meth:`LocalEngine.load`, so it works the same under every strategy. New
+weights may be loaded while another thread generates: they are swapped in between two tokens.
 """
 
 import logging
@@ -20,7 +19,7 @@ from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
 from rlhfkit.rollout.local.caching import cache_problem
-from rlhfkit.rollout.local.generator import Completed, Decoding
+from rlhfkit.rollout.local.generator import Decoding, FinishedRow
 from rlhfkit.rollout.local.read_write_lock import ReadWriteLock
 from rlhfkit.validation import check_integer
 
@@ -35,8 +34,8 @@ class LocalEngine(RolloutEngine):
         RolloutCallback(engine=LocalEngine(max_sequences=256), reward=exact_match)
 
     Args:
-        max_sequences: Completions generated side by side. More is faster and takes more cache.
-        device: Where it runs; ``None``: where the first weights come from (a model's own: the first GPU, if any).
+        max_sequences: Completions in a batch. More are faster and need a larger cache.
+        device: ``None``: that of the first weights that are loaded (a model's own: the first GPU, if any).
 
     Raises:
         ValueError: If ``max_sequences`` is below 1.
@@ -57,7 +56,7 @@ class LocalEngine(RolloutEngine):
         self._stops: tuple[int, ...] = ()
         self._dtype = torch.float32
         self._cached = True
-        self._gate = ReadWriteLock()
+        self._lock = ReadWriteLock()
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
@@ -78,10 +77,10 @@ class LocalEngine(RolloutEngine):
             self.version = 0
 
     def load(self, weights: WeightSource, version: int) -> None:
-        """Copy the weights, between two tokens of what is being generated; see :meth:`RolloutEngine.load`."""
+        """Copy the weights, between two tokens of running completions; see :meth:`RolloutEngine.load`."""
         if self._config is None:
             raise RuntimeError("LocalEngine.load was called before LocalEngine.start")
-        with self._gate.change():
+        with self._lock.write():
             self._load(weights, version)
 
     def _load(self, weights: WeightSource, version: int) -> None:
@@ -95,11 +94,11 @@ class LocalEngine(RolloutEngine):
                     parameters = dict(self._model.named_parameters())
                     missing = set(parameters)
                 if name not in parameters:
-                    raise RuntimeError(f"the trainer publishes {name!r}, which the engine's model does not have")
+                    raise RuntimeError(f"the trainer sent {name!r}, which the engine's model does not have")
                 parameters[name].copy_(tensor)
                 missing.discard(name)
         if missing:
-            raise RuntimeError(f"the trainer did not publish {sorted(missing)}")
+            raise RuntimeError(f"the trainer did not send {sorted(missing)}")
         self.version = version
 
     def _build(self, device: torch.device) -> nn.Module:
@@ -107,8 +106,8 @@ class LocalEngine(RolloutEngine):
 
         how: Any = {"dtype": self._dtype, "trust_remote_code": self._trust_remote_code}
         model = AutoModelForCausalLM.from_config(self._config, **how)
-        saved, published = set(model.state_dict()), dict(model.named_parameters(remove_duplicate=False))
-        if saved - published.keys():  # buffers that no trainer publishes, such as a router's correction
+        saved, sent = set(model.state_dict()), dict(model.named_parameters(remove_duplicate=False))
+        if saved - sent.keys():  # buffers that a trainer does not send, such as a router's correction
             model = AutoModelForCausalLM.from_pretrained(self._name, **how)
         return self._placed(model, device)
 
@@ -119,30 +118,30 @@ class LocalEngine(RolloutEngine):
         self._cached = why is None
         if why is not None:
             log.warning(
-                f"LocalEngine computes every token of {type(model).__name__} from the whole text, which is slow: {why}"
+                f"LocalEngine recomputes the whole text for every token of {type(model).__name__}, which is slow: {why}"
             )
         return model.requires_grad_(False).eval().to(self.device)
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[nn.Module, int]]:
-        """The model and its version, which do not change inside."""
-        with self._gate.step():
+        """A context in which the model and its version do not change."""
+        with self._lock.read():
             if self._model is None or self.version is None:
                 raise RuntimeError(
-                    "LocalEngine has no weights yet: RolloutCallback publishes them, or call load() yourself"
+                    "LocalEngine has no weights yet: RolloutCallback loads them, or call load() yourself"
                 )
             yield self._model, self.version
 
     @property
     def context(self) -> int:
-        """Tokens the model can see."""
+        """Length of the model's context in tokens."""
         config = self._config.get_text_config()
         named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
-        return int(next((length for length in named if length), sys.maxsize))  # recurrent models see everything
+        return int(next((length for length in named if length), sys.maxsize))  # recurrent models have no limit
 
     @property
     def vocabulary(self) -> int:
-        """Tokens the model knows."""
+        """Number of tokens that the model knows."""
         return int(self._config.get_text_config().vocab_size)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
@@ -150,19 +149,19 @@ class LocalEngine(RolloutEngine):
         return sample_all(self.stream(sampling, iteration=iteration), prompts)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
-        """Groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
-        with self._weights():  # there are some
+        """Return groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
+        with self._weights():  # raises if there are none
             return LocalStream(self, sampling, iteration)
 
-    def arrange_logprobs(self, sampling: SamplingSpec) -> bool:
-        """Always possible: log-probs are taken before truncation; see :class:`UntruncatedLogprobs`."""
+    def configure_logprobs(self, sampling: SamplingSpec) -> bool:
+        """True: log-probs are always those before truncation; see :meth:`RolloutEngine.configure_logprobs`."""
         return True
 
     def decode(self, rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Decoding:
-        """Completions side by side.
+        """Prepare to generate a batch.
 
         Args:
-            rows: Prompt and position in its group of each.
+            rows: Prompt and position in its group, of each row.
             sampling: How to sample.
             iteration: Goes into each row's seed.
         """
@@ -190,21 +189,15 @@ class LocalEngine(RolloutEngine):
                 scores.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())
         return scores
 
-    def sleep(self) -> None:
-        """Nothing to give up: the copy of the weights is what makes publishing cheap."""
-
-    def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-
     def close(self) -> None:
-        """Free everything; the engine can be started again, also with another model."""
+        """Free the model; the engine can be started again, also with another model."""
         self._model, self._config, self._tokenizer, self.version = None, None, None, None
 
 
 class LocalStream:
     """Groups of a :class:`LocalEngine` as they are finished; a :class:`~rlhfkit.rollout.collector.GroupStream`.
 
-    Completions are generated side by side in batches. What is submitted during a batch waits for the next one.
+    Completions are generated in batches. Prompts that are submitted during a batch wait for the next one.
 
     Args:
         engine: What generates.
@@ -217,14 +210,14 @@ class LocalStream:
         self._sampling = sampling
         self._iteration = iteration
         self._prompts: list[Prompt] = []
-        self._waiting: list[tuple[int, int]] = []  # prompt and position in its group
+        self._pending: list[tuple[int, int]] = []  # prompt and position in its group
         self._batch: list[tuple[int, int]] = []
-        self._running: Iterator[list[Completed]] = iter(())
+        self._running: Iterator[list[FinishedRow]] = iter(())
         self._samples: dict[int, list[Sample]] = {}  # by prompt
         self._complete: list[int] = []
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`.
+        """Begin with the groups of these prompts too.
 
         Raises:
             RequestError: If a prompt cannot be sampled.
@@ -233,19 +226,19 @@ class LocalStream:
         check_requests(prompts, self._sampling, context=engine.context, vocabulary=engine.vocabulary)
         places = range(len(self._prompts), len(self._prompts) + len(prompts))
         self._prompts += prompts
-        self._waiting += [(place, index) for place in places for index in range(self._sampling.group_size)]
-        # Prompts of like length side by side waste the least padding; groups stay together to share their prompt.
-        self._waiting.sort(key=lambda job: (-len(self._prompts[job[0]].token_ids), job))
+        self._pending += [(place, index) for place in places for index in range(self._sampling.group_size)]
+        # Similar lengths in a batch need the least padding; groups stay together to share their prompt.
+        self._pending.sort(key=lambda job: (-len(self._prompts[job[0]].token_ids), job))
 
     def collect(self, most: int) -> list[list[Sample]]:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
+        """Generate until a group is complete."""
         while not self._complete:
             ended = next(self._running, None)
             if ended is not None:
                 self._take(ended)
-            elif self._waiting:
+            elif self._pending:
                 size = self._engine.max_sequences
-                self._batch, self._waiting = self._waiting[:size], self._waiting[size:]
+                self._batch, self._pending = self._pending[:size], self._pending[size:]
                 rows = [(self._prompts[place], index) for place, index in self._batch]
                 self._running = self._engine.decode(rows, self._sampling, self._iteration).run()
             else:
@@ -254,7 +247,7 @@ class LocalStream:
         given, self._complete = self._complete[:most], self._complete[most:]
         return [self._samples.pop(place) for place in given]
 
-    def _take(self, ended: list[Completed]) -> None:
+    def _take(self, ended: list[FinishedRow]) -> None:
         for row, tokens, logprobs, versions, finish in ended:
             place, index = self._batch[row]
             group = self._samples.setdefault(place, [])
@@ -264,5 +257,5 @@ class LocalStream:
                 self._complete.append(place)
 
     def close(self) -> None:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
-        self._waiting, self._complete, self._samples, self._running = [], [], {}, iter(())
+        """Drop what was not collected; a second call does nothing."""
+        self._pending, self._complete, self._samples, self._running = [], [], {}, iter(())

@@ -1,8 +1,8 @@
-"""``Decoding``: completions generated side by side, one token a step, from weights that may change between two steps.
+"""``Decoding``: generates a batch of completions, one token per step, from weights that may change between two steps.
 
 A prompt that several rows share is computed once and its cache copied; finished rows leave the batch. Sampling inverts
-the cumulative distribution at one uniform number per token, drawn from the sample's own seed: what a sample becomes
-does not depend on its neighbours in the batch.
+the cumulative distribution at one uniform number per token, from the sample's own seed, so that a sample does not
+depend on the other rows of its batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +15,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhfkit.data.types import FinishReason, Prompt
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
-from rlhfkit.rollout.local.sampling import draw
+from rlhfkit.rollout.local.sampling import sample_tokens
 
 Weights = Callable[[], AbstractContextManager[tuple[nn.Module, int]]]
-"""Gives the model and its version; they do not change inside."""
+"""A context in which the model and its version, which it gives, do not change."""
 
 
-class Completed(NamedTuple):
-    """One row that has ended."""
+class FinishedRow(NamedTuple):
+    """A finished completion."""
 
     row: int
     token_ids: list[int]
@@ -32,20 +32,20 @@ class Completed(NamedTuple):
 
 
 class Decoding:
-    """B rows, from their prompts to their ends.
+    """Generates B completions.
 
-    When the weights have changed since the last token, the cache of all that is running is computed anew from all its
-    tokens: every token's log-prob is what a plain forward pass under the weights of that token's version says.
+    If the weights have changed since the last token, the cache of all running rows is computed again from their tokens,
+    so that every token's log-prob is that of a plain forward pass with the weights of the token's version.
 
     Args:
-        weights: What to compute with; asked for once a token.
-        rows: Prompt and position in its group of each row.
+        weights: The model; entered once per token.
+        rows: Prompt and position in its group, of each row.
         sampling: How to sample.
         iteration: Goes into each row's seed.
-        stops: Tokens that end a row, besides the sampling's own.
-        tokenizer: To look for stop texts.
+        stops: Tokens that end a completion, besides those of ``sampling``.
+        tokenizer: To find stop texts.
         device: Of the model.
-        cached: Keep keys and values between tokens; see :func:`~rlhfkit.rollout.local.caching.cache_problem`.
+        cached: Whether to cache keys and values; see :func:`~rlhfkit.rollout.local.caching.cache_problem`.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Decoding:
         self._logprobs = torch.zeros(shape, device=device)
         self._versions = torch.zeros(shape, dtype=torch.int64)
         self._ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        self._alive = torch.arange(len(rows), device=device)  # rows in the batch; ended ones stay until a compaction
+        self._alive = torch.arange(len(rows), device=device)  # rows in the batch; finished ones leave it late
         self._mask = torch.empty(0)
         self._cache: Any = None
-        self._version: int | None = None  # that the cache was computed with
+        self._version: int | None = None  # with which the cache was computed
 
     @torch.no_grad()
-    def run(self) -> Iterator[list[Completed]]:
-        """Decode; gives rows as they end. Closing it drops the others."""
+    def run(self) -> Iterator[list[FinishedRow]]:
+        """Generate; yields rows as they are finished."""
         for step in range(self._sampling.max_new_tokens):
             logits, version = self._logits(step)
             ended = self._append(step, logits, version)
@@ -103,19 +103,19 @@ class Decoding:
                 kept = running.nonzero()[:, 0]
                 self._cache.batch_select_indices(kept)
                 self._alive, self._mask, token = self._alive[kept], self._mask[kept], token[kept]
-            logits, self._mask = append_token(model, token, self._mask, self._cache)
+            logits, self._mask = decode_step(model, token, self._mask, self._cache)
             return logits, version
 
     def _compute(self, model: nn.Module, step: int) -> Tensor:
-        """Everything so far in one pass, each distinct row once; fills cache and mask anew."""
+        """Compute all tokens so far in one pass, each distinct row once, and fill the cache."""
         distinct, places = self._distinct(step)
-        logits, mask, self._cache = begin_texts(model, distinct, self._device)
+        logits, mask, self._cache = prefill(model, distinct, self._device)
         self._mask = mask[places]
         self._cache.batch_select_indices(places)
         return logits[places]
 
     def _compute_without_cache(self, model: nn.Module, step: int) -> Tensor:
-        """Everything so far in one pass, padded on the right as in training, each distinct row once."""
+        """Compute all tokens so far in one pass, padded on the right as in training, each distinct row once."""
         distinct, places = self._distinct(step)
         ids = pad_sequence([torch.tensor(text) for text in distinct], batch_first=True).to(self._device)
         ends = torch.tensor([len(text) for text in distinct], device=self._device)
@@ -124,7 +124,7 @@ class Decoding:
         return logits[torch.arange(len(distinct), device=self._device), ends - 1][places]
 
     def _distinct(self, step: int) -> tuple[list[tuple[int, ...]], Tensor]:
-        """The different texts of the rows that have not ended, and which of them each row has; the others leave."""
+        """Remove finished rows; return the distinct texts of the others and the index of each row's text."""
         self._alive = (~self._ended).nonzero()[:, 0]
         rows = self._alive.tolist()
         made = self._tokens[self._alive, :step].tolist()
@@ -132,11 +132,11 @@ class Decoding:
         distinct = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         return list(distinct), torch.tensor([distinct[text] for text in texts], device=self._device)
 
-    def _append(self, step: int, logits: Tensor, version: int) -> list[Completed]:
-        """Draw a token for every row in the batch; gives the rows that have ended with it."""
+    def _append(self, step: int, logits: Tensor, version: int) -> list[FinishedRow]:
+        """Sample a token for every row in the batch; returns the rows that are finished with it."""
         sampling, alive = self._sampling, self._alive
         forbidden = self._stops if step < sampling.min_new_tokens else None
-        token, logprob = draw(logits, self._uniforms[alive, step], sampling, forbidden)
+        token, logprob = sample_tokens(logits, self._uniforms[alive, step], sampling, forbidden)
         self._tokens[alive, step], self._logprobs[alive, step] = token, logprob
         self._versions[:, step] = version
         stopped = torch.isin(token, self._stops)
@@ -145,29 +145,29 @@ class Decoding:
             ends = [any(end in text for end in sampling.stop) for text in texts]
             stopped |= torch.tensor(ends, device=self._device)
         new = alive[stopped & ~self._ended[alive]]
-        completed = [self._completed(row, step + 1, "stop") for row in new.tolist()]
+        completed = [self._finish(row, step + 1, "stop") for row in new.tolist()]
         self._ended[new] = True
         if step + 1 == sampling.max_new_tokens:
-            completed += [self._completed(row, step + 1, "length") for row in (~self._ended).nonzero()[:, 0].tolist()]
+            completed += [self._finish(row, step + 1, "length") for row in (~self._ended).nonzero()[:, 0].tolist()]
             self._ended[:] = True
         return completed
 
-    def _completed(self, row: int, length: int, reason: FinishReason) -> Completed:
+    def _finish(self, row: int, length: int, reason: FinishReason) -> FinishedRow:
         parts = (self._tokens, self._logprobs, self._versions)
         tokens, logprobs, versions = (part[row, :length].tolist() for part in parts)
-        return Completed(row, tokens, logprobs, versions, reason)
+        return FinishedRow(row, tokens, logprobs, versions, reason)
 
 
-def begin_texts(model: Any, texts: Sequence[Sequence[int]], device: torch.device | None) -> tuple[Tensor, Tensor, Any]:
-    """Texts of different lengths in one pass, padded on the left.
+def prefill(model: Any, texts: Sequence[Sequence[int]], device: torch.device | None) -> tuple[Tensor, Tensor, Any]:
+    """Compute texts of different lengths in one pass, padded on the left.
 
     Args:
         model: A Hugging Face causal language model.
-        texts: B of them.
+        texts: Token ids of B texts.
         device: Of the model.
 
     Returns:
-        (B, V) logits of each text's next token, (B, T) int64 which tokens are no padding, and the filled cache.
+        (B, V) logits of each text's next token, (B, T) int64 attention mask, and the filled cache.
     """
     length = max(map(len, texts))
     ids = torch.zeros(len(texts), length, dtype=torch.int64)
@@ -181,17 +181,17 @@ def begin_texts(model: Any, texts: Sequence[Sequence[int]], device: torch.device
     return out.logits[:, -1], mask, out.past_key_values
 
 
-def append_token(model: Any, token: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-    """One more token of each text.
+def decode_step(model: Any, token: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+    """Compute one more token of each text.
 
     Args:
         model: A Hugging Face causal language model.
         token: (B,) int64.
-        mask: (B, T) int64, which tokens in the cache are no padding.
-        cache: Of keys and values; the token's are added.
+        mask: (B, T) int64 attention mask of the cached tokens.
+        cache: Of keys and values; extended in place.
 
     Returns:
-        (B, V) logits of the token after it, and the mask with it, (B, T+1).
+        (B, V) logits of the next token, and the (B, T+1) mask.
     """
     mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     out = model(
@@ -205,7 +205,7 @@ def append_token(model: Any, token: Tensor, mask: Tensor, cache: Any) -> tuple[T
 
 
 def _uniforms(rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Tensor:
-    """(B, max_new_tokens) float64: the randomness of every row, from its own seed."""
+    """(B, max_new_tokens) float64 uniform numbers of every row, from its own seed."""
     drawn = []
     for prompt, index in rows:
         generator = torch.Generator().manual_seed(sample_seed(sampling.seed, iteration, prompt.index, index))

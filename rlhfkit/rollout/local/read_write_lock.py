@@ -1,4 +1,4 @@
-"""``ReadWriteLock``: weights that are read step by step, and changed between two steps."""
+"""``ReadWriteLock``: many readers or one writer; writers go first."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,65 +7,65 @@ from typing import Any
 
 
 class ReadWriteLock:
-    """Any number of readers, one at a time that changes, and whoever wants to change goes first.
+    """Many readers or one writer of the weights; a waiting writer goes before new readers.
 
-    A decode loop holds the gate for one token at a time, so that new weights never wait for a whole completion, and no
-    token is computed from half of them.
+    Decoding takes the read lock for one token at a time, so that new weights never wait for a whole completion, and no
+    token is computed from partly updated weights.
 
     Args:
-        timeout: Seconds that one step or one change may take.
+        timeout: Seconds that one read or one write may take.
     """
 
     def __init__(self, timeout: float = 1800.0) -> None:
         self.timeout = timeout
-        self._moved = threading.Condition()
-        self._reading = 0
-        self._waiting = 0
-        self._changing = False
+        self._condition = threading.Condition()
+        self._readers = 0
+        self._waiting_writers = 0
+        self._writing = False
 
     def __reduce__(self) -> Any:
-        """A copy for another process (a rank on Ray) starts open; locks do not travel."""
+        """Pickle as an unlocked lock, for ranks on Ray."""
         return type(self), (self.timeout,)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Inside, nothing changes.
+    def read(self) -> Iterator[None]:
+        """Hold the read lock.
 
         Raises:
-            TimeoutError: If a change takes too long.
+            TimeoutError: If a write takes too long.
         """
-        with self._moved:
-            self._wait(lambda: not (self._changing or self._waiting), "new weights took", "to arrive")
-            self._reading += 1
+        with self._condition:
+            self._wait(lambda: not (self._writing or self._waiting_writers), "new weights took", "to arrive")
+            self._readers += 1
         try:
             yield
         finally:
-            with self._moved:
-                self._reading -= 1
-                self._moved.notify_all()
+            with self._condition:
+                self._readers -= 1
+                self._condition.notify_all()
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """Inside, nobody reads; steps that have begun are waited for, the next ones wait.
+    def write(self) -> Iterator[None]:
+        """Hold the write lock.
 
         Raises:
-            TimeoutError: If a step, or another change, takes too long.
+            TimeoutError: If a read, or another write, takes too long.
         """
-        with self._moved:
-            self._waiting += 1
+        with self._condition:
+            self._waiting_writers += 1
             try:
-                self._wait(lambda: not (self._changing or self._reading), "one token took", "to compute")
-                self._changing = True
+                self._wait(lambda: not (self._writing or self._readers), "one token took", "to compute")
+                self._writing = True
             finally:
-                self._waiting -= 1
-                self._moved.notify_all()
+                self._waiting_writers -= 1
+                self._condition.notify_all()
         try:
             yield
         finally:
-            with self._moved:
-                self._changing = False
-                self._moved.notify_all()
+            with self._condition:
+                self._writing = False
+                self._condition.notify_all()
 
     def _wait(self, free: Callable[[], bool], what: str, ending: str) -> None:
-        if not self._moved.wait_for(free, self.timeout):
+        if not self._condition.wait_for(free, self.timeout):
             raise TimeoutError(f"{what} longer than {self.timeout:g} s {ending}")

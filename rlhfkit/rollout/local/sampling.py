@@ -1,4 +1,4 @@
-"""Drawing the next token: truncation, log-probs before truncation, and one uniform number per token.
+"""Sampling the next token: truncation, log-probs before truncation, and one uniform number per token.
 
 Shapes: B rows, V vocabulary.
 """
@@ -17,7 +17,7 @@ def truncate(logits: Tensor, spec: SamplingSpec) -> Tensor:
         spec: ``temperature > 0``, ``min_p``, ``top_k``, ``top_p``.
 
     Returns:
-        (B, V), minus infinity where a token cannot be drawn.
+        (B, V), minus infinity where a token cannot be sampled.
     """
     logits = logits / spec.temperature
     if spec.min_p > 0:  # keep p >= min_p * max p
@@ -34,20 +34,20 @@ def truncate(logits: Tensor, spec: SamplingSpec) -> Tensor:
     return logits
 
 
-def draw(
+def sample_tokens(
     logits: Tensor, uniforms: Tensor, spec: SamplingSpec, forbidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting the cumulative distribution.
+    """Sample one token per row by inverting the cumulative distribution.
 
     Args:
         logits: (B, V) of any float type.
         uniforms: (B,) float64 in [0, 1).
-        spec: How to sample; temperature 0 takes the likeliest token.
-        forbidden: (K,) token ids that must not be drawn, or ``None``.
+        spec: How to sample; temperature 0 takes the most likely token.
+        forbidden: (K,) token ids that must not be sampled, or ``None``.
 
     Returns:
-        Tokens (B,) int64 and their log-probs (B,) float32 at the temperature (1 if greedy) before anything was
-        truncated or forbidden, which is what the trainer computes too.
+        Tokens (B,) int64 and their log-probs (B,) float32 at the temperature (1 if greedy), before truncation, as the
+        trainer computes them.
     """
     logits = logits.float()
     logprobs = (logits / (spec.temperature or 1.0)).log_softmax(-1)
@@ -56,9 +56,9 @@ def draw(
     if spec.temperature == 0:
         token = logits.argmax(-1)
     else:
-        whole = forbidden is None and not spec.truncates
-        drawn_from = logprobs if whole else truncate(logits, spec).log_softmax(-1)
-        cumulative = drawn_from.double().exp().cumsum(-1)
+        untruncated = forbidden is None and not spec.truncates
+        distribution = logprobs if untruncated else truncate(logits, spec).log_softmax(-1)
+        cumulative = distribution.double().exp().cumsum(-1)
         target = uniforms[:, None] * cumulative[:, -1:]
         token = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return token, logprobs.gather(-1, token[:, None])[:, 0]

@@ -1,6 +1,7 @@
-"""Which GPU a Ray worker was given, and an actor that does nothing but have one.
+"""``GPUHolder``: an actor that holds one GPU, and which GPUs Ray has assigned to a worker.
 
-Sent to Ray's workers as source, so that they start without importing torch: only the standard library is imported here.
+Ray's workers are sent this file's source, so that they start without importing torch: it imports the standard library
+only.
 """
 
 import socket
@@ -9,19 +10,19 @@ from typing import Any
 
 
 class GPUHolder:
-    """Has one GPU in Ray's books as long as it lives. It does not touch the GPU itself."""
+    """Holds the GPU that Ray has assigned to it, without using it."""
 
     def gpus(self) -> list[dict[str, Any]]:
-        """See :func:`assigned_gpus`."""
+        """Return :func:`assigned_gpus` of this actor."""
         return assigned_gpus()
 
 
 def assigned_gpus() -> list[dict[str, Any]]:
-    """The GPUs that Ray has given to this worker.
+    """Return the GPUs that Ray has assigned to this worker.
 
     Returns:
-        ``host``, ``gpu`` (by the id that ``CUDA_VISIBLE_DEVICES`` takes) and ``uuid`` (``None`` where no driver says
-        it) of each.
+        ``host``, ``gpu`` (by the id that ``CUDA_VISIBLE_DEVICES`` takes) and ``uuid`` (``None`` if the driver
+        does not tell) of each.
     """
     import ray
 
@@ -31,7 +32,7 @@ def assigned_gpus() -> list[dict[str, Any]]:
 
 
 def _uuids() -> dict[str, str]:
-    """UUIDs of this machine's GPUs by their numbers and by themselves, without a context on any of them."""
+    """UUIDs of this machine's GPUs, by number and by ``GPU-<uuid>``; creates no CUDA context."""
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

@@ -1,45 +1,42 @@
-"""Where engines run: apart from the training ranks, or on the GPUs of these.
+"""Where engines run: on devices of their own, or on the GPUs of the training ranks.
 
-An engine lives on one machine. With GPUs of their own all engines form one Ray placement group of one bundle each,
-spread over the machines that have room. Colocated, each is pinned to the devices of as many neighbouring ranks as it
-has GPUs.
+An engine lives on one machine. Engines with devices of their own form one Ray placement group of one bundle each.
+Colocated, each is pinned to the GPUs of as many neighbouring ranks as it has GPUs.
 """
 
 import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.rollout.errors import EngineError
 
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a training rank sits."""
+    """Where a training rank runs."""
 
     host: str
     """Name of its machine."""
     gpu: str | None
     """Its GPU, by the id that ``CUDA_VISIBLE_DEVICES`` takes; ``None`` on a CPU."""
     on_ray: bool
-    """Whether the GPU is the rank's own in Ray's books, as those of ranks that Ray has started are."""
+    """Whether Ray has assigned the GPU to the rank, as it has for ranks that are Ray actors."""
     uuid: str | None = None
-    """Of the GPU; ``None`` where no driver says it."""
+    """Of the GPU; ``None`` if the driver does not tell."""
 
     def __str__(self) -> str:
         return f"GPU {self.gpu} of {self.host}"
 
-    def is_gpu_of(self, other: "RankLocation") -> bool:
+    def has_same_gpu(self, other: "RankLocation") -> bool:
         """Whether both have the same GPU.
 
-        By UUID where both are known: in containers and under Slurm two processes may number the GPUs of one machine
+        By UUID where both are known: in containers and under Slurm, processes may number the GPUs of one machine
         differently. By machine and id otherwise.
-
-        Args:
-            other: Of a rank, or of whoever Ray has given a GPU.
         """
         if self.gpu is None or other.gpu is None:
             return False
@@ -56,25 +53,28 @@ class ActorPlacement:
     """Of the Ray actor."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in the engine's process before anything else."""
-    not_on: tuple[RankLocation, ...] = ()
-    """Whose GPUs it must not have."""
+    excluded: tuple[RankLocation, ...] = ()
+    """Training ranks whose GPUs the engine must not have."""
 
 
-def my_seat(*, colocate: bool = False) -> RankLocation:
-    """Where this rank sits.
+# ---------------------------------------------------------------- ranks and their GPUs
+
+
+def locate_rank(*, colocate: bool = False) -> RankLocation:
+    """Return the location of this rank.
 
     Args:
-        colocate: An engine is to share the rank's GPU, whether the rank uses it yet or not. Else a GPU counts as the
-            rank's when the process has begun to use it, as it has when a Trainer publishes weights.
+        colocate: Whether an engine is to share the rank's GPU, even if the rank does not use it yet. Otherwise a GPU
+            counts as the rank's once the process has initialized CUDA, as a Trainer has before it sends weights.
     """
     import torch
 
     gpu = uuid = None
-    if torch.cuda.is_available() and (colocate or torch.cuda.is_initialized()):
-        index = torch.cuda.current_device()
-        gpu = visible_gpus()[index]
-        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return RankLocation(socket.gethostname(), gpu, on_ray=gpu in _rays_gpus(), uuid=None if uuid is None else str(uuid))
+    cuda: Any = torch.cuda  # has no types
+    if cuda.is_available() and (colocate or cuda.is_initialized()):
+        index = cuda.current_device()
+        gpu, uuid = visible_gpus()[index], _uuid(index)
+    return RankLocation(socket.gethostname(), gpu, on_ray=gpu in _gpus_from_ray(), uuid=uuid)
 
 
 def visible_gpus() -> list[str]:
@@ -87,14 +87,140 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in named.split(",") if name.strip()]
 
 
-def _rays_gpus() -> list[str]:
-    """The GPUs that Ray has given to this process; none in one that Ray has not started."""
+def _uuid(index: int) -> str | None:
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # absent from builds without CUDA
+    return None if uuid is None else str(uuid)
+
+
+def _gpus_from_ray() -> list[str]:
+    """The GPUs that Ray has assigned to this process; none if it is not a Ray actor."""
     if "ray" not in sys.modules:
         return []
     import ray
 
-    worker = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
-    return [str(name) for name in ray.get_gpu_ids()] if worker else []
+    is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
+    return [str(name) for name in ray.get_gpu_ids()] if is_actor else []
+
+
+# ---------------------------------------------------------------- Ray
+
+
+def start_ray_for_engines(*, num_cpus: int, ranks: Sequence[RankLocation] = ()) -> bool:
+    """Join or start Ray; a Ray started here has the GPUs that this process sees and no rank uses.
+
+    Args:
+        num_cpus: Cores that the engines will claim; a machine with fewer is overcommitted.
+        ranks: All training ranks.
+
+    Returns:
+        Whether it was started here.
+    """
+    import ray
+
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        return join_or_start_ray()
+    free = gpus_without_ranks(ranks)
+    with _only_visible(free):
+        return join_or_start_ray(
+            num_cpus=max(num_cpus, os.cpu_count() or 1),
+            num_gpus=None if free is None else len(free),
+            # Only token ids pass through it. Ray's default is 30 % of the machine's memory.
+            object_store_memory=256 * 2**20,
+        )
+
+
+def gpus_without_ranks(ranks: Sequence[RankLocation]) -> list[str] | None:
+    """The GPUs that this process sees and no rank uses, by their ids; ``None``: no rank uses any, so all are free."""
+    if all(rank.gpu is None for rank in ranks):
+        return None
+    host, free = socket.gethostname(), []
+    for index, name in enumerate(visible_gpus()):
+        gpu = RankLocation(host, name, on_ray=False, uuid=_uuid(index))
+        if not any(gpu.has_same_gpu(rank) for rank in ranks):
+            free.append(name)
+    return free
+
+
+@contextlib.contextmanager
+def _only_visible(gpus: list[str] | None) -> Iterator[None]:
+    """Let processes started inside the context see these GPUs only; ``None``: all."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus is None:
+        yield
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+# ---------------------------------------------------------------- colocated engines
+
+
+def assign_ranks(
+    ranks: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int
+) -> list[list[RankLocation]]:
+    """Assign to each colocated engine the ranks whose devices it shares: engine i gets ranks i * T to (i + 1) * T - 1.
+
+    Args:
+        ranks: All training ranks, in order.
+        num_engines: Number of engines.
+        tensor_parallel_size: T, GPUs of each.
+
+    Raises:
+        EngineError: If there are fewer ranks than devices needed, or those of one engine are on several machines.
+    """
+    wanted = num_engines * tensor_parallel_size
+    if wanted > len(ranks) and any(rank.gpu is not None for rank in ranks):
+        raise EngineError(
+            f"VLLMPool(colocate=True) puts {num_engines} engine(s) of {tensor_parallel_size} GPU(s) on the GPUs of the "
+            f"training ranks, of which there are {len(ranks)}: lower num_engines or tensor_parallel_size, or train on "
+            "more devices"
+        )
+    shares = []
+    for engine in range(num_engines):
+        first = engine * tensor_parallel_size
+        # Without GPUs several engines may share the machine of one rank.
+        own = [ranks[(first + index) % len(ranks)] for index in range(tensor_parallel_size)]
+        hosts = {rank.host for rank in own}
+        if len(hosts) > 1:
+            raise EngineError(
+                f"engine {engine} would share the GPUs of ranks that are on {len(hosts)} machines; an engine lives on "
+                f"one: choose a tensor_parallel_size that divides the ranks of a machine, not {tensor_parallel_size}"
+            )
+        shares.append(own)
+    return shares
+
+
+def colocated_placements(
+    ranks: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int
+) -> list[ActorPlacement]:
+    """Return the placements of colocated engines; arguments and errors are those of :func:`assign_ranks`.
+
+    Raises:
+        EngineError: Also if a rank's machine is not in Ray's cluster.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    placements = []
+    for own in assign_ranks(ranks, num_engines, tensor_parallel_size):
+        options: dict[str, Any] = {
+            # Cores are shared as well. GPUs are named in the environment: Ray has assigned them to the rank, or holds
+            # them for it (gpu_reservation.py), so that nobody else is given them.
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_of(own[0].host), soft=False),
+        }
+        on_gpu = own[0].gpu is not None
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(str(rank.gpu) for rank in own)} if on_gpu else {}
+        placements.append(ActorPlacement(options, environment))
+    return placements
 
 
 def _node_of(host: str) -> str:
@@ -110,83 +236,22 @@ def _node_of(host: str) -> str:
     return str(names[host])
 
 
-def seats_of_engines(
-    seats: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int
-) -> list[list[RankLocation]]:
-    """Which ranks' devices each colocated engine gets: engine i those of ranks i * T to (i + 1) * T - 1.
-
-    Args:
-        seats: Of all ranks, in order.
-        num_engines: Engines.
-        tensor_parallel_size: T, GPUs of each.
-
-    Raises:
-        EngineError: If there are fewer ranks than devices needed, or those of one engine are on several machines.
-    """
-    wanted = num_engines * tensor_parallel_size
-    if wanted > len(seats) and any(seat.gpu is not None for seat in seats):
-        raise EngineError(
-            f"VLLMPool(colocate=True) puts {num_engines} engine(s) of {tensor_parallel_size} GPU(s) on the GPUs of the "
-            f"training ranks, of which there are {len(seats)}: lower num_engines or tensor_parallel_size, or train on "
-            "more devices"
-        )
-    shares = []
-    for engine in range(num_engines):
-        first = engine * tensor_parallel_size
-        # Without GPUs several engines may share the machine of one rank.
-        own = [seats[(first + index) % len(seats)] for index in range(tensor_parallel_size)]
-        hosts = {seat.host for seat in own}
-        if len(hosts) > 1:
-            raise EngineError(
-                f"engine {engine} would share the GPUs of ranks that are on {len(hosts)} machines; an engine lives on "
-                f"one: choose a tensor_parallel_size that divides the ranks of a machine, not {tensor_parallel_size}"
-            )
-        shares.append(own)
-    return shares
-
-
-def beside_ranks(seats: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int) -> list[ActorPlacement]:
-    """Places of colocated engines.
-
-    Args:
-        seats: Of all ranks, in order.
-        num_engines: Engines.
-        tensor_parallel_size: GPUs of each.
-
-    Raises:
-        EngineError: If they do not fit, or the ranks' machines are not in Ray's cluster.
-    """
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    places = []
-    for own in seats_of_engines(seats, num_engines, tensor_parallel_size):
-        on_gpu = own[0].gpu is not None
-        options: dict[str, Any] = {
-            # Cores are shared as well. GPUs are named in the environment: in Ray's books they are the rank's, or held
-            # for it (gpu_reservation.py), so that no third is given them.
-            "num_cpus": 0,
-            "num_gpus": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_of(own[0].host), soft=False),
-        }
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(str(seat.gpu) for seat in own)} if on_gpu else {}
-        places.append(ActorPlacement(options, environment))
-    return places
+# ---------------------------------------------------------------- engines with devices of their own
 
 
 class DedicatedPlacement:
-    """Devices of their own for engines: one placement group, one bundle per engine, over as many machines as there are.
+    """Devices of their own for engines: a placement group with one bundle per engine.
 
-    A bundle is never divided, so the GPUs of an engine are on one machine; ``SPREAD`` puts engines on different ones
-    where it can, and several on one where it must. An engine that is started again gets its bundle again; if the
-    machine is gone, Ray moves the bundle.
+    A bundle is never divided, so the GPUs of an engine are on one machine. ``SPREAD`` prefers different machines for
+    different engines. A restarted engine gets its bundle again; if the machine is gone, Ray moves the bundle.
 
     Args:
-        num_engines: Bundles.
+        num_engines: Number of bundles.
         cpus: Cores of each.
         gpus: GPUs of each.
         timeout: Seconds that Ray may take.
-        ranks: Where the training ranks sit; no engine is started on a GPU of theirs.
-        held: GPUs of Ray's that are held for ranks which Ray does not know of.
+        ranks: All training ranks; no engine is started on a GPU of theirs.
+        held: GPUs of Ray's that are reserved for ranks which Ray does not know of.
 
     Raises:
         EngineError: If the cluster is too small, or what it has is not free in time.
@@ -204,20 +269,20 @@ class DedicatedPlacement:
     ) -> None:
         import ray
 
-        self._ranks = tuple(seat for seat in ranks if seat.gpu is not None)
+        self._ranks = tuple(rank for rank in ranks if rank.gpu is not None)
         bundle: dict[str, float] = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
-        have = ray.cluster_resources()
-        taken = {"GPU": held + sum(seat.on_ray for seat in self._ranks)}
-        for name, each in sorted(bundle.items(), reverse=True):  # GPUs first: they are what is rare
-            left = have.get(name, 0) - taken.get(name, 0)
+        total = ray.cluster_resources()
+        taken = {"GPU": held + sum(rank.on_ray for rank in self._ranks)}
+        for name, each in sorted(bundle.items(), reverse=True):  # GPUs first: they are the scarce resource
+            left = total.get(name, 0) - taken.get(name, 0)
             if left < each * num_engines:
-                ranks_have = f", {taken[name]} of which the training ranks use" if taken.get(name) else ""
+                used = f", {taken[name]} of which the training ranks use" if taken.get(name) else ""
                 cure = "lower VLLMPool(num_engines=..., tensor_parallel_size=...) or add machines"
                 if name == "GPU" and self._ranks:
                     cure += ", train on fewer GPUs, or share them: VLLMPool(colocate=True)"
                 raise EngineError(
                     f"{num_engines} engine(s) need {each * num_engines:g} {name}(s), but Ray's cluster has "
-                    f"{have.get(name, 0):g}{ranks_have}: {cure}"
+                    f"{total.get(name, 0):g}{used}: {cure}"
                 )
         self._bundle = bundle
         self._group = ray.util.placement_group([bundle] * num_engines, strategy="SPREAD")
@@ -229,8 +294,8 @@ class DedicatedPlacement:
                 f"{ {name: free.get(name, 0.0) for name in bundle} }: end what else uses the cluster, or add machines"
             )
 
-    def places(self) -> list[ActorPlacement]:
-        """One per engine."""
+    def placements(self) -> list[ActorPlacement]:
+        """The placement of each engine."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return [
@@ -242,7 +307,7 @@ class DedicatedPlacement:
                         self._group, placement_group_bundle_index=engine
                     ),
                 },
-                not_on=self._ranks,
+                excluded=self._ranks,
             )
             for engine in range(self._group.bundle_count)
         ]

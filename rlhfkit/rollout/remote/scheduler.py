@@ -1,97 +1,133 @@
-"""Which engine makes which samples, and what exactly it is asked."""
+"""``RequestScheduler``: distributes one caller's requests over the engines, and requeues what dead engines lose.
+
+A job is the requests of one prompt's group, or a part of them: what is sent to one engine in one call.
+"""
 
 import contextlib
+import logging
 import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from rlhfkit.data.types import Prompt
-from rlhfkit.rollout.engine import SamplingSpec, sample_seed
-from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, WeightsNeededError
+from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, StallError, WeightsNeededError
 from rlhfkit.rollout.supervision.handle import EngineHandle, fetch
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.supervision.manager import EngineManager
-from rlhfkit.rollout.vllm.actor import Completion, Request
-from rlhfkit.rollout.vllm.stall_detector import StallDetector
+from rlhfkit.rollout.supervision.remote_engine import Completion, Request
 
-# Requests given to an engine ahead of time. More than any engine runs at once, so none waits for work; few enough that
-# the last ones go to whichever engine is done first.
-_REQUESTS_AHEAD = 2048
+log = logging.getLogger(__name__)
+
+# Requests in flight per engine. More than any engine runs at once, so that none is idle; few enough that the last jobs
+# go to whichever engine is done first.
+_MAX_REQUESTS_PER_ENGINE = 2048
 
 
 def split_into_jobs(num_prompts: int, group_size: int, num_engines: int) -> list[tuple[int, range]]:
-    """What is routed as one: a prompt's group, as its samples share the cached prompt; cut up when groups are too few.
+    """Split groups into jobs: one job per group, as its samples share the prompt's cache, or more if engines are idle.
 
     Args:
-        num_prompts: Prompts.
+        num_prompts: Number of groups.
         group_size: Samples of each.
         num_engines: Engines to keep busy.
 
     Returns:
-        Prompt and positions in its group, for each job.
+        Prompt and positions in its group of each job.
     """
     parts = min(group_size, max(1, -(-num_engines // max(1, num_prompts))))
     cuts = [group_size * part // parts for part in range(parts + 1)]
     return [(row, range(cuts[part], cuts[part + 1])) for row in range(num_prompts) for part in range(parts)]
 
 
-def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: int, stops: tuple[int, ...]) -> Request:
-    """One sample as vLLM is asked for it: every parameter that matters is named, none is left to a default.
+class StallDetector:
+    """Reports when no request is finished for long, and ends the wait at a limit.
 
     Args:
-        prompt: The prompt.
-        index: Position in its group.
-        spec: How to sample.
-        iteration: Goes into the seed.
-        stops: The model's end-of-sequence tokens.
+        report: Describes all queues and engines.
+        report_after: Seconds without progress after which the report is logged, and again each time they pass.
+        timeout: Seconds without progress after which waiting ends.
+        clock: Seconds, monotonic.
     """
-    return prompt.token_ids, {
-        "n": 1,
-        "temperature": spec.temperature,
-        "top_p": spec.top_p,
-        "top_k": spec.top_k,
-        "min_p": spec.min_p,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": sample_seed(spec.seed, iteration, prompt.index, index),
-        "max_tokens": spec.max_new_tokens,
-        "min_tokens": spec.min_new_tokens,
-        "stop": list(spec.stop),
-        "stop_token_ids": [*stops, *spec.stop_token_ids],
-        "ignore_eos": True,  # the end-of-sequence tokens are among the stop tokens
-        "logprobs": 0,  # that of the sampled token alone
-        "detokenize": bool(spec.stop),  # stop texts are looked for in text; nothing else needs it
-        "skip_special_tokens": True,
-    }
+
+    def __init__(
+        self,
+        report: Callable[[], str],
+        *,
+        report_after: float,
+        timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.report_after = report_after
+        self.timeout = timeout
+        self.num_reports = 0
+        """Reports since the last progress."""
+        self._report = report
+        self._clock = clock
+        self._last = clock()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the last progress."""
+        return self._clock() - self._last
+
+    def progress(self) -> None:
+        """Record progress."""
+        self._last, self.num_reports = self._clock(), 0
+
+    def check(self, waiting_for: str) -> None:
+        """Log the report, or end the wait, if it is time; to be called at least once a second.
+
+        Args:
+            waiting_for: For the messages: "12 of 64 requests".
+
+        Raises:
+            StallError: At the limit, with the report.
+        """
+        idle = self.idle
+        if idle >= self.timeout:
+            raise StallError(
+                f"no request was finished for {self.timeout:g} s; waiting for {waiting_for}: engines are stopped, "
+                "overloaded, or the limit is too low (VLLMPool(generate_timeout=...)).\n"
+                f"{self._report()}\n{CURE}"
+            )
+        if idle >= self.report_after * (self.num_reports + 1):
+            self.num_reports = int(idle // self.report_after)
+            log.warning(
+                "no request was finished for %.0f s; waiting for %s, at most until %g s have passed.\n%s",
+                *(idle, waiting_for, self.timeout, self._report()),
+            )
 
 
 class RequestScheduler:
-    """One caller's requests on their way through a manager: given out, taken back from engines that die, and finished.
+    """Requests of one caller: pending, then in flight on an engine, then finished.
 
     Args:
-        manager: The engines; other callers may use them at the same time.
-        timeout: Seconds without any job being finished, while somebody waits for one.
+        manager: Of the engines; other callers may use them at the same time.
+        timeout: Seconds without a finished job while :meth:`collect` waits.
+        clock: Seconds, monotonic.
     """
 
-    def __init__(self, manager: EngineManager, timeout: float) -> None:
+    def __init__(self, manager: EngineManager, timeout: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
-        self._jobs: list[list[Request]] = []
+        self._clock = clock
         self._name = f"{threading.current_thread().name}-{uuid.uuid4().hex[:8]}"
-        self._results: dict[int, list[Completion]] = {}  # not asked for yet
-        self._finished = 0
-        self._failures: list[int] = []
-        self._todo: deque[int] = deque()
-        self._queued = contextlib.ExitStack()
-        self._queued.enter_context(manager.queue(self._describe))
-        self._given: dict[Any, tuple[int, EngineHandle, str]] = {}  # result -> job, engine, key
-        self._unserved: float | None = None  # since when no engine serves
-        self._watchdog = StallDetector(manager.report, report_after=manager.policy.report_after, timeout=timeout)
+        self._jobs: list[list[Request]] = []
+        self._attempts: list[int] = []  # that failed, of each job
+        self._pending: deque[int] = deque()
+        self._in_flight: dict[Any, tuple[int, EngineHandle, str]] = {}  # Ray's reference -> job, engine, key
+        self._results: dict[int, list[Completion]] = {}  # not collected yet
+        self._num_finished = 0
+        self._unserved_since: float | None = None
+        self._registration = contextlib.ExitStack()
+        self._registration.enter_context(manager.reporting(self._describe))
+        self.stall_detector = StallDetector(
+            manager.report, report_after=manager.policy.report_after, timeout=timeout, clock=clock
+        )
 
-    def add(self, requests: list[Request]) -> int:
-        """Queue requests that stay together.
+    def submit(self, requests: list[Request]) -> int:
+        """Queue a job.
 
         Args:
             requests: At least one.
@@ -100,125 +136,124 @@ class RequestScheduler:
             The number of the job.
         """
         self._jobs.append(requests)
-        self._failures.append(0)
-        self._todo.append(len(self._jobs) - 1)
-        self._give_out()
+        self._attempts.append(0)
+        self._pending.append(len(self._jobs) - 1)
+        self._dispatch()
         return len(self._jobs) - 1
 
     def collect(self) -> dict[int, list[Completion]]:
         """Wait until a job is finished.
 
         Returns:
-            The completions of every job that is, by number; each once; nothing when no job is left.
+            The completions of every job that has finished since the last call, by number; empty if no job is left.
 
         Raises:
-            RequestError: If vLLM refuses a request.
+            RequestError: If the engine refuses a request.
             StallError: If nothing was finished in time.
             WeightsNeededError: If no engine serves any more, and some wait for weights or are starting.
-            EngineError: If no engine is left, or several failed while they worked on one job.
+            EngineError: If all engines are dead, or several died while they worked on one job.
         """
-        self._watchdog.progress()  # nobody has waited since the last call
-        while not self._results and (self._todo or self._given):
-            self._give_out()
-            self._take_back()
-            self._check()
-            self._collect()
+        self.stall_detector.progress()  # nobody has waited since the last call
+        while not self._results and (self._pending or self._in_flight):
+            self._dispatch()
+            self._requeue_lost()
+            self.check()
+            self._collect_ready()
         results, self._results = self._results, {}
         return results
 
     def close(self) -> None:
-        """Have engines forget what is not finished; a second call does nothing."""
-        self._todo.clear()
-        self._drop()
-        self._queued.close()
+        """Cancel what is not finished; a second call does nothing."""
+        self._pending.clear()
+        self._cancel()
+        self._registration.close()
 
     def _describe(self) -> str:
         return (
-            f"queue of {self._name}: {len(self._todo)} jobs wait for an engine, {len(self._given)} are with one, "
-            f"{self._finished} of {len(self._jobs)} are finished, the last {self._watchdog.idle:.0f} s ago"
+            f"queue of {self._name}: {len(self._pending)} jobs are pending, {len(self._in_flight)} in flight, "
+            f"{self._num_finished} of {len(self._jobs)} finished, the last {self.stall_detector.idle:.0f} s ago"
         )
 
-    def _give_out(self) -> None:
-        """Hand jobs to engines while these take any."""
-        while self._todo:
-            requests = self._jobs[self._todo[0]]
-            handle = self._manager.acquire(len(requests), _REQUESTS_AHEAD)
+    def _dispatch(self) -> None:
+        """Send pending jobs to engines that accept requests."""
+        while self._pending:
+            requests = self._jobs[self._pending[0]]
+            handle = self._manager.acquire(len(requests), _MAX_REQUESTS_PER_ENGINE)
             if handle is None:
                 return
-            job = self._todo.popleft()
-            key = f"{self._name}-{job}-{self._failures[job]}"
-            self._given[handle.actor.generate.remote(key, requests)] = (job, handle, key)
+            job = self._pending.popleft()
+            key = f"{self._name}-{job}-{self._attempts[job]}"
+            self._in_flight[handle.actor.generate.remote(key, requests)] = (job, handle, key)
 
-    def _take_back(self) -> None:
-        """Queue again what dead engines had, without waiting for Ray to notice that they are."""
-        for ref, (job, handle, _) in list(self._given.items()):
+    def _requeue_lost(self) -> None:
+        """Requeue the jobs of dead engines, without waiting for Ray to notice that they are dead."""
+        for ref, (job, handle, _) in list(self._in_flight.items()):
             if handle.state is State.DEAD:
-                del self._given[ref]
-                self._failed(job, handle, handle.reason)
+                del self._in_flight[ref]
+                self._requeue(job, handle, handle.reason)
 
-    def _failed(self, job: int, handle: EngineHandle, reason: str) -> None:
+    def _requeue(self, job: int, handle: EngineHandle, reason: str) -> None:
         self._manager.release(handle, len(self._jobs[job]))
-        self._failures[job] += 1
+        self._attempts[job] += 1
         limit = self._manager.policy.request_attempts
-        if self._failures[job] >= limit:
+        if self._attempts[job] >= limit:
             raise EngineError(
                 f"{limit} engines failed while they worked on the same {len(self._jobs[job])} request(s), which is as "
                 f"many as HealthPolicy(request_attempts=...) allows; the last was {handle}: {reason}. {CURE}"
             )
-        self._todo.appendleft(job)
+        self._pending.appendleft(job)
 
-    def _check(self) -> None:
-        """End the waiting when it has become pointless."""
+    def check(self) -> None:
+        """Raise if there is no point in waiting any longer, for one of the reasons of :meth:`collect`."""
         manager = self._manager
         if manager.closed:
-            raise EngineError("the pool was closed while requests were under way")
-        self._watchdog.check(f"{len(self._jobs) - self._finished} of {len(self._jobs)} jobs of {self._name}")
+            raise EngineError("the pool was closed while requests were in flight")
+        self.stall_detector.check(f"{len(self._jobs) - self._num_finished} of {len(self._jobs)} jobs of {self._name}")
         if manager.expects_service:
-            self._unserved = None
+            self._unserved_since = None
             return
-        now = time.monotonic()
-        self._unserved = now if self._unserved is None else self._unserved
+        now = self._clock()
+        self._unserved_since = now if self._unserved_since is None else self._unserved_since
         limit = manager.policy.recovery_timeout
-        if manager.hopeless:
-            raise EngineError(f"no vLLM engine serves, and all are dead for good:\n{manager.report()}\n{CURE}")
-        if now - self._unserved >= limit:
+        if manager.all_dead:
+            raise EngineError(f"no {manager.engine_name} serves, and none is restarted:\n{manager.report()}\n{CURE}")
+        if now - self._unserved_since >= limit:
             raise WeightsNeededError(
-                f"no vLLM engine serves, and none was brought back by a weight sync within {limit:g} s "
+                f"no {manager.engine_name} serves, and none was brought back by a weight sync within {limit:g} s "
                 f"(HealthPolicy(recovery_timeout=...)):\n{manager.report()}\n{CURE}"
             )
 
-    def _collect(self) -> None:
-        """Take results, waiting a second at most."""
+    def _collect_ready(self) -> None:
+        """Take the results that are ready, after waiting a second at most."""
         import ray
 
-        if not self._given:
-            if self._todo:
+        if not self._in_flight:
+            if self._pending:
                 self._manager.wait(0.2)
             return
-        ready, _ = ray.wait(list(self._given), num_returns=1, timeout=1.0)
-        if ready:  # and whatever else has come meanwhile
-            ready, _ = ray.wait(list(self._given), num_returns=len(self._given), timeout=0)
+        ready, _ = ray.wait(list(self._in_flight), num_returns=1, timeout=1.0)
+        if ready:  # and what else has arrived meanwhile
+            ready, _ = ray.wait(list(self._in_flight), num_returns=len(self._in_flight), timeout=0)
         for ref in ready:
-            job, handle, _ = self._given.pop(ref)
+            job, handle, _ = self._in_flight.pop(ref)
             try:
                 self._results[job] = fetch(ref, handle, "generating")
             except EngineFailure as error:
                 self._manager.mark_dead(handle, str(error))
-                self._failed(job, handle, str(error))
+                self._requeue(job, handle, str(error))
                 continue
             except BaseException:
                 self._manager.release(handle, len(self._jobs[job]))
                 raise
             self._manager.release(handle, len(self._jobs[job]))
-            self._finished += 1
-            self._watchdog.progress()
+            self._num_finished += 1
+            self.stall_detector.progress()
 
-    def _drop(self) -> None:
-        """Tell engines to forget what nobody waits for any more."""
-        given = list(self._given.values())
-        self._given = {}
+    def _cancel(self) -> None:
+        """Abort the requests in flight."""
+        in_flight, self._in_flight = list(self._in_flight.values()), {}
         keys: dict[EngineHandle, list[str]] = {}
-        for job, handle, key in given:
+        for job, handle, key in in_flight:
             self._manager.release(handle, len(self._jobs[job]))
             keys.setdefault(handle, []).append(key)
         for handle, own in keys.items():

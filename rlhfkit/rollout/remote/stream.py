@@ -1,25 +1,24 @@
-"""``PoolStream``: groups of a ``VLLMPool`` as they are finished."""
+"""``PoolStream``: groups of a pool of remote engines, in the order in which they are finished."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, check_requests
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.remote.scheduler import RequestScheduler, sample_request, split_into_jobs
+from rlhfkit.rollout.remote.scheduler import RequestScheduler, split_into_jobs
 from rlhfkit.rollout.supervision.manager import EngineManager
-from rlhfkit.rollout.vllm.actor import Completion
+from rlhfkit.rollout.supervision.remote_engine import Completion, Request
 
 
 class PoolStream:
-    """A :class:`~rlhfkit.rollout.collector.GroupStream` over a manager: engines work on all that was submitted at once.
+    """A :class:`~rlhfkit.rollout.collector.GroupStream` of all engines; they work on everything that was submitted.
 
     Args:
-        manager: The engines.
+        manager: Of the engines.
         sampling: How to sample.
-        iteration: Goes into each sample's seed.
-        stops: The model's end-of-sequence tokens.
-        timeout: Seconds without anything being finished.
+        make_request: The request for one sample, given its prompt and position in the group.
+        timeout: Seconds without a finished request.
         knows_logprobs: Whether the engines report log-probs before truncation; else the samples have NaN.
     """
 
@@ -27,74 +26,71 @@ class PoolStream:
         self,
         manager: EngineManager,
         sampling: SamplingSpec,
-        iteration: int,
-        stops: tuple[int, ...],
+        make_request: Callable[[Prompt, int], Request],
         timeout: float,
         *,
         knows_logprobs: bool,
     ) -> None:
+        self.scheduler = RequestScheduler(manager, timeout)
         self._manager = manager
         self._sampling = sampling
-        self._iteration = iteration
-        self._stops = stops
+        self._make_request = make_request
         self._knows_logprobs = knows_logprobs
-        self._jobs = RequestScheduler(manager, timeout)
         self._prompts: list[Prompt] = []
-        self._parts: dict[int, tuple[int, range]] = {}  # job -> prompt and positions in its group
-        self._samples: dict[int, list[Sample]] = {}  # by prompt
-        self._complete: list[int] = []
+        self._parts: dict[int, tuple[int, range]] = {}  # job -> row of the prompt and positions in its group
+        self._samples: dict[int, list[Sample]] = {}  # by row
+        self._complete: list[int] = []  # rows
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`.
+        """Begin with the groups of these prompts too.
 
         Raises:
             RequestError: If a prompt cannot be sampled; nothing is sent then.
         """
-        spec, first, manager = self._sampling, len(self._prompts), self._manager
-        check_requests(prompts, spec, context=manager.max_model_len, vocabulary=manager.vocabulary)
+        manager, group_size, first = self._manager, self._sampling.group_size, len(self._prompts)
+        check_requests(prompts, self._sampling, context=manager.max_model_len, vocabulary=manager.vocabulary)
         self._prompts += prompts
-        for row, indices in split_into_jobs(len(prompts), spec.group_size, len(self._manager.handles)):
-            requests = [sample_request(prompts[row], index, spec, self._iteration, self._stops) for index in indices]
-            self._parts[self._jobs.add(requests)] = (first + row, indices)
+        for row, indices in split_into_jobs(len(prompts), group_size, manager.num_engines):
+            requests = [self._make_request(prompts[row], index) for index in indices]
+            self._parts[self.scheduler.submit(requests)] = (first + row, indices)
 
     def collect(self, most: int) -> list[list[Sample]]:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`.
+        """Wait for groups; see :meth:`GroupStream.collect <rlhfkit.rollout.collector.GroupStream.collect>`.
 
         Raises:
-            RequestError: If vLLM refuses a request.
-            EngineError: If no engine is left, or nothing was finished in time. What an engine that dies has not
-                finished is made by the others.
+            RequestError: If an engine refuses a request.
+            EngineError: If all engines are dead, or nothing was finished in time. What a dead engine has not finished
+                is sampled by the others.
         """
         while not self._complete:
-            finished = self._jobs.collect()
+            finished = self.scheduler.collect()
             if not finished:
                 return []
             for job, completions in finished.items():
                 self._take(*self._parts.pop(job), completions)
         self._complete.sort()
-        given, self._complete = self._complete[:most], self._complete[most:]
-        return [sorted(self._samples.pop(place), key=lambda sample: sample.sample_index) for place in given]
+        rows, self._complete = self._complete[:most], self._complete[most:]
+        return [sorted(self._samples.pop(row), key=lambda sample: sample.sample_index) for row in rows]
 
-    def _take(self, place: int, indices: range, completions: list[Completion]) -> None:
-        group = self._samples.setdefault(place, [])
+    def _take(self, row: int, indices: range, completions: list[Completion]) -> None:
+        group = self._samples.setdefault(row, [])
         for index, completion in zip(indices, completions, strict=True):
-            sample = _sample(self._prompts[place], index, completion)
+            sample = _to_sample(self._prompts[row], index, completion)
             if not self._knows_logprobs:
                 sample.logprobs = [math.nan] * len(sample.logprobs)
             group.append(sample)
         if len(group) == self._sampling.group_size:
-            self._complete.append(place)
+            self._complete.append(row)
 
     def close(self) -> None:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
-        self._jobs.close()
+        """Cancel what is not finished; a second call does nothing."""
+        self.scheduler.close()
         self._complete, self._samples = [], {}
 
 
-def _sample(prompt: Prompt, index: int, completion: Completion) -> Sample:
-    """A completion as a record."""
+def _to_sample(prompt: Prompt, index: int, completion: Completion) -> Sample:
     token_ids, logprobs, finish, spans = completion
     if finish not in ("stop", "length"):
-        raise EngineError(f"vLLM ended sample {index} of prompt {prompt.index} with {finish!r}")
+        raise EngineError(f"the engine ended sample {index} of prompt {prompt.index} with {finish!r}")
     versions = [int(label) for label, start, end in spans for _ in range(start, end)]
     return Sample(prompt, index, token_ids, logprobs, versions, "stop" if finish == "stop" else "length")

@@ -1,5 +1,5 @@
-"""Engine processes kept alive: started, asked whether they live, marked dead, started again.
+"""Remote engine processes: started, probed, marked dead, restarted.
 
-May import: the ground of rollout (``engine.py``, ``errors.py``) and Ray, when used.
-Start at :mod:`rlhfkit.rollout.supervision.manager`; ``health.py`` holds the rules as plain bookkeeping.
+May import: ``rollout/errors.py``, ``ray_session.py``, and Ray, when used.
+Start at :mod:`rlhfkit.rollout.supervision.manager`; ``remote_engine.py`` is what it calls on an engine.
 """

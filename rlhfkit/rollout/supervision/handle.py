@@ -1,116 +1,105 @@
-"""``EngineHandle``: one engine process, from its start to its end, and calls to several of them at once."""
+"""``EngineHandle``: one engine process, from start to death, and remote calls to several of them at once."""
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, RefusedRequest, RequestError
-from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, may_follow
+from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, can_follow
 
 
 class EngineHandle:
-    """An engine process. When it dies, another with the same number takes its place; this one stays dead.
+    """One process of an engine. When it dies a new process, with a new handle, gets the same number.
 
     Args:
+        name: Of the engine, for messages: ``"vLLM engine 0 of 2"``.
         number: Of the engine in its manager.
-        size: Engines of the manager, for messages.
-        actor: The Ray actor; its ``start`` was called.
-        started: Will hold what ``start`` returns.
+        actor: The Ray actor, a :class:`~rlhfkit.rollout.supervision.remote_engine.RemoteEngine`; ``start`` was called.
+        start_ref: Ray's reference to what ``start`` returns.
         restarts: Processes that this engine has used up before.
-        policy: How it is watched.
+        policy: How it is probed.
         start_timeout: Seconds that it may take to start.
     """
 
     def __init__(
         self,
+        name: str,
         number: int,
-        size: int,
         actor: Any,
-        started: Any,
+        start_ref: Any,
         restarts: int,
         policy: HealthPolicy,
         start_timeout: float,
     ) -> None:
+        self.name = name
         self.number = number
-        self.size = size
         self.actor = actor
-        self.started = started
+        self.start_ref = start_ref
         self.restarts = restarts
-        self.start_by = time.monotonic() + start_timeout
+        self.start_deadline = time.monotonic() + start_timeout
         self.state = State.STARTING
         self.probes = Probes(policy, time.monotonic())
-        self.probe: Any = None
-        """Will hold the answer to the open question."""
-        self.silent = 0.0
-        """Seconds since its model's process made a step, as it said last."""
+        self.probe_ref: Any = None
+        """Ray's reference to the answer of the open probe."""
+        self.seconds_since_step = 0.0
+        """As reported by its last answer."""
         self.paused = False
-        """Whether it computed nothing on purpose, as it said last."""
-        self.load = 0
-        """Requests it was given and has not answered, of all callers."""
+        """As reported by its last answer."""
+        self.num_requests = 0
+        """Requests in flight, of all callers."""
         self.version: int | None = None
         """Of the weights it serves."""
-        self.dirty = False
-        """A transfer broke off: its weights are garbage until the next."""
+        self.has_partial_weights = False
+        """Whether its last weight transfer broke off, so that its weights are unusable until the next."""
         self.asleep = False
-        """It has given up memory, and must be woken before it is sent weights."""
+        """Whether it has given up memory and must be woken before it is sent weights."""
         self.info: dict[str, Any] = {}
-        """What ``start`` returned: ``pid``, ``node``, ``processes``, ``max_model_len``."""
+        """What ``start`` returned: ``pid``, ``node``, ``processes``, ``max_model_len``, ``vocabulary``."""
         self.reason = ""
         """Why it died."""
 
     def __str__(self) -> str:
         pid = self.info.get("pid")
-        return f"vLLM engine {self.number} of {self.size}" + (f" (process {pid})" if pid else "")
+        return self.name + (f" (process {pid})" if pid else "")
 
-    def become(self, state: State) -> None:
-        """Change state.
-
-        Args:
-            state: The new one.
+    def change_state(self, state: State) -> None:
+        """Change the state.
 
         Raises:
-            RuntimeError: If no such change exists, which is a bug of ours.
+            RuntimeError: If there is no such transition, which is a bug.
         """
-        if not may_follow(self.state, state):
+        if not can_follow(self.state, state):
             raise RuntimeError(f"{self} is {self.state.value} and cannot become {state.value}")
         self.state = state
 
     def takes_requests(self, now: float) -> bool:
-        """Whether it may be given requests: it serves, and has not missed a probe.
-
-        Args:
-            now: Seconds, monotonic.
-        """
+        """Whether it may be given requests: it serves and has missed no probe."""
         return self.state is State.SERVING and not self.probes.missed(now)
 
     def describe(self, now: float) -> str:
-        """One line for reports.
-
-        Args:
-            now: Seconds, monotonic.
-        """
+        """Describe the state in one line."""
         words = f"{self}: {self.state.value}"
         if self.reason:
             words += f" ({self.reason})"
         if self.state not in (State.STARTING, State.DEAD):
-            words += (
-                f", version {self.version}, {self.load} requests, answered {now - self.probes.last_answer:.1f} s ago"
-                f" ({'paused' if self.paused else f'last step {self.silent:.1f} s before'})"
-            )
+            step = "paused" if self.paused else f"last step {self.seconds_since_step:.1f} s before"
+            answered = now - self.probes.last_answer
+            words += f", version {self.version}, {self.num_requests} requests, answered {answered:.1f} s ago ({step})"
         return words + (f", restarted {self.restarts} times" if self.restarts else "")
 
 
 def fetch(ref: Any, handle: EngineHandle, doing: str) -> Any:
-    """The result of a call that has ended.
+    """Fetch the result of a remote call that has ended.
 
     Args:
-        ref: What :func:`ray.wait` found ready.
-        handle: Where it ran.
+        ref: Ray's reference, found ready by :func:`ray.wait`.
+        handle: The engine that was called.
         doing: For the message.
 
     Raises:
-        RequestError: If vLLM refused what was asked.
+        RequestError: If the engine refused a request.
         EngineFailure: If the engine failed or died.
     """
     import ray
@@ -130,10 +119,10 @@ def fetch(ref: Any, handle: EngineHandle, doing: str) -> Any:
 
 
 class RemoteCall:
-    """One method called on several engines, under way.
+    """One method called on several engines, in flight.
 
     Args:
-        waiting: What will hold the result, and the engine it comes from.
+        waiting: The engine of each of Ray's references.
         doing: What the engines do, for messages: "loading weights".
         timeout: Seconds from now.
     """
@@ -149,7 +138,7 @@ class RemoteCall:
         self._collect(0.0)
 
     def result(self) -> list[Any]:
-        """Results in the order of the engines.
+        """Wait for all results, in the order of the engines.
 
         Raises:
             EngineError: If an engine failed, or the time is up.
@@ -157,16 +146,16 @@ class RemoteCall:
         while self._waiting:
             left = self._deadline - time.monotonic()
             if left <= 0:
-                late = sorted(handle.number for handle in self._waiting.values())
+                late = ", ".join(sorted(map(str, self._waiting.values())))
                 raise EngineError(
-                    f"vLLM engine(s) {late} did not finish {self._doing} within {self._timeout:g} s: stopped, "
-                    f"overloaded, or the limit is too low (VLLMPool(..._timeout=...)). {CURE}"
+                    f"{late} did not finish {self._doing} within {self._timeout:g} s: stopped, overloaded, or the "
+                    f"limit is too low (VLLMPool(..._timeout=...)). {CURE}"
                 )
             self._collect(min(left, 1.0))
         return [self._results[number] for number in sorted(self._results)]
 
     def _collect(self, timeout: float) -> None:
-        """Take what is ready, waiting for at least one."""
+        """Take the results that are ready, after waiting for one of them."""
         import ray
 
         if not self._waiting:
@@ -182,13 +171,11 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class EngineHandles:
-    """Several engines: what a weight sender sees of a manager
-    (:class:`~rlhfkit.rollout.weight_sync.sender.Receivers`).
-    """
+    """Several engines, as a weight sender sees them: a :class:`~rlhfkit.rollout.weight_sync.sender.Receivers`."""
 
     handles: tuple[EngineHandle, ...]
-    workers_each: int
-    """Processes that hold weights, per engine."""
+    workers_per_engine: int
+    """Processes of each engine that hold weights."""
     address: str
     """Where they reach this process."""
     timeout: float
@@ -196,8 +183,8 @@ class EngineHandles:
 
     @property
     def num_workers(self) -> int:
-        """Processes that hold weights."""
-        return len(self.handles) * self.workers_each
+        """Processes that hold weights, of all engines."""
+        return len(self.handles) * self.workers_per_engine
 
     def submit(
         self,
@@ -207,45 +194,43 @@ class EngineHandles:
         timeout: float | None = None,
         each: Sequence[tuple[Any, ...]] | None = None,
     ) -> RemoteCall:
-        """Call a method on every one.
+        """Call a method on every engine.
 
         Args:
-            method: Of :class:`~rlhfkit.rollout.vllm.actor.VLLMActor`.
-            *args: Same for all.
+            method: Of :class:`~rlhfkit.rollout.supervision.remote_engine.RemoteEngine`.
+            *args: The same for all engines.
             doing: For messages.
-            timeout: Seconds; ``None``: those of a step of a transfer.
-            each: Arguments per engine instead.
+            timeout: Seconds; ``None``: :attr:`timeout`.
+            each: Arguments of each engine, instead of ``args``.
         """
         refs = {}
         for place, handle in enumerate(self.handles):
             refs[getattr(handle.actor, method).remote(*(args if each is None else each[place]))] = handle
         return RemoteCall(refs, doing, self.timeout if timeout is None else timeout)
 
-    def connect(self, rendezvous: dict[str, Any], *, ranked: bool = True) -> RemoteCall:
-        """Have every worker get ready for transfers.
+    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> RemoteCall:
+        """Have every worker prepare for transfers.
 
         Args:
-            rendezvous: What it is told.
-            ranked: The workers join a group, in which those of the i-th engine are ranks 1 + i * ``workers_each`` on;
-                each engine is told its first as ``rank_offset``.
+            init_info: The same for all engines.
+            ranked: Whether the workers join a group with ranks. Those of engine i are ranks
+                1 + i * ``workers_per_engine`` on; ``init_info`` gets the first of them as ``rank_offset``.
         """
-        offsets = [{"rank_offset": 1 + i * self.workers_each} if ranked else {} for i in range(len(self.handles))]
-        each = [(rendezvous | offset,) for offset in offsets]
+        offsets = [{"rank_offset": 1 + i * self.workers_per_engine} if ranked else {} for i in range(len(self.handles))]
+        each = [(init_info | offset,) for offset in offsets]
         return self.submit("connect", doing="joining the weight transfer", each=each)
 
-    def update(self, update: dict[str, Any]) -> RemoteCall:
-        """Have every worker receive."""
-        return self.submit("update", update, doing="loading weights")
+    def update(self, update_info: dict[str, Any]) -> RemoteCall:
+        """Have every worker receive weights."""
+        return self.submit("update", update_info, doing="loading weights")
 
 
 def kill_processes(processes: Iterable[tuple[int, float]]) -> None:
-    """SIGKILL processes of this machine, also stopped ones.
+    """Send SIGKILL to processes of this machine, also to suspended ones.
 
     Args:
-        processes: Number and time of creation of each, as a number may belong to another by now.
+        processes: Pid and creation time of each; a pid with another creation time belongs to another process by now.
     """
-    import contextlib
-
     import psutil
 
     for pid, created in processes:

@@ -1,6 +1,6 @@
-"""When an engine counts as dead, and what it may do in between: pure bookkeeping, with the time passed in.
+"""When an engine is declared dead, and the states it passes through: bookkeeping only, with the time passed in.
 
-The numbers and the rule that a restarted engine serves nothing before it was sent the current weights are NeMo-RL's.
+The defaults, and the rule that a restarted engine serves nothing before it has the current weights, are NeMo-RL's.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rlhfkit.validation import check_integer, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class HealthPolicy:
-    """How engines are watched, and what is done about those that fail.
+    """How engines are probed, and how often they and their requests are tried again.
 
     Example::
 
@@ -22,28 +22,27 @@ class HealthPolicy:
     """
 
     probe_period: float = 5.0
-    """Seconds between two questions to an engine (NeMo-RL: 5)."""
+    """Seconds between two health probes of an engine (NeMo-RL: 5)."""
     probe_timeout: float = 2.0
-    """Seconds after which an unanswered question counts as missed (NeMo-RL: 2). An engine that misses one gets no new
+    """Seconds after which an unanswered probe counts as missed (NeMo-RL: 2). An engine that missed one gets no new
     requests until it has answered."""
     probe_failures: int = 3
-    """So many missed one after another, and the engine is killed (NeMo-RL: 3)."""
-    silence_timeout: float = 300.0
-    """Seconds that a busy engine may answer without its model's process having made a step: a long prompt on a slow
-    processor takes many."""
+    """Consecutive missed probes after which an engine is killed (NeMo-RL: 3)."""
+    step_timeout: float = 300.0
+    """Seconds that a busy engine may answer probes without making a step; a long prompt on a CPU takes many."""
     max_restarts: int = 5
-    """Times that one engine is started again (NeMo-RL: 5); 0: never."""
+    """Restarts of one engine (NeMo-RL: 5); 0: none."""
     request_attempts: int = 5
-    """Engines that may fail while working on one request (NeMo-RL: 5): a request that kills them has an end."""
+    """Attempts at one request on engines that die (NeMo-RL: 5), so that a request which kills engines has an end."""
     recovery_timeout: float = 60.0
-    """Seconds that ``generate`` waits, when no engine serves, for a weight sync of another thread to bring one back."""
+    """Seconds that ``generate`` waits, when no engine serves, for a weight sync in another thread to bring one back."""
     report_after: float = 120.0
-    """Seconds without a finished sample after which the state of everything is logged, and again each time they pass;
-    ``VLLMPool(generate_timeout=...)`` is the end of waiting."""
+    """Seconds without a finished request after which the state of all engines is logged, and again each time they pass.
+    ``VLLMPool(generate_timeout=...)`` ends the wait."""
 
     def __post_init__(self) -> None:
-        """Check every field once, where it is written."""
-        for name in ("probe_period", "probe_timeout", "silence_timeout", "report_after"):
+        """Check every field."""
+        for name in ("probe_period", "probe_timeout", "step_timeout", "report_after"):
             check_number(name, getattr(self, name), above=0, why="it is in seconds")
         for name, least in (("probe_failures", 1), ("request_attempts", 1), ("max_restarts", 0)):
             check_integer(name, getattr(self, name), minimum=least)
@@ -51,12 +50,12 @@ class HealthPolicy:
 
     @property
     def detection_seconds(self) -> float:
-        """After so long at most, an engine that was stopped counts as dead."""
+        """Longest time until a stopped engine is declared dead."""
         return self.probe_period * self.probe_failures + self.probe_timeout
 
 
 class State(Enum):
-    """What one engine process may do. Only ``SERVING`` ones are given requests."""
+    """State of an engine process. Only ``SERVING`` ones are given requests."""
 
     STARTING = "starting"
     STALE = "up, waiting for weights"
@@ -66,7 +65,7 @@ class State(Enum):
     DEAD = "dead"
 
 
-# A process that has died never comes back: its successor begins at STARTING.
+# A dead process stays dead: its successor begins at STARTING.
 _NEXT: dict[State, tuple[State, ...]] = {
     State.STARTING: (State.STALE, State.DEAD),
     State.STALE: (State.SYNCING, State.SERVING, State.ASLEEP, State.DEAD),
@@ -77,82 +76,49 @@ _NEXT: dict[State, tuple[State, ...]] = {
 }
 
 
-def may_follow(before: State, after: State) -> bool:
-    """Whether a process in one state may come into another.
-
-    Args:
-        before: Its state.
-        after: Asked for.
-    """
+def can_follow(before: State, after: State) -> bool:
+    """Whether a process may change from one state to another."""
     return after in _NEXT[before]
 
 
 class Probes:
-    """The questions to one engine process and its answers, and the verdict.
+    """The health probes of one engine process. All times are in seconds, from a monotonic clock.
 
-    One question is open at a time; while it stays open, every further ``probe_period`` counts as one more missed, as
-    nothing would be learnt from asking someone again who has not answered yet.
-
-    Args:
-        policy: The numbers.
-        now: Seconds, from any clock that only goes forward.
+    One probe is open at a time. While it stays open every further ``probe_period`` counts as one more missed: a second
+    probe of an engine that does not answer would show nothing new.
     """
 
     def __init__(self, policy: HealthPolicy, now: float) -> None:
         self._policy = policy
-        self._asked: float | None = None
+        self._sent_at: float | None = None
         self.last_answer = now
         """When the engine answered last."""
 
     def due(self, now: float) -> bool:
-        """Whether it is time for a question.
+        """Whether it is time for a probe."""
+        return self._sent_at is None and now - self.last_answer >= self._policy.probe_period
 
-        Args:
-            now: Seconds.
-        """
-        return self._asked is None and now - self.last_answer >= self._policy.probe_period
-
-    def asked(self, now: float) -> None:
-        """A question was sent.
-
-        Args:
-            now: Seconds.
-        """
-        self._asked = now
+    def sent(self, now: float) -> None:
+        """Record that a probe was sent."""
+        self._sent_at = now
 
     def answered(self, now: float) -> None:
-        """It was answered.
+        """Record that the engine answered."""
+        self._sent_at, self.last_answer = None, now
 
-        Args:
-            now: Seconds.
-        """
-        self._asked, self.last_answer = None, now
-
-    def excuse(self, seconds: float) -> None:
-        """Time that does not count, as whoever asks was not running himself.
-
-        Args:
-            seconds: How long.
-        """
+    def discount(self, seconds: float) -> None:
+        """Leave out a time in which this process was itself suspended."""
         self.last_answer += seconds
-        if self._asked is not None:
-            self._asked += seconds
+        if self._sent_at is not None:
+            self._sent_at += seconds
 
     def missed(self, now: float) -> int:
-        """Questions missed so far, one after another.
-
-        Args:
-            now: Seconds.
-        """
-        if self._asked is None:
+        """Number of consecutive probes that were missed."""
+        if self._sent_at is None:
             return 0
-        late = now - self._asked - self._policy.probe_timeout
+        late = now - self._sent_at - self._policy.probe_timeout
         return 0 if late < 0 else 1 + int(late // self._policy.probe_period)
 
-    def dead(self, now: float) -> bool:
-        """Whether the engine counts as dead.
-
-        Args:
-            now: Seconds.
-        """
+    def failed(self, now: float) -> bool:
+        """Whether so many probes were missed that the engine is to be declared dead."""
         return self.missed(now) >= self._policy.probe_failures

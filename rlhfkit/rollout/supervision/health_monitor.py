@@ -1,4 +1,4 @@
-"""Asking engines whether they live: now and then by a thread, and at once after something has failed."""
+"""Health probes of engines: periodically by a thread, and at once after something has failed."""
 
 import logging
 import threading
@@ -16,91 +16,91 @@ log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 
 
-class Watched(Protocol):
-    """What watching needs of a :class:`~rlhfkit.rollout.supervision.manager.EngineManager`."""
+class Monitored(Protocol):
+    """What the health monitor calls on an :class:`~rlhfkit.rollout.supervision.manager.EngineManager`."""
 
     policy: HealthPolicy
 
     @property
     def handles(self) -> list[EngineHandle]:
-        """The engines."""
+        """All engines."""
         ...
 
-    def is_up(self, handle: EngineHandle, info: dict[str, Any]) -> None:
-        """An engine has started."""
+    def mark_started(self, handle: EngineHandle, info: dict[str, Any]) -> None:
+        """Record that an engine has started."""
         ...
 
     def mark_dead(self, handle: EngineHandle, reason: str) -> None:
-        """An engine has died."""
+        """Record that an engine has died."""
         ...
 
 
-def watch(fleet_reference: "ref[Watched]", closed: threading.Event) -> None:
-    """Body of the watching thread; it ends with the manager.
+def monitor_health(manager_ref: "ref[Monitored]", closed: threading.Event) -> None:
+    """Probe the engines until the manager is closed or garbage collected; the body of a thread.
 
     Args:
-        fleet_reference: The manager, not kept alive.
-        closed: Set when there is nothing to watch any more.
+        manager_ref: A weak reference, so that the thread does not keep the manager alive.
+        closed: Set when the manager is closed.
     """
     before = time.monotonic()
     while not closed.wait(_TICK_SECONDS):
-        manager, now = fleet_reference(), time.monotonic()
+        manager, now = manager_ref(), time.monotonic()
         if manager is None:
             return
-        if now - before > 4 * _TICK_SECONDS:  # this process itself stood still: nobody's answer could be seen
+        if now - before > 4 * _TICK_SECONDS:  # this process was suspended, and saw no answers
             for handle in manager.handles:
-                handle.probes.excuse(now - before)
+                handle.probes.discount(now - before)
         before = now
         try:
-            watch_once(manager, now)
+            check_engines(manager, now)
         except Exception:
             if closed.is_set():
                 return
-            log.exception("watching the engines failed; it goes on")
+            log.exception("probing the engines failed; it is tried again")
         del manager
 
 
-def watch_once(manager: Watched, now: float) -> None:
-    """Take answers that have come, send questions that are due, and mark_dead who did not answer.
+def check_engines(manager: Monitored, now: float) -> None:
+    """Take answers that have arrived, send probes that are due, and mark engines dead that did not answer.
 
     Args:
-        manager: The engines.
+        manager: Of the engines.
         now: Seconds, monotonic.
     """
     for handle in manager.handles:
         if handle.state is State.DEAD:
             continue
         if handle.state is State.STARTING:
-            _watch_start(manager, handle, now)
-        elif handle.probe is not None:
-            if _is_ready(handle.probe):
-                answer, handle.probe = handle.probe, None
+            _check_start(manager, handle, now)
+        elif handle.probe_ref is not None:
+            if _is_ready(handle.probe_ref):
+                answer, handle.probe_ref = handle.probe_ref, None
                 _take_answer(manager, handle, answer)
-            elif handle.probes.dead(now):
+            elif handle.probes.failed(now):
                 manager.mark_dead(handle, f"it did not answer for {now - handle.probes.last_answer:.0f} s")
         elif handle.probes.due(now):
-            handle.probe = handle.actor.health.remote()
-            handle.probes.asked(now)
+            handle.probe_ref = handle.actor.health.remote()
+            handle.probes.sent(now)
 
 
-def examine(manager: Watched, handles: Sequence[EngineHandle]) -> bool:
-    """Ask engines at once whether they live, after something has failed.
+def probe_now(manager: Monitored, handles: Sequence[EngineHandle]) -> bool:
+    """Probe engines at once, after something has failed.
 
     Args:
-        manager: Theirs.
-        handles: The engines.
+        manager: Of the engines.
+        handles: Which to probe.
 
     Returns:
-        Whether some are dead now.
+        Whether some of them are dead.
     """
     import ray
 
     limit = manager.policy.probe_timeout * manager.policy.probe_failures
     up = [handle for handle in handles if handle.state not in (State.DEAD, State.STARTING)]
-    asked = {handle.actor.health.remote(): handle for handle in up}
-    if asked:
-        ray.wait(list(asked), num_returns=len(asked), timeout=limit)
-    for answer, handle in asked.items():
+    probes = {handle.actor.health.remote(): handle for handle in up}
+    if probes:
+        ray.wait(list(probes), num_returns=len(probes), timeout=limit)
+    for answer, handle in probes.items():
         if _is_ready(answer):
             _take_answer(manager, handle, answer)
         else:
@@ -108,29 +108,29 @@ def examine(manager: Watched, handles: Sequence[EngineHandle]) -> bool:
     return any(handle.state is State.DEAD for handle in handles)
 
 
-def _watch_start(manager: Watched, handle: EngineHandle, now: float) -> None:
-    if _is_ready(handle.started):
+def _check_start(manager: Monitored, handle: EngineHandle, now: float) -> None:
+    if _is_ready(handle.start_ref):
         try:
-            info = fetch(handle.started, handle, "starting again")
+            info = fetch(handle.start_ref, handle, "starting again")
         except EngineError as error:
             manager.mark_dead(handle, str(error))
         else:
             log.info("%s is up again and gets weights with the next sync", handle)
-            manager.is_up(handle, info)
-    elif now > handle.start_by:
+            manager.mark_started(handle, info)
+    elif now > handle.start_deadline:
         manager.mark_dead(handle, "it took too long to start")
 
 
-def _take_answer(manager: Watched, handle: EngineHandle, answer: Any) -> None:
+def _take_answer(manager: Monitored, handle: EngineHandle, answer: Any) -> None:
     try:
-        health = fetch(answer, handle, "being asked whether it lives")
+        health = fetch(answer, handle, "answering a health probe")
     except EngineError as error:
         manager.mark_dead(handle, str(error))
         return
     handle.probes.answered(time.monotonic())
-    handle.silent, handle.paused = health["silent"], health["paused"]
-    if handle.silent > manager.policy.silence_timeout:
-        manager.mark_dead(handle, f"its model has not made a step for {handle.silent:.0f} s")
+    handle.seconds_since_step, handle.paused = health["seconds_since_step"], health["paused"]
+    if handle.seconds_since_step > manager.policy.step_timeout:
+        manager.mark_dead(handle, f"its model has not made a step for {handle.seconds_since_step:.0f} s")
 
 
 def _is_ready(answer: Any) -> bool:

@@ -1,5 +1,5 @@
-"""Several vLLM engines in Ray actors that look like one engine.
+"""vLLM engines in Ray actors.
 
-May import: all of rollout except ``local/``, and Ray and vLLM, when used.
-Start at :mod:`rlhfkit.rollout.vllm.pool`; ``scheduler.py`` hands out requests, ``actor.py`` is one engine.
+May import: ``remote/``, ``supervision/``, ``weight_sync/`` and the ground of rollout, and Ray and vLLM, when used.
+Start at :mod:`rlhfkit.rollout.vllm.pool`; ``actor.py`` is one engine, ``plugin.py`` runs inside vLLM's workers.
 """

@@ -1,9 +1,13 @@
-"""What every engine of a pool is started with: arguments of ``vllm.EngineArgs`` and environment variables."""
+"""What vLLM is given: arguments of ``EngineArgs`` and of ``SamplingParams``, and environment variables."""
 
 import os
 from typing import Any
 
 import torch
+
+from rlhfkit.data.types import Prompt
+from rlhfkit.rollout.engine import SamplingSpec, sample_seed
+from rlhfkit.rollout.supervision.remote_engine import Request
 
 
 def engine_arguments(
@@ -21,20 +25,16 @@ def engine_arguments(
     sleeps: bool,
     logprobs_mode: str,
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.EngineArgs``.
+    """Build the arguments of ``vllm.EngineArgs``. Those not listed here are arguments of :class:`~rlhfkit.VLLMPool`.
 
     Args:
         model: Folder or hub name.
         dtype: Type the engine computes in.
         trust_remote_code: Passed to Transformers.
-        tensor_parallel_size: GPUs (processes on a CPU) per engine.
-        max_model_len: Tokens of prompt and completion; ``None``: the model's context.
-        gpu_memory_utilization: Share of a GPU's memory.
-        kv_cache_gib: Size of the cache; ``None``: vLLM's choice, and 1 GiB on a CPU.
         device: ``"cpu"`` or ``"cuda"``.
         backend: Of the weight transfer.
-        load_weights: Read the model's own weights; else they come with the first sync.
-        sleeps: Whether it gives GPU memory back in between.
+        load_weights: Read the model's own weights; otherwise they come with the first sync.
+        sleeps: Whether the engine frees GPU memory between iterations.
         logprobs_mode: ``"processed_logprobs"``: of the distribution that is sampled from, after temperature and
             truncation. ``"raw_logprobs"``: of the model, before both. vLLM gives one of them.
     """
@@ -48,7 +48,7 @@ def engine_arguments(
         "seed": 0,
         "disable_log_stats": True,
         "logprobs_mode": logprobs_mode,
-        # Nothing of the model's generation_config.json is applied behind our back; every request says everything.
+        # Ignore the model's generation_config.json; every request sets all sampling parameters.
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": "rlhfkit.rollout.vllm.plugin.WorkerExtension",
@@ -57,9 +57,9 @@ def engine_arguments(
     if kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     if device == "cpu":
-        arguments["enforce_eager"] = True  # compiling costs minutes there and gains little
-        # When a part of a prompt fits into a step, vLLM 0.32 takes back the random number that it has drawn for it, by
-        # an offset that generators on a CPU do not have ("CPU Generator does not use offset"), and the engine dies.
+        arguments["enforce_eager"] = True  # compiling takes minutes there and gains little
+        # When only a part of a prompt fits into a step, vLLM 0.32 rewinds the random generator by an offset, which CPU
+        # generators do not have ("CPU Generator does not use offset"), and the engine dies.
         arguments["enable_chunked_prefill"] = False
     elif sleeps:
         arguments["enable_sleep_mode"] = True
@@ -71,7 +71,7 @@ def engine_arguments(
 
 
 def engine_environment(*, device: str, cpus_per_engine: int, in_process: bool, backend: str) -> dict[str, str]:
-    """Environment variables of an engine; must be set before it imports torch.
+    """Build the environment variables of an engine; they must be set before it imports torch.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
@@ -87,8 +87,8 @@ def engine_environment(*, device: str, cpus_per_engine: int, in_process: bool, b
     if device == "cpu":
         variables |= {
             "OMP_NUM_THREADS": str(cpus_per_engine),
-            # Each weight update frees the model layer by layer and packs the next. Memory that the operating system has
-            # to hand out anew is two to three times as slow as what the C library (glibc) has kept.
+            # Each weight update frees the model layer by layer and packs the new one. Memory that glibc has kept is two
+            # to three times as fast as new memory of the operating system.
             "MALLOC_ARENA_MAX": "1",
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(2**32),
@@ -100,6 +100,37 @@ def engine_environment(*, device: str, cpus_per_engine: int, in_process: bool, b
     if in_process:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if backend == "ipc":
-        # vLLM takes handles to GPU memory only so; they come from the trainer, over Ray, within one machine.
+        # vLLM needs this for handles to GPU memory; they come from the trainer, over Ray, within one machine.
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return variables
+
+
+def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: int, stops: tuple[int, ...]) -> Request:
+    """Build the request for one sample; every parameter that matters is set, none is left to vLLM's defaults.
+
+    Args:
+        prompt: The prompt.
+        index: Position in its group.
+        spec: How to sample.
+        iteration: Goes into the seed.
+        stops: The model's end-of-sequence tokens.
+    """
+    return prompt.token_ids, {
+        "n": 1,
+        "temperature": spec.temperature,
+        "top_p": spec.top_p,
+        "top_k": spec.top_k,
+        "min_p": spec.min_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": sample_seed(spec.seed, iteration, prompt.index, index),
+        "max_tokens": spec.max_new_tokens,
+        "min_tokens": spec.min_new_tokens,
+        "stop": list(spec.stop),
+        "stop_token_ids": [*stops, *spec.stop_token_ids],
+        "ignore_eos": True,  # the end-of-sequence tokens are among the stop tokens
+        "logprobs": 0,  # that of the sampled token only
+        "detokenize": bool(spec.stop),  # needed only to find stop texts
+        "skip_special_tokens": True,
+    }

@@ -1,10 +1,7 @@
-"""Two ways of running vLLM behind one asynchronous interface.
+"""Two ways of running vLLM 0.32 behind one asynchronous interface; vLLM is imported when a backend starts.
 
-- :class:`InProcessBackend` steps a synchronous ``LLMEngine`` in a thread of this process. One process, three times
-  faster to start; for CPUs. (vLLM's own layout is three processes, each of which imports vLLM.)
-- :class:`AsyncBackend` is vLLM's ``AsyncLLM``; for GPUs and tensor parallelism.
-
-vLLM is imported when a backend starts. Written for vLLM 0.32.
+:class:`InProcessBackend` steps a synchronous ``LLMEngine`` in a thread of this process, for CPUs: it starts three times
+as fast as vLLM's own three processes. :class:`AsyncBackend` is vLLM's ``AsyncLLM``, for GPUs and tensor parallelism.
 """
 
 import asyncio
@@ -26,10 +23,10 @@ class Backend(Protocol):
         ...
 
     async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
-        """Run one request to its end; cancelling the coroutine aborts the request. Returns a ``RequestOutput``.
+        """Run one request and return its ``RequestOutput``. Cancelling the coroutine aborts the request.
 
         Raises:
-            RefusedRequest: If the engine does not take it, and goes on with the others.
+            RefusedRequest: If the engine does not accept it; other requests are unaffected.
         """
         ...
 
@@ -38,15 +35,15 @@ class Backend(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop computing, keep the requests, forget all cached keys and values."""
+        """Stop computing, keep the requests, and clear the cache of keys and values."""
         ...
 
     async def resume(self) -> None:
-        """Go on; kept requests are computed anew."""
+        """Continue; the cache of kept requests is computed again."""
         ...
 
     async def set_version(self, version: str) -> None:
-        """Label of the weights, for tokens sampled from now on."""
+        """Set the version with which tokens are labelled from now on."""
         ...
 
     async def sleep(self, level: int) -> None:
@@ -54,16 +51,16 @@ class Backend(Protocol):
         ...
 
     async def wake(self, what: list[str] | None) -> bool:
-        """Undo :meth:`sleep`, or a part of it; true when nothing sleeps any more."""
+        """Undo :meth:`sleep`, or a part of it; true if everything is awake."""
         ...
 
     async def step_count(self) -> int:
-        """A number that grows while the engine's own process lives and works; raises if that has failed."""
+        """A number that grows while the engine's process computes; raises if it has failed."""
         ...
 
 
-class InProcessBackend:
-    """A synchronous ``LLMEngine``, owned by one thread; everybody else posts functions to that thread."""
+class InProcessBackend(Backend):
+    """A synchronous ``LLMEngine``, owned by one thread that runs the functions posted to it."""
 
     def __init__(self) -> None:
         self._posts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -74,7 +71,6 @@ class InProcessBackend:
         self._engine: Any = None
 
     async def start(self, arguments: dict[str, Any]) -> Any:
-        """See :class:`Backend`."""
         threading.Thread(target=self._work, name="vllm", daemon=True).start()
         return await self._post(lambda: self._build(arguments))
 
@@ -86,7 +82,7 @@ class InProcessBackend:
         return self._engine.vllm_config
 
     def _work(self) -> None:
-        """Body of the thread: serve posts first, then step."""
+        """Run the thread: posted functions first, then steps of the engine."""
         while True:
             idle = self._engine is None or self._paused or not self._engine.has_unfinished_requests()
             try:
@@ -100,7 +96,7 @@ class InProcessBackend:
         self._steps += 1
         try:
             outputs = self._engine.step()
-        except BaseException as error:  # the engine's state is undefined now: nothing may be served any more
+        except BaseException as error:  # the engine's state is undefined now
             self._failure, self._paused = error, True
             where = traceback.extract_tb(error.__traceback__)[-1]
             broken = RuntimeError(f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
@@ -114,7 +110,7 @@ class InProcessBackend:
                 loop.call_soon_threadsafe(_resolve, future, output)
 
     async def _post(self, function: Callable[[], Any]) -> Any:
-        """Run a function in the thread and wait for its result."""
+        """Run a function in the thread and return its result."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
 
@@ -132,7 +128,6 @@ class InProcessBackend:
         return await future
 
     async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
-        """See :class:`Backend`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -140,7 +135,7 @@ class InProcessBackend:
             try:
                 self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
             except Exception as error:
-                with contextlib.suppress(Exception):  # it may have been taken by one half of vLLM and not by the other
+                with contextlib.suppress(Exception):  # one half of vLLM may have accepted it
                     self._engine.abort_request([request_id])
                 raise RefusedRequest(f"{type(error).__name__}: {error}") from None
             self._running[request_id] = (future, loop)
@@ -157,12 +152,9 @@ class InProcessBackend:
             raise
 
     async def rpc(self, method: str, **kwargs: Any) -> Any:
-        """See :class:`Backend`."""
         return await self._post(lambda: self._engine.collective_rpc(method, kwargs=kwargs))
 
     async def pause(self) -> None:
-        """See :class:`Backend`."""
-
         def pause() -> None:
             self._paused = True
             self._engine.engine_core.engine_core.pause_scheduler(mode="keep", clear_cache=True)
@@ -170,8 +162,6 @@ class InProcessBackend:
         await self._post(pause)
 
     async def resume(self) -> None:
-        """See :class:`Backend`."""
-
         def resume() -> None:
             self._engine.engine_core.engine_core.resume_scheduler()
             self._paused = False
@@ -179,12 +169,9 @@ class InProcessBackend:
         await self._post(resume)
 
     async def set_version(self, version: str) -> None:
-        """See :class:`Backend`."""
         await self._post(lambda: self._engine.set_weight_version(version))
 
     async def sleep(self, level: int) -> None:
-        """See :class:`Backend`."""
-
         def sleep() -> None:
             self._paused = True
             self._engine.sleep(level)
@@ -192,17 +179,14 @@ class InProcessBackend:
         await self._post(sleep)
 
     async def wake(self, what: list[str] | None) -> bool:
-        """See :class:`Backend`."""
-
         def wake() -> bool:
             awake = bool(self._engine.wake_up(what))
             self._paused = not awake
             return awake
 
-        return await self._post(wake)
+        return bool(await self._post(wake))
 
     async def step_count(self) -> int:
-        """See :class:`Backend`."""
         if self._failure is not None:
             raise RuntimeError(f"the engine died earlier: {self._failure!r}")
         return self._steps
@@ -218,16 +202,15 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-class AsyncBackend:
+class AsyncBackend(Backend):
     """vLLM's ``AsyncLLM``, whose engine lives in child processes."""
 
     def __init__(self) -> None:
         self._engine: Any = None
-        self._answers = 0
-        self._question: asyncio.Task[Any] | None = None
+        self._num_answers = 0
+        self._open_question: asyncio.Task[Any] | None = None
 
     async def start(self, arguments: dict[str, Any]) -> Any:
-        """See :class:`Backend`."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -235,7 +218,6 @@ class AsyncBackend:
         return self._engine.vllm_config
 
     async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
-        """See :class:`Backend`."""
         last = None
         try:
             async for output in self._engine.generate({"prompt_token_ids": token_ids}, params, request_id):
@@ -243,41 +225,34 @@ class AsyncBackend:
         except Exception as error:
             if self._engine.errored:
                 raise
-            cause = error.__cause__ or error  # vLLM wraps what it did not expect
+            cause = error.__cause__ or error  # vLLM wraps unexpected exceptions
             raise RefusedRequest(f"{type(cause).__name__}: {cause}") from None
         return last
 
     async def rpc(self, method: str, **kwargs: Any) -> Any:
-        """See :class:`Backend`."""
         return await self._engine.collective_rpc(method, kwargs=kwargs)
 
     async def pause(self) -> None:
-        """See :class:`Backend`."""
         await self._engine.pause_generation(mode="keep", clear_cache=True)
 
     async def resume(self) -> None:
-        """See :class:`Backend`."""
         await self._engine.resume_generation()
 
     async def set_version(self, version: str) -> None:
-        """See :class:`Backend`."""
         await self._engine.update_weight_version(version)
 
     async def sleep(self, level: int) -> None:
-        """See :class:`Backend`."""
         await self._engine.sleep(level)
 
     async def wake(self, what: list[str] | None) -> bool:
-        """See :class:`Backend`."""
         return bool(await self._engine.wake_up(what))
 
     async def step_count(self) -> int:
-        """See :class:`Backend`."""
         await self._engine.check_health()
-        if self._question is None or self._question.done():
-            if self._question is not None:
-                self._question.result()
-                self._answers += 1
-            # Answered by the engine's process between two steps; asked again when it has been.
-            self._question = asyncio.ensure_future(self._engine.is_paused())
-        return self._answers
+        # The engine's process answers a question between two steps, so answers are counted instead of steps.
+        if self._open_question is None or self._open_question.done():
+            if self._open_question is not None:
+                self._open_question.result()
+                self._num_answers += 1
+            self._open_question = asyncio.ensure_future(self._engine.is_paused())
+        return self._num_answers

@@ -1,10 +1,7 @@
-"""What rlhfkit adds to vLLM: a weight-transfer engine named ``gloo``, for CPUs and for machines without NCCL.
+"""A weight-transfer engine named ``gloo`` for vLLM 0.32, beside its own ``nccl`` and ``ipc``; for CPUs.
 
-vLLM ships ``nccl`` and ``ipc`` engines; this is a third behind the same interface. It is registered twice over, and
-that does no harm: through the entry point ``vllm.general_plugins``, which vLLM loads in each of its processes, and by
-being the ``worker_extension_cls`` of our engines, which needs no installed metadata.
-
-Imported by vLLM's processes only; it needs vLLM. Written for vLLM 0.32.
+It is registered by the entry point ``vllm.general_plugins``, which vLLM loads in each of its processes, and again when
+workers import our ``worker_extension_cls``, which needs no installed metadata. Imported by vLLM's processes only.
 """
 
 from dataclasses import dataclass
@@ -13,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed does not export their types
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,12 +21,12 @@ from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.gloo import GlooGroup, address_towards
 from rlhfkit.rollout.weight_sync.shared_memory import SharedBlocks
 from rlhfkit.rollout.weight_sync.source import plan_buckets
-from rlhfkit.rollout.weight_sync.transport import NetworkCarrier, SharedMemoryCarrier, Transport
+from rlhfkit.rollout.weight_sync.transport import NetworkTransport, SharedMemoryTransport, Transport
 
 
 @dataclass
-class GlooRendezvous(WeightTransferInitInfo):
-    """How a worker finds the trainer: what :class:`~rlhfkit.rollout.weight_sync.sender.GlooSender` announces."""
+class GlooInitInfo(WeightTransferInitInfo):
+    """How a worker connects to the trainer, sent by :class:`~rlhfkit.rollout.weight_sync.sender.GlooSender`."""
 
     address: str
     port: int
@@ -42,28 +39,28 @@ class GlooRendezvous(WeightTransferInitInfo):
 
 
 @dataclass
-class GlooUpdate(WeightTransferUpdateInfo):
-    """What is about to be sent."""
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """Names, types and shapes of the tensors that follow."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
 
 
-class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate]):
-    """Worker side of the transfer: a bucket arrives while the one before is being loaded."""
+class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """Worker side of the transfer; a bucket arrives while the one before is loaded."""
 
-    init_info_cls = GlooRendezvous
-    update_info_cls = GlooUpdate
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._carrier: Transport | None = None
+        self._transport: Transport | None = None
         self._bucket_bytes = 0
         self._packed: dict[nn.Module, Any] = {}
 
-    def init_transfer_engine(self, init_info: GlooRendezvous) -> None:
-        """Join the trainer's group, leaving any earlier one."""
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the trainer's group and leave any earlier one."""
         self.shutdown()
         limit = timedelta(seconds=init_info.timeout)
         store = TCPStore(init_info.address, init_info.port, is_master=False, timeout=limit)
@@ -72,26 +69,26 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
             blocks = SharedBlocks.open(init_info.shared_memory, init_info.bucket_bytes)
             workers = init_info.world_size - 1
             named = PrefixStore(init_info.prefix, store)
-            self._carrier = SharedMemoryCarrier(named, blocks, workers, init_info.timeout)
+            self._transport = SharedMemoryTransport(named, blocks, workers, init_info.timeout)
             return
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         address = address_towards(init_info.address, init_info.port)
         group = GlooGroup(store, init_info.prefix, rank, init_info.world_size, init_info.timeout, address)
-        self._carrier = NetworkCarrier(group)
+        self._transport = NetworkTransport(group)
 
     def start_weight_update(self) -> None:
-        """Prepare every layer to be loaded anew, even after an update that broke off halfway."""
+        """Prepare every layer to be loaded again, also after an update that broke off."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        # vLLM 0.32 skips layers that still wait for weights of an earlier update, and would then count its tensors and
-        # ours together: a layer would be complete with half of each. Closing the old update first resets the counts.
+        # vLLM 0.32 skips layers that still wait for weights of an earlier update, and then counts the tensors of both:
+        # a layer would be complete with half of each. Finalizing the old update first resets the counts.
         if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
             finalize_layerwise_reload(self.model, self.model_config)
         self._packed = {layer: layer.cpu_linear for layer in self.model.modules() if hasattr(layer, "cpu_linear")}
         if self.device.type == "cpu":
-            _forget_kernels_of_experts(self.model)
+            _reset_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
@@ -102,39 +99,40 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooRendezvous, GlooUpdate])
         _repack_tied_layers(self._packed)
         self._packed = {}
         if self.device.type == "cpu":
-            _require_kernels_of_experts(self.model)
+            _check_expert_kernels(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load; the base class would also wait for an accelerator, of which there may be none."""
+        """Receive and load; unlike the base class, synchronize only if there is an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: GlooUpdate) -> None:
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Receive and load all buckets."""
-        if self._carrier is None:
+        if self._transport is None:
             raise RuntimeError("update_weights was called before init_weight_transfer_engine")
         infos = [
             WeightInfo(name, tuple(shape), getattr(torch, dtype))
             for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         ]
         buckets = plan_buckets(infos, self._bucket_bytes)
-        blocks = self._carrier.incoming([bucket.num_bytes for bucket in buckets])
+        blocks = self._transport.receive_blocks([bucket.num_bytes for bucket in buckets])
         for bucket, block in zip(buckets, blocks, strict=True):
             self.model.load_weights(bucket.views(block, infos))
-            _keep_what_waits(self.model, block)
+            _copy_pending_tensors(self.model, block)
 
     def shutdown(self) -> None:
         """Leave the group."""
-        if self._carrier is not None:
-            self._carrier.close()
-            self._carrier = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
 
-def _keep_what_waits(model: nn.Module, block: Tensor) -> None:
-    """Copy the tensors that vLLM keeps until their layer is complete out of a block that is about to be overwritten.
+def _copy_pending_tensors(model: nn.Module, block: Tensor) -> None:
+    """Copy the tensors that vLLM keeps until their layer is complete, as the block is about to be overwritten.
 
-    A fused layer (query, key and value; gate and up) may lie in two buckets, and layers with padding wait for the end.
+    A fused layer (query, key and value; gate and up) may be split over two buckets, and layers with padding are
+    completed at the end.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -146,11 +144,11 @@ def _keep_what_waits(model: nn.Module, block: Tensor) -> None:
                     arguments.arguments[name] = value.clone()
 
 
-def _forget_kernels_of_experts(model: nn.Module) -> None:
-    """Have the kernels of experts made anew when their weights arrive.
+def _reset_expert_kernels(model: nn.Module) -> None:
+    """Have the kernels of experts created again when their weights arrive.
 
-    Workaround for vLLM 0.32 on CPU: experts are packed when their kernel is made. A later update would put weights that
-    are not packed where the kernel expects packed ones, silently.
+    Workaround for vLLM 0.32 on CPU: experts are packed when their kernel is created. A later update would write
+    unpacked weights, silently, where the kernel expects packed ones.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -158,8 +156,8 @@ def _forget_kernels_of_experts(model: nn.Module) -> None:
             cast(Any, method).moe_kernel = None
 
 
-def _require_kernels_of_experts(model: nn.Module) -> None:
-    """Raise if some experts have no kernel, because the model's loader went past vLLM's reloading (gpt-oss, 0.32)."""
+def _check_expert_kernels(model: nn.Module) -> None:
+    """Raise if experts have no kernel because the model's loader bypasses vLLM's reloading (gpt-oss, 0.32)."""
     methods = {name: getattr(layer, "quant_method", None) for name, layer in model.named_modules()}
     without = [name for name, method in methods.items() if getattr(method, "moe_kernel", ...) is None]
     if without:
@@ -170,10 +168,10 @@ def _require_kernels_of_experts(model: nn.Module) -> None:
 
 
 def _repack_tied_layers(packed_before: dict[nn.Module, Any]) -> None:
-    """Pack anew each CPU layer whose packed copy the update did not replace.
+    """Pack again each CPU layer whose packed copy the update did not replace.
 
     Workaround for vLLM 0.32 on CPU: linear layers compute with a oneDNN copy of their weight. An output layer tied to
-    the embedding receives no weight of its own in a reload, so its copy stays that of the first weights, silently.
+    the embedding receives no weight of its own in a reload, so its copy would silently stay that of the first weights.
     """
     if not packed_before:
         return
@@ -186,7 +184,7 @@ def _repack_tied_layers(packed_before: dict[nn.Module, Any]) -> None:
 
 
 def register() -> None:
-    """Make ``weight_transfer_config={"backend": "gloo"}`` known to this process; calling it again does nothing."""
+    """Register the backend ``"gloo"`` of ``weight_transfer_config`` in this process; a second call does nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "gloo" not in WeightTransferEngineFactory._registry:
@@ -194,7 +192,7 @@ def register() -> None:
 
 
 class WorkerExtension:
-    """Nothing but a reason for vLLM's workers to import this module (``worker_extension_cls``)."""
+    """An empty ``worker_extension_cls``, so that vLLM's workers import this module."""
 
 
 register()

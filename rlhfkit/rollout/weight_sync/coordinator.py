@@ -1,4 +1,4 @@
-"""``WeightSyncCoordinator``: rank 0's half of giving engines new weights, none of which serves half of them."""
+"""``WeightSyncCoordinator``: rank 0's steps of a weight sync, so that no engine serves partly updated weights."""
 
 import contextlib
 import itertools
@@ -12,33 +12,33 @@ from rlhfkit.rollout.engine import WeightInfo, WeightSource
 from rlhfkit.rollout.errors import EngineError, EngineFailure
 from rlhfkit.rollout.supervision.handle import EngineHandle, EngineHandles
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.supervision.health_monitor import examine
+from rlhfkit.rollout.supervision.health_monitor import probe_now
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 
 
 class WeightSyncCoordinator:
-    """Transfers to the engines of one manager, over one sender.
+    """Sends weights to the engines of one manager.
 
     Args:
-        manager: The engines.
-        sender: Who sends.
-        mendable: Whether engines whose transfer broke off can be sent weights again; else they are started again.
+        manager: Of the engines.
+        sender: How the bytes travel.
+        recoverable: Whether engines whose transfer broke off can be sent weights again; else they are restarted.
     """
 
-    def __init__(self, manager: EngineManager, sender: WeightSender, *, mendable: bool) -> None:
+    def __init__(self, manager: EngineManager, sender: WeightSender, *, recoverable: bool) -> None:
         self._manager = manager
         self._sender = sender
-        self._mendable = mendable
+        self._recoverable = recoverable
         self._connected: tuple[EngineHandle, ...] = ()
-        self._taking_part: tuple[EngineHandle, ...] = ()  # in the last attempt
+        self._participants: tuple[EngineHandle, ...] = ()  # of the last attempt
 
-    def publish(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """One attempt: pause, begin, send, finish, resume.
+    def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Make one attempt: pause, begin the update, send, finish the update, resume.
 
-        Engines are out of service from the first step to the last, and stay so if any fails. Running requests are kept,
-        and continue with the new weights.
+        Engines are out of service from the first step to the last, and stay so if any fails. Requests in flight are
+        kept, and continue with the new weights.
 
         Args:
             infos: What ``weights`` yields.
@@ -49,17 +49,17 @@ class WeightSyncCoordinator:
             EngineError: If an engine died, failed, or took too long.
         """
         try:
-            self._publish(infos, weights, version)
+            self._try_sync(infos, weights, version)
         finally:
             if isinstance(self._sender, IPCSender):
                 self._sender.end()
 
-    def _publish(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        self._taking_part = ()
-        handles = self._handles()
-        self._taking_part = handles.handles
+    def _try_sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        self._participants = ()
+        handles = self._begin()
+        self._participants = handles.handles
         asleep = any(handle.asleep for handle in handles.handles)
-        arrived: int | None = None
+        received: int | None = None
         try:
             self._prepare(handles, asleep)
             self._sender.send(handles, infos, weights)
@@ -67,90 +67,90 @@ class WeightSyncCoordinator:
             if asleep:
                 handles.submit("wake", doing="waking up").result()
             handles.submit("resume", doing="resuming after the weight update").result()
-            arrived = version
+            received = version
         except BaseException:
             self._connected = ()
             with contextlib.suppress(Exception):
-                self._sender.close()  # workers that wait for data fail now, not when their time is up
+                self._sender.close()  # workers that wait for data fail now, not at their time limit
             raise
         finally:
-            self._manager.end_sync(handles, arrived)
+            self._manager.end_sync(handles, received)
 
-    def _handles(self) -> EngineHandles:
-        """The engines that take part; those that hold garbage and cannot be mended are replaced first."""
-        broken = [handle for handle in self._manager.handles if handle.dirty and handle.state is not State.DEAD]
-        if self._mendable or not broken:
+    def _begin(self) -> EngineHandles:
+        """Take the engines out of service; those with partial weights that cannot recover are restarted first."""
+        broken = [one for one in self._manager.handles if one.has_partial_weights and one.state is not State.DEAD]
+        if self._recoverable or not broken:
             return self._manager.begin_sync()
         for handle in broken:
             self._manager.mark_dead(handle, "its last weight update broke off")
-        return self._manager.begin_sync(of_all=True)
+        return self._manager.begin_sync(wait_for_all=True)
 
     def _prepare(self, handles: EngineHandles, asleep: bool) -> None:
-        """Everything before the first byte. The first call is a roll call: whoever cannot answer is found out here."""
-        if asleep:  # memory for cached keys and values is taken when the trainer has sent everything
+        """Do everything before the first byte; the first call fails for engines that do not answer."""
+        if asleep:  # the memory of cached keys and values is taken once the trainer has sent everything
             handles.submit("wake", ["weights"], doing="waking up").result()
         handles.submit("pause", doing="pausing for new weights").result()
-        if any(handle.dirty for handle in handles.handles):
+        if any(handle.has_partial_weights for handle in handles.handles):
             handles.submit("abandon_update", doing="closing a broken update").result()
         if self._connected != handles.handles:
             self._sender.connect(handles)
             self._connected = handles.handles
-        handles.submit("begin_update", doing="getting ready for new weights").result()
+        handles.submit("begin_update", doing="preparing for new weights").result()
 
-    def find_the_dead(self, error: BaseException) -> bool:
-        """After an attempt has failed: whether engines died of it, and others are left or coming that can be tried.
+    def can_retry(self, error: BaseException) -> bool:
+        """After a failed attempt, whether engines died of it and others are up or starting.
 
         Args:
-            error: What :meth:`publish` raised.
+            error: What :meth:`sync` raised.
         """
         if isinstance(error, EngineFailure) and error.engine is not None:
             self._manager.mark_dead(error.engine, str(error))
-        return examine(self._manager, self._taking_part) and not self._manager.hopeless
+        return probe_now(self._manager, self._participants) and not self._manager.all_dead
 
     def close(self) -> None:
-        """Leave the group."""
+        """Close the sender."""
         self._sender.close()
 
 
-class Outcome(NamedTuple):
-    """What became of one attempt to send weights, the same on every rank."""
+class SyncAttempt(NamedTuple):
+    """Outcome of one attempt to send weights, the same on every rank."""
 
     error: Exception | None
-    touched: bool
+    started: bool
     """Whether engines may have received something."""
-    worth_another: bool
-    """Whether engines died of it, so that the others can be tried again."""
+    can_retry: bool
+    """Whether engines died of it and the weights can be sent again to the others."""
 
 
-def attempt_to_send(
-    weights: WeightSource, version: int, sender: WeightSender | None, sync: WeightSyncCoordinator | None
-) -> Outcome:
-    """Send the weights once. A collective, whatever happens: every rank reads its source to the end.
+def attempt_sync(
+    weights: WeightSource, version: int, sender: WeightSender | None, coordinator: WeightSyncCoordinator | None
+) -> SyncAttempt:
+    """Send the weights once. A collective: every rank reads its source to the end, whatever fails.
 
     Args:
         weights: This rank's source.
         version: Of the weights.
         sender: Of a rank that takes part in sending.
-        sync: On rank 0.
+        coordinator: On rank 0.
     """
     error: Exception | None = None
-    touched = worth_another = False
+    started = can_retry = False
     stream = iter(weights)
     try:
-        first = list(itertools.islice(stream, 1))  # the source's own checks run now, before any engine is touched
-        touched = True
+        first = list(itertools.islice(stream, 1))  # runs the source's own checks, before any engine is paused
+        started = True
         infos, tensors = weights.metadata(), itertools.chain(first, stream)
-        if sync is not None:
-            sync.publish(infos, tensors, version)
+        if coordinator is not None:
+            coordinator.sync(infos, tensors, version)
         elif isinstance(sender, IPCSender):
             sender.contribute(infos, tensors)
     except Exception as caught:
         error = caught
-        worth_another = touched and sync is not None and sync.find_the_dead(caught)
+        can_retry = started and coordinator is not None and coordinator.can_retry(caught)
     try:
-        for _ in stream:  # also after a failure: the others wait in its collectives
+        for _ in stream:  # also after a failure, as other ranks wait in its collectives
             pass
     except Exception as caught:
-        error, worth_another = error or caught, False
+        error, can_retry = error or caught, False
     error = exchange_errors(error, error_type=EngineError)
-    return Outcome(error, *gather_objects((touched, worth_another))[0])
+    return SyncAttempt(error, *gather_objects((started, can_retry))[0])

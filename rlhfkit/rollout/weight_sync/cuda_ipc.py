@@ -1,8 +1,8 @@
-"""``IPCSender``: weights between processes that share a GPU, by handles to its memory: nothing is copied off the GPU.
+"""``IPCSender``: weights for engines on the ranks' GPUs, by handles to GPU memory.
 
-Every training rank fills a buffer on its own GPU, and each engine's worker opens the buffer that is on its own. What is
-announced is what vLLM 0.32's ``ipc`` engine takes in packed mode (``vllm/distributed/weight_transfer/ipc_engine.py``).
-Written against its source and not run yet: it needs a GPU.
+Every training rank fills a buffer on its own GPU, and each engine's worker opens the buffer on the same GPU. The
+messages are those of vLLM 0.32's ``ipc`` engine in packed mode (``vllm/distributed/weight_transfer/ipc_engine.py``).
+Not run on a GPU yet.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,16 @@ from torch import Tensor
 from rlhfkit.distributed import gather_objects, run_on_all_ranks
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.weight_sync.sender import Receivers, checked
+from rlhfkit.rollout.weight_sync.sender import Receivers, verified
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 
 
-def chunks(infos: Sequence[WeightInfo], capacity: int) -> list[range]:
-    """Which tensors travel together: as many as fit, each whole.
+def split_into_chunks(infos: Sequence[WeightInfo], capacity: int) -> list[range]:
+    """Split tensors into chunks of as many whole tensors as fit.
 
     Args:
         infos: All tensors, in order.
-        capacity: Bytes; a larger tensor travels alone.
+        capacity: Bytes; a larger tensor is a chunk of its own.
     """
     cuts, filled = [0], 0
     for index, info in enumerate(infos):
@@ -36,23 +36,23 @@ def chunks(infos: Sequence[WeightInfo], capacity: int) -> list[range]:
 
 
 class IPCSender:
-    """Sends by CUDA IPC. Every rank takes part: rank 0 with :meth:`send`, the others with :meth:`contribute`.
+    """Sends by CUDA IPC. Rank 0 calls :meth:`send` and the other ranks :meth:`contribute`.
 
     Args:
-        bucket_bytes: Size of the buffer on each GPU; as large as the largest tensor if that is larger.
+        bucket_bytes: Size of the buffer on each GPU, or that of the largest tensor if it is larger.
     """
 
     backend = "ipc"
-    # vLLM 0.32 gives no way to clear a half-loaded layer from outside.
+    # vLLM 0.32 has no way to reset a partly loaded layer from outside.
     recoverable = False
 
     def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
-        self._joined = False  # whether the other ranks know that this transfer takes place, or does not
+        self._announced = False  # whether the other ranks know that this transfer takes place
 
     def connect(self, receivers: Receivers) -> None:
-        """Tell the workers how the bytes are laid out; see :class:`.WeightSender`."""
-        receivers.connect({"packed": True}, ranked=False).result()  # there is no group to have a rank in
+        """Announce the layout of the bytes; see :class:`.WeightSender`."""
+        receivers.connect({"packed": True}, ranked=False).result()
 
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
         """Rank 0's part; see :class:`.WeightSender`.
@@ -60,20 +60,20 @@ class IPCSender:
         Raises:
             EngineError: If an engine fails; the other ranks raise as well.
         """
-        self._joined = True
+        self._announced = True
         gather_objects(True)
         self._transfer(infos, weights, receivers)
 
     def contribute(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
-        """The part of every other rank; returns at once if there is no transfer."""
+        """Every other rank's part; returns at once if there is no transfer."""
         if gather_objects(None)[0]:
             self._transfer(infos, weights, None)
 
     def end(self) -> None:
-        """Rank 0, after each attempt: tells the other ranks if there was no transfer, as its preparation failed."""
-        if not self._joined:
+        """Tell the other ranks if its preparation failed and there is no transfer; on rank 0, after each attempt."""
+        if not self._announced:
             gather_objects(False)
-        self._joined = False
+        self._announced = False
 
     def _transfer(
         self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], receivers: Receivers | None
@@ -82,13 +82,14 @@ class IPCSender:
 
         device = torch.device("cuda", torch.cuda.current_device())
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        parts = chunks(infos, self.bucket_bytes)
+        parts = split_into_chunks(infos, self.bucket_bytes)
         size = max(sum(infos[index].num_bytes for index in part) for part in parts)
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        # One export for all chunks: the worker opens it once and lets go of it when the update is finished.
-        handle = {uuid: reduce_tensor(buffer)[1]}
+        # One handle for all chunks: the worker opens it once and closes it when the update is finished.
+        reduce: Any = reduce_tensor  # has no types
+        handle = {uuid: reduce(buffer)[1]}
         handles = {name: one for rank in gather_objects(handle) for name, one in rank.items()}
-        stream = checked(infos, weights)
+        stream = verified(infos, weights)
 
         def fill(part: range) -> None:
             end = 0
@@ -108,11 +109,11 @@ class IPCSender:
         run_on_all_ranks(lambda: next(stream, None), error_type=EngineError)
 
     def close(self) -> None:
-        """Nothing is held between transfers."""
+        """Do nothing: nothing is held between transfers."""
 
 
 def _announcement(infos: Sequence[WeightInfo], handles: dict[str, Any]) -> dict[str, Any]:
-    """One chunk, as vLLM's ``IPCWeightTransferUpdateInfo`` takes it."""
+    """Return the fields of vLLM's ``IPCWeightTransferUpdateInfo`` for one chunk."""
     import base64
     import pickle
 
@@ -121,7 +122,7 @@ def _announcement(infos: Sequence[WeightInfo], handles: dict[str, Any]) -> dict[
         "dtype_names": [str(info.dtype).removeprefix("torch.") for info in infos],
         "shapes": [list(info.shape) for info in infos],
         "tensor_sizes": [info.num_bytes for info in infos],
-        # As text, which passes from vLLM's front end to its workers whatever serializer is between them. It never
-        # leaves the machine: engines and ranks share a GPU.
+        # Text passes any serializer between vLLM's front end and its workers. It never leaves the machine, as engines
+        # and ranks share a GPU.
         "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
     }

@@ -1,7 +1,4 @@
-"""``GlooGroup``: the trainer and the engines' workers as a group of their own, which touches no global state of torch.
-
-Its store listens on one address only. Every broadcast has a time limit.
-"""
+"""``GlooGroup``: a process group of the trainer and the engines' workers that uses no global state of torch."""
 
 import socket
 from datetime import timedelta
@@ -9,10 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed does not export their types
 
 
 class Broadcast:
-    """A broadcast under way."""
+    """A broadcast in progress."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work: dist.Work | None = work
@@ -22,17 +20,17 @@ class Broadcast:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Wait for the end.
+        """Wait until it has ended.
 
         Raises:
-            RuntimeError: If a handle failed, the time is up, or the group was closed.
+            RuntimeError: If a process failed, the time is up, or the group was closed.
         """
         if self._work is None:
-            raise RuntimeError("the group was closed during an broadcast")
+            raise RuntimeError("the group was closed during a broadcast")
         self._work.wait()
 
     def drop(self) -> None:
-        """Let go of the group's connections."""
+        """Release the group's connections."""
         self._work = None
 
 
@@ -41,57 +39,55 @@ class GlooGroup:
 
     Args:
         store: Shared key-value store.
-        prefix: Distinguishes this group from earlier ones over the same store.
+        prefix: Distinguishes this group from earlier ones with the same store.
         rank: Of this process.
-        size: EngineHandles.
-        timeout: Seconds any broadcast may take.
-        address: Address of this machine that the others reach.
+        size: Number of processes.
+        timeout: Seconds that a broadcast may take.
+        address: Of this machine, as the others reach it.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int, timeout: float, address: str) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, size: int, timeout: float, address: str) -> None:
         self._timeout = timedelta(seconds=timeout)
-        gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave most of it out
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
         options = gloo._Options()
         options._timeout = self._timeout
         options._threads = 2
         options._devices = [gloo.create_device(hostname=address)]
-        self._group: Any = gloo(dist.PrefixStore(prefix, store), rank, size, options)
-        self._under_way: list[Broadcast] = []
+        self._group: Any = gloo(PrefixStore(prefix, store), rank, size, options)
+        self._in_progress: list[Broadcast] = []
 
     def broadcast(self, block: Tensor) -> Broadcast:
-        """Start sending from (or receiving into) the block; rank 0 sends.
+        """Start to send the block (rank 0) or to receive into it.
 
         Args:
-            block: Contiguous CPU tensor, untouched until the work is done.
+            block: Contiguous CPU tensor; must not be changed until the broadcast has ended.
         """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
         broadcast = Broadcast(self._group.broadcast([block], options))
-        self._under_way = [*(other for other in self._under_way if not other.is_completed()), broadcast]
+        self._in_progress = [*(other for other in self._in_progress if not other.is_completed()), broadcast]
         return broadcast
 
     def close(self) -> None:
-        """Drop all connections, so that handles that wait for this one fail now.
-
-        In torch 2.13 ``abort`` and ``shutdown`` leave the sockets of a gloo group open; they are closed when nothing
-        refers to the group any more, and a piece of its work does.
-        """
-        for broadcast in self._under_way:
+        """Close all connections, so that processes that wait for this one fail at once."""
+        # In torch 2.13 abort() and shutdown() leave the sockets of a gloo group open. They are closed when nothing
+        # refers to the group any more, and its work does.
+        for broadcast in self._in_progress:
             broadcast.drop()
-        self._under_way, self._group = [], None
+        self._in_progress, self._group = [], None
 
 
-def open_store(address: str, timeout: float) -> dist.TCPStore:
-    """A store that listens on one address only, on a port that is free.
+def open_store(address: str, timeout: float) -> TCPStore:
+    """Open a store that listens on one address only, on a free port.
 
     Args:
         address: Of this machine.
-        timeout: Seconds any broadcast may take.
+        timeout: Seconds that an operation may take.
     """
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         address,
         port,
         is_master=True,
@@ -102,12 +98,7 @@ def open_store(address: str, timeout: float) -> dist.TCPStore:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to a host; nothing is sent.
-
-    Args:
-        host: Name or address.
-        port: Any.
-    """
+    """Return this machine's address on the route to a host, without sending anything."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

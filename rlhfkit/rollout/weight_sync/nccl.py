@@ -1,7 +1,6 @@
-"""``NcclSender``: weights from GPU to GPU, through vLLM's own trainer half of its ``nccl`` transfer.
+"""``NcclSender``: weights from GPU to GPU, through the trainer's side of vLLM 0.32's ``nccl`` transfer.
 
-Written against vLLM 0.32's source and not run yet: it needs at least two GPUs. It imports vLLM in the training process
-(about ten seconds, once), which the gloo transfer avoids.
+Imports vLLM in the training process, which takes about ten seconds once. Not run on GPUs yet.
 """
 
 import socket
@@ -15,23 +14,23 @@ from rlhfkit.rollout.weight_sync.sender import Receivers
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 
 
-class _Announced:
-    """What vLLM's engine is given as its weight source, once; each transfer puts its own stream in."""
+class _CurrentWeights:
+    """The weight source that vLLM's engine is given once; each transfer sets its own stream."""
 
     def __init__(self) -> None:
         self.infos: Sequence[WeightInfo] = ()
         self.weights: Iterator[tuple[str, Tensor]] = iter(())
 
     def metadata(self) -> Sequence[WeightInfo]:
-        """Name, dtype and shape are what vLLM reads, which :class:`WeightInfo` has."""
+        """Return the infos; vLLM reads their name, dtype and shape."""
         return self.infos
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.weights
 
 
-class _ControlPlane:
-    """vLLM's ``VLLMWeightSyncClient`` over our engines. Beginning and finishing an update is the pool's business."""
+class _SyncClient:
+    """vLLM's ``VLLMWeightSyncClient`` for our engines. :class:`WeightSyncCoordinator` begins and finishes updates."""
 
     def __init__(self, receivers: Receivers) -> None:
         self._receivers = receivers
@@ -40,29 +39,29 @@ class _ControlPlane:
         self._receivers.connect(init_info).result()
 
     def start_weight_update(self) -> None:
-        """The pool has paused the engines and begun the update."""
+        pass
 
     def update_weights(self, update_info: Any) -> None:
         self._receivers.update(update_info).result()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """The pool finishes the update, with its version."""
+        pass
 
 
 class NcclSender:
-    """Broadcasts over NCCL. The trainer's device must not be one that an engine uses: NCCL refuses that.
+    """Broadcasts over NCCL. No engine may use the trainer's device, which NCCL refuses.
 
     Args:
         bucket_bytes: Size of a bucket.
     """
 
     backend = "nccl"
-    # vLLM 0.32 gives no way to clear a half-loaded layer from outside, and a broken NCCL group cannot be left.
+    # vLLM 0.32 has no way to reset a partly loaded layer from outside, and a broken NCCL group cannot be left.
     recoverable = False
 
     def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
-        self._announced = _Announced()
+        self._weights = _CurrentWeights()
         self._engine: Any = None
 
     def connect(self, receivers: Receivers) -> None:
@@ -71,7 +70,7 @@ class NcclSender:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         self.close()
-        with socket.create_server((receivers.address, 0)) as probe:  # vLLM wants a port that it can open itself
+        with socket.create_server((receivers.address, 0)) as probe:  # vLLM opens the port itself
             port = probe.getsockname()[1]
         self._engine = WeightTransferTrainerFactory.trainer_init(
             NCCLTrainerInitInfo(
@@ -81,13 +80,13 @@ class NcclSender:
                 packed_buffer_size_bytes=self.bucket_bytes,
                 rank=0,
             ),
-            client=_ControlPlane(receivers),
-            source=self._announced,
+            client=_SyncClient(receivers),
+            source=self._weights,
         )
 
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Send; see :class:`~rlhfkit.rollout.weight_sync.sender.WeightSender`. vLLM checks the stream itself."""
-        self._announced.infos, self._announced.weights = infos, weights
+        """Send; see :class:`~rlhfkit.rollout.weight_sync.sender.WeightSender`. vLLM verifies the stream."""
+        self._weights.infos, self._weights.weights = infos, weights
         self._engine.send_weights()
 
     def close(self) -> None:

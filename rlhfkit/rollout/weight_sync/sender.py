@@ -1,34 +1,34 @@
-"""The trainer's half of a weight transfer: what any has, and ``GlooSender`` for CPUs.
+"""``WeightSender``, the trainer's side of a weight transfer, and ``GlooSender`` for CPUs.
 
-Rank 0 of the training is rank 0 of a group of its own whose other handles are the engines' workers. One remote call
-announces all names, types and shapes; the bytes follow, bucket by bucket.
+Rank 0 of the training is rank 0 of a group with the engines' workers. One remote call announces all names, types and
+shapes; the bytes follow, bucket by bucket.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed does not export their types
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.gloo import GlooGroup, open_store
 from rlhfkit.rollout.weight_sync.shared_memory import INVISIBLE, SharedBlocks
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, plan_buckets
-from rlhfkit.rollout.weight_sync.transport import NetworkCarrier, SharedMemoryCarrier, Transport
+from rlhfkit.rollout.weight_sync.transport import NetworkTransport, SharedMemoryTransport, Transport
 
 log = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
-    """A remote call to several engines, under way."""
+    """A remote call to several engines, in progress."""
 
     def poll(self) -> None:
         """Raise if one of them has failed already."""
         ...
 
     def result(self) -> list[Any]:
-        """Wait for all; raises when one fails or the time limit has passed."""
+        """Wait for all; raises if one fails or the time is up."""
         ...
 
 
@@ -37,7 +37,7 @@ class Receivers(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Processes that receive, over all engines."""
+        """Number of processes that receive, of all engines."""
         ...
 
     @property
@@ -45,12 +45,12 @@ class Receivers(Protocol):
         """Where they reach this process."""
         ...
 
-    def connect(self, rendezvous: dict[str, Any], *, ranked: bool = True) -> Pending:
-        """Have every worker get ready. If ``ranked``, ``rank_offset`` is added to the rendezvous per engine."""
+    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> Pending:
+        """Have every worker prepare for transfers; if ``ranked``, each engine is also told its ``rank_offset``."""
         ...
 
-    def update(self, update: dict[str, Any]) -> Pending:
-        """Have every worker receive."""
+    def update(self, update_info: dict[str, Any]) -> Pending:
+        """Have every worker receive weights."""
         ...
 
 
@@ -58,12 +58,12 @@ class WeightSender(Protocol):
     """Sends the same weights to all engines."""
 
     backend: str
-    """Name of vLLM's weight-transfer engine at the other end."""
+    """Name of vLLM's weight-transfer engine on the workers."""
     recoverable: bool
-    """Whether engines can be sent weights again after a transfer that broke off."""
+    """Whether engines can be sent weights again after a transfer broke off."""
 
     def connect(self, receivers: Receivers) -> None:
-        """Form the group."""
+        """Connect to the workers."""
         ...
 
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -71,15 +71,15 @@ class WeightSender(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group; peers that wait for data fail at once."""
+        """Disconnect; workers that wait for data fail at once."""
         ...
 
 
-def checked(infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights, each compared with what was announced, since receivers cut the bytes by the announcement.
+def verified(infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights after comparing each with its announced info, by which receivers split the bytes.
 
     Raises:
-        ValueError: Naming the first that differs.
+        ValueError: If one differs.
     """
     count = 0
     for count, (name, tensor) in enumerate(weights, start=1):
@@ -97,9 +97,9 @@ class GlooSender:
     """Sends buckets from the CPU: through shared memory if all engines are on this machine, else over TCP.
 
     Args:
-        timeout: Seconds any one bucket, and the rendezvous, may take.
+        timeout: Seconds that one bucket, or the rendezvous, may take.
         bucket_bytes: Size of a bucket.
-        shared_memory: Use shared memory where that can be.
+        shared_memory: Whether to use shared memory where possible.
     """
 
     backend = "gloo"
@@ -109,9 +109,9 @@ class GlooSender:
         self.timeout = timeout
         self.bucket_bytes = bucket_bytes
         self.shared_memory = shared_memory
-        self._store: dist.TCPStore | None = None
-        self._generation = 0  # groups formed so far; the prefix of the keys of each
-        self._carrier: Transport | None = None
+        self._store: TCPStore | None = None
+        self._num_groups = 0  # formed so far; part of the prefix of their keys
+        self._transport: Transport | None = None
         self._connected = False
 
     def connect(self, receivers: Receivers) -> None:
@@ -124,7 +124,7 @@ class GlooSender:
         except RuntimeError as error:
             if INVISIBLE not in str(error):
                 raise
-            log.info("an engine of this machine does not see its shared memory: weights go over the network")
+            log.info("an engine of this machine does not see its shared memory: weights are sent over the network")
             self.shared_memory = False
             self._connect(receivers, None)
         finally:
@@ -135,8 +135,8 @@ class GlooSender:
         self.close()
         if self._store is None:
             self._store = open_store(receivers.address, self.timeout)
-        self._generation += 1
-        prefix, size = f"weights{self._generation}", 1 + receivers.num_workers
+        self._num_groups += 1
+        prefix, size = f"weights{self._num_groups}", 1 + receivers.num_workers
         pending = receivers.connect(
             {
                 "address": receivers.address,
@@ -150,16 +150,16 @@ class GlooSender:
         )
         if blocks is None:
             group = GlooGroup(self._store, prefix, 0, size, self.timeout, receivers.address)
-            self._carrier = NetworkCarrier(group)
+            self._transport = NetworkTransport(group)
         else:
-            store = dist.PrefixStore(prefix, self._store)
-            self._carrier = SharedMemoryCarrier(store, blocks, receivers.num_workers, self.timeout)
+            store = PrefixStore(prefix, self._store)
+            self._transport = SharedMemoryTransport(store, blocks, receivers.num_workers, self.timeout)
         pending.result()
         self._connected = True
 
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
         """Send; see :class:`WeightSender`."""
-        if self._carrier is None or not self._connected:
+        if self._transport is None or not self._connected:
             raise RuntimeError("GlooSender.send was called before connect")
         pending = receivers.update(
             {
@@ -168,21 +168,21 @@ class GlooSender:
                 "shapes": [list(info.shape) for info in infos],
             }
         )
-        stream = checked(infos, weights)
+        stream = verified(infos, weights)
         buckets = plan_buckets(infos, self.bucket_bytes)
         try:
-            blocks = self._carrier.outgoing([bucket.num_bytes for bucket in buckets], pending.poll)
+            blocks = self._transport.send_blocks([bucket.num_bytes for bucket in buckets], pending.poll)
             for number, block in enumerate(blocks):
                 for _, view in buckets[number].views(block, infos):
                     view.copy_(next(stream)[1])
         except TimeoutError:
             pending.result()  # says which engine is late
             raise
-        next(stream, None)  # lets the source finish, and raises if there is more than was announced
+        next(stream, None)  # ends the source, and raises if there is more than was announced
         pending.result()
 
     def close(self) -> None:
         """Leave the group; see :class:`WeightSender`."""
-        if self._carrier is not None:
-            self._carrier.close()
-        self._carrier, self._connected = None, False
+        if self._transport is not None:
+            self._transport.close()
+        self._transport, self._connected = None, False

@@ -1,4 +1,4 @@
-"""``SharedBlocks``: memory that the trainer and the engines of one machine share, so that weights need no socket."""
+"""``SharedBlocks``: memory that is shared by the trainer and the engines of one machine, to send weights faster."""
 
 import mmap
 import os
@@ -11,14 +11,14 @@ from torch import Tensor
 
 _FOLDER = Path("/dev/shm")  # files in memory, on Linux
 INVISIBLE = "cannot open the trainer's shared memory"
-"""What :meth:`SharedBlocks.open` says where it is another container's or user's."""
+"""Error text of :meth:`SharedBlocks.open` for the memory of another container or user."""
 
 
 class SharedBlocks:
     """Two blocks of memory behind one file that only this user can open.
 
     Args:
-        descriptor: An open file of twice ``num_bytes``; closed here, the memory lives as long as this object.
+        descriptor: An open file of twice ``num_bytes``. It is closed; the memory lives as long as this object.
         num_bytes: Size of a block.
     """
 
@@ -28,13 +28,13 @@ class SharedBlocks:
         finally:
             os.close(descriptor)
         self.num_bytes = num_bytes
-        self._blocks = memory.split(num_bytes)
+        self._blocks = (memory[:num_bytes], memory[num_bytes:])
         self.path: Path | None = None
-        """Where others find it, until :meth:`hide`."""
+        """Of the file, until :meth:`hide`."""
 
     @classmethod
     def create(cls, num_bytes: int) -> Self | None:
-        """Reserve the memory; ``None`` where this machine has no such memory, or not enough of it.
+        """Reserve the memory; returns ``None`` if this machine has no shared memory or not enough of it.
 
         Args:
             num_bytes: Size of a block.
@@ -45,7 +45,7 @@ class SharedBlocks:
         except OSError:
             return None
         try:
-            os.posix_fallocate(descriptor, 0, 2 * num_bytes)  # a container often has 64 MiB: else writing would kill us
+            os.posix_fallocate(descriptor, 0, 2 * num_bytes)  # fails if there is less; writing would kill us
             blocks = cls(descriptor, num_bytes)
         except OSError:
             path.unlink()
@@ -55,10 +55,10 @@ class SharedBlocks:
 
     @classmethod
     def open(cls, path: str, num_bytes: int) -> Self:
-        """What another process has created.
+        """Open the memory that another process has created.
 
         Args:
-            path: Where.
+            path: Of the file.
             num_bytes: Size of a block.
 
         Raises:
@@ -70,15 +70,11 @@ class SharedBlocks:
             raise RuntimeError(f"{INVISIBLE}: {error}") from error
 
     def hide(self) -> None:
-        """Remove the name: nobody else can open the memory, and it is freed with the last process that has."""
+        """Delete the file name, so that nobody else can open the memory and it is freed with its last process."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
             self.path = None
 
-    def block(self, turn: int) -> Tensor:
-        """(num_bytes,) uint8.
-
-        Args:
-            turn: Even: the first, odd: the second.
-        """
-        return self._blocks[turn % 2]
+    def block(self, number: int) -> Tensor:
+        """(num_bytes,) uint8; the first block for even numbers, the second for odd ones."""
+        return self._blocks[number % 2]

@@ -1,16 +1,16 @@
-"""``ModuleWeights``: full weights out of any strategy, in order, a bucket at a time.
+"""``ModuleWeights``: the full weights of a module under any strategy, in order, a bucket at a time.
 
-The policy may be a plain module, wrapped by DDP, ``torch.compile`` or a DeepSpeed engine, cut into ZeRO-3 shards, or
-made of DTensors (FSDP2, tensor parallel); it may carry LoRA adapters and hold its weights in 4 bits. Whoever publishes
-it sees none of that: Hugging Face names, full tensors, adapters merged.
+The module may be wrapped by DDP, ``torch.compile`` or a DeepSpeed engine, sharded by ZeRO-3, made of DTensors (FSDP2,
+tensor parallel), have LoRA adapters, or hold its weights in 4 bits. What is yielded has Hugging Face names, full values
+and merged adapters.
 
-Both sides of a transfer derive the same :func:`plan_buckets` from the same metadata, so a bucket travels as one block
-of bytes with no header.
+Both sides of a transfer derive the same :func:`plan_buckets` from the same metadata, so a bucket is one block of bytes
+without a header.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,14 @@ from rlhfkit.models.weights.merging import (
 from rlhfkit.rollout.engine import WeightInfo, WeightSource
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
-"""64 MiB: large enough to run at the speed of the link, small enough that a gathered ZeRO-3 bucket fits anywhere."""
+"""64 MiB: large enough for the speed of the link, small enough to gather a ZeRO-3 bucket on any GPU."""
 
 _ALIGNMENT = 64  # bytes; keeps views of mixed types legal and copies aligned to cache lines
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive tensors that travel as one block of bytes."""
+    """Consecutive tensors that are sent as one block of bytes."""
 
     first: int
     """Index of the first tensor in the metadata."""
@@ -45,11 +45,11 @@ class Bucket:
     """Size of the block."""
 
     def views(self, block: Tensor, infos: Sequence[WeightInfo]) -> list[tuple[str, Tensor]]:
-        """The tensors of the block, without copying.
+        """Return the names and tensors of a block, without copying.
 
         Args:
             block: (num_bytes,) uint8.
-            infos: The metadata the buckets were planned from.
+            infos: From which the buckets were planned.
         """
         named = []
         for offset, info in zip(self.offsets, infos[self.first :], strict=False):
@@ -58,10 +58,10 @@ class Bucket:
 
 
 def plan_buckets(infos: Sequence[WeightInfo], capacity: int = DEFAULT_BUCKET_BYTES) -> list[Bucket]:
-    """Cut the tensors into buckets, in order. A tensor larger than the capacity gets a bucket of its own.
+    """Split the tensors into buckets, in order. A tensor larger than the capacity gets a bucket of its own.
 
     Args:
-        infos: What travels.
+        infos: Of all tensors.
         capacity: Bytes per bucket.
     """
     buckets: list[Bucket] = []
@@ -82,18 +82,18 @@ def plan_buckets(infos: Sequence[WeightInfo], capacity: int = DEFAULT_BUCKET_BYT
 class ModuleWeights:
     """The :class:`~rlhfkit.rollout.engine.WeightSource` of a module, sharded or not.
 
-    Iterating is a collective when the module is sharded: every rank iterates to the end. Before the first tensor is
-    yielded all ranks check that every weight is finite, so a diverged policy never reaches an engine, not even partly.
+    Iterating is a collective if the module is sharded: every rank iterates to the end. Before the first tensor is
+    yielded all ranks check that every weight is finite, so that a diverged policy never reaches an engine.
 
     Example::
 
         engine.load(ModuleWeights(module.policy), version=trainer.global_step)
 
     Args:
-        module: The policy; wrappers are taken off.
-        dtype: Type the weights are published in; ``None``: their own.
-        bucket_bytes: How much of a ZeRO-3 model is gathered at a time.
-        check_finite: Whether to check.
+        module: The policy, with or without wrappers.
+        dtype: Type in which the weights are yielded; ``None``: their own.
+        bucket_bytes: Bytes of a ZeRO-3 model that are gathered at a time.
+        check_finite: Whether to check that weights are finite.
 
     Raises:
         ValueError: If the module has no parameters.
@@ -114,13 +114,13 @@ class ModuleWeights:
         self._module = module
         self._weights = self._weights_of(module)
         if not self._weights:
-            raise ValueError(f"{type(module).__name__} has no parameters to publish")
+            raise ValueError(f"{type(module).__name__} has no parameters to send")
 
     def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
         return merged_weights(module)
 
-    def as_saved(self) -> "WeightSource":
-        """See :meth:`~rlhfkit.rollout.engine.WeightSource.as_saved`.
+    def in_checkpoint_format(self) -> "WeightSource":
+        """Return the weights as in saved files; see :meth:`.WeightSource.in_checkpoint_format`.
 
         A subclass that changes what is yielded overrides this as well.
         """
@@ -128,17 +128,17 @@ class ModuleWeights:
 
         if not isinstance(without_wrappers(self._module), PreTrainedModel):
             return self
-        saved = SavedWeights(
+        saved = CheckpointWeights(
             self._module, dtype=self.dtype, bucket_bytes=self.bucket_bytes, check_finite=self.check_finite
         )
         return self if saved.metadata() == ModuleWeights.metadata(self) else saved
 
     def metadata(self) -> list[WeightInfo]:
-        """Name, full shape and type of each tensor; gathers nothing."""
+        """Return name, full shape and type of each tensor, without gathering."""
         return [WeightInfo(weight.name, weight.shape, self.dtype or weight.dtype) for weight in self._weights]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor, valid until the next is drawn.
+        """Yield name and full tensor, valid until the next one is yielded.
 
         Raises:
             ValueError: On every rank, before anything is yielded, if a weight is not finite.
@@ -152,7 +152,7 @@ class ModuleWeights:
                     yield weight.name, weight.compute().to(self.dtype or weight.dtype)
 
     def _raise_if_not_finite(self) -> None:
-        """One pass over this rank's own shards; the verdicts of all ranks are joined, so all raise or none does."""
+        """Check this rank's own shards; the results of all ranks are combined, so that all raise or none does."""
         verdicts = [
             torch.stack([_is_finite(_own_part(part)).cpu() for part in weight.parts]).all() for weight in self._weights
         ]
@@ -163,15 +163,16 @@ class ModuleWeights:
         bad = [weight.name for weight, good in zip(self._weights, finite.tolist(), strict=True) if not good]
         if bad:
             raise ValueError(
-                f"{len(bad)} of {len(finite)} weights are not finite (first: {bad[0]!r}), so nothing was published: the"
+                f"{len(bad)} of {len(finite)} weights are not finite (first: {bad[0]!r}), so nothing was sent: the"
                 " policy has diverged; lower the learning rate, clip gradients, and resume from the last checkpoint"
             )
 
 
-class SavedWeights(ModuleWeights):
-    """The same with names and shapes of the files that ``save_pretrained`` writes, and the buffers that these hold.
+class CheckpointWeights(ModuleWeights):
+    """The weights as in the files of ``save_pretrained``: their names and shapes, and the buffers that they hold.
 
-    Experts of a mixture are one tensor each there and one for all in Transformers 5's models; engines know the files'.
+    In these files, which engines expect, each expert of a mixture is a tensor of its own; in models of Transformers 5
+    all experts share one.
     """
 
     def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
@@ -181,42 +182,42 @@ class SavedWeights(ModuleWeights):
         self._by_name = {weight.name: weight for weight in weights}
         return weights
 
-    def as_saved(self) -> "WeightSource":
-        """Itself."""
+    def in_checkpoint_format(self) -> "WeightSource":
+        """Return this source."""
         return self
 
     def _type(self, weight: MergedWeight) -> torch.dtype:
-        """Buffers keep their type: a router's correction is float32 in models of 16 bits."""
+        """Buffers keep their type: a router's correction is float32 in 16-bit models."""
         return self.dtype if self.dtype is not None and isinstance(weight.parameter, nn.Parameter) else weight.dtype
 
-    def _handles(self, group: TensorGroup) -> list[MergedWeight]:
+    def _members(self, group: TensorGroup) -> list[MergedWeight]:
         return [self._by_name[name] for name in group.members]
 
     def metadata(self) -> list[WeightInfo]:
-        """Name, full shape and type of each tensor; gathers nothing."""
+        """Return name, full shape and type of each tensor, without gathering."""
         infos = []
         for group in self._groups:
-            empty = [torch.empty(one.shape, dtype=self._type(one), device="meta") for one in self._handles(group)]
+            empty = [torch.empty(one.shape, dtype=self._type(one), device="meta") for one in self._members(group)]
             converted = group.convert(empty)
             infos += [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in converted.items()]
         return infos
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor, valid until the next is drawn; see :class:`ModuleWeights`."""
+        """Yield name and full tensor, valid until the next one is yielded."""
         if self.check_finite:
             self._raise_if_not_finite()
         for groups in self._buckets():
-            with full_parameters([part for group in groups for one in self._handles(group) for part in one.parts]):
+            with full_parameters([part for group in groups for one in self._members(group) for part in one.parts]):
                 for group in groups:
-                    whole = [one.compute().to(self._type(one)) for one in self._handles(group)]
+                    whole = [one.compute().to(self._type(one)) for one in self._members(group)]
                     yield from group.convert(whole).items()
 
     def _buckets(self) -> Iterator[list[TensorGroup]]:
-        """Groups that are gathered together: as many as fit into a bucket."""
+        """Split the groups into buckets; each bucket is gathered at once."""
         gathered: list[TensorGroup] = []
         size = 0
         for group in self._groups:
-            own = sum(WeightInfo(one.name, one.shape, one.dtype).num_bytes for one in self._handles(group))
+            own = sum(WeightInfo(one.name, one.shape, one.dtype).num_bytes for one in self._members(group))
             if gathered and size + own > self.bucket_bytes:
                 yield gathered
                 gathered, size = [], 0
@@ -227,10 +228,10 @@ class SavedWeights(ModuleWeights):
 
 
 class AdapterWeights(ModuleWeights):
-    """The trained LoRA adapter alone, under the model's own names.
+    """The trained LoRA adapter only, under the model's own names.
 
     Raises:
-        ValueError: If the module has none, or something else is trained beside it.
+        ValueError: If the module has no adapter, or also trains other weights.
     """
 
     def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
@@ -238,15 +239,15 @@ class AdapterWeights(ModuleWeights):
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    """Scalar bool. A sum is ten times as fast as a test of each element, and no NaN or infinity hides in it."""
+    """Scalar bool. A sum, in which any NaN or infinity shows, is ten times as fast as a test of each element."""
     total = tensor.sum(dtype=None if tensor.dtype == torch.float64 else torch.float32).isfinite()
-    return total if total else torch.isfinite(tensor).all()  # finite numbers may overflow a sum
+    return total if total else torch.isfinite(tensor).all()  # the sum of finite numbers may overflow
 
 
 def _own_part(parameter: Any) -> Tensor:
-    """What this rank holds of a parameter, without the padding of a ZeRO-3 shard (which is uninitialised memory)."""
+    """This rank's part of a parameter, without the padding of a ZeRO-3 shard, which is uninitialized memory."""
     if hasattr(parameter, "to_local"):
-        return parameter.to_local().detach()
+        return cast(Tensor, parameter.to_local().detach())
     if is_sharded(parameter) and parameter.numel() != parameter.ds_numel:
         return local_shard(parameter)
-    return parameter.detach()
+    return cast(Tensor, parameter.detach())

@@ -14,9 +14,10 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
+from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.environment import RayEnvironment, RemoteCUDAAccelerator
-from rlhfkit.strategies.ray.placement import create_placement_group, join_or_start_ray, require_ray
+from rlhfkit.strategies.ray.placement import create_placement_group, require_ray
 from rlhfkit.strategies.ray.progress import DriverDisplay
 from rlhfkit.strategies.ray.ranks import Ranks
 from rlhfkit.strategies.ray.remote_run import RunResult, pickle_run
@@ -194,7 +195,9 @@ class RayLauncher(_Launcher):
         ray = require_ray()
         ray.cloudpickle.register_pickle_by_value(ray_actor)  # the module says why
         work = pickle_run(function, args, kwargs, trainer, self.return_weights)
-        join_or_start_ray(self.num_ranks * self.resources_per_rank.get("CPU", 0))
+        # A machine with fewer cores than ranks claim is overcommitted; all of its cores are left for engines.
+        claimed = int(self.num_ranks * self.resources_per_rank.get("CPU", 0))
+        join_or_start_ray(num_cpus=claimed + (os.cpu_count() or 1))
         if trainer is not None:
             trainer.lightning_module.trainer = trainer  # as a run in this process would; hooks for errors ask for it
         display = DriverDisplay(trainer)

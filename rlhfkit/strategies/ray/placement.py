@@ -1,7 +1,6 @@
-"""A Ray session and a placement group with one bundle per rank, or an error that names what is missing."""
+"""A placement group with one bundle per rank, or an error that names what is missing."""
 
 import importlib.util
-import os
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -23,26 +22,6 @@ def require_ray() -> Any:
     import ray
 
     return ray
-
-
-def join_or_start_ray(num_cpus: float) -> None:
-    """Use the session of this process, else the cluster in ``RAY_ADDRESS``, else start Ray on this machine.
-
-    A session started here stays until this process ends, for the next run and for rollout engines.
-
-    Args:
-        num_cpus: What the ranks will claim. A machine with fewer cores is overcommitted, and all its cores are left
-            for engines.
-    """
-    ray = require_ray()
-    if ray.is_initialized():
-        return
-    # Ranks send their text themselves, in step with the progress bar.
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
-    else:
-        cpus = int(num_cpus) + (os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
 
 
 def placement_strategy(num_ranks: int, num_nodes: int) -> str:

@@ -17,7 +17,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 def yielded(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """What an engine is sent, checked against what it was told before."""
-    source = ModuleWeights(model, dtype=dtype, bucket_bytes=2**14).as_saved()
+    source = ModuleWeights(model, dtype=dtype, bucket_bytes=2**14).in_checkpoint_format()
     found = {name: tensor.clone() for name, tensor in source}
     announced = {info.name: (info.shape, info.dtype) for info in source.metadata()}
     assert announced == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()}
@@ -37,9 +37,9 @@ def test_every_family_is_sent_as_its_files_hold_it(family: Family, tmp_path: Pat
 
 def test_a_family_whose_files_hold_what_the_model_holds_is_sent_as_it_is(tmp_path: Path) -> None:
     weights = ModuleWeights(load_causal_lm(str(BY_NAME["Llama"].save(tmp_path))))
-    assert weights.as_saved() is weights
+    assert weights.in_checkpoint_format() is weights
     other = ModuleWeights(nn.Linear(2, 2))
-    assert other.as_saved() is other
+    assert other.in_checkpoint_format() is other
 
 
 def test_merged_experts_are_sent_one_by_one(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_source_that_leaves_weights_out_is_refused_and_nothing_is_served(
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             return iter(list(ModuleWeights(model))[:3])
 
-    with pytest.raises(RuntimeError, match="did not publish"):
+    with pytest.raises(RuntimeError, match="did not send"):
         engine.load(Half(), version=9)
     assert engine.version is None
     with pytest.raises(RuntimeError, match="no weights yet"):

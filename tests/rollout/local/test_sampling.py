@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
-from rlhfkit.rollout.local.sampling import draw, truncate
+from rlhfkit.rollout.local.sampling import sample_tokens, truncate
 
 PROBABILITIES = torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]])
 
@@ -33,7 +33,7 @@ def test_truncation_keeps_what_its_rule_says(spec: SamplingSpec, tokens: list[in
 
 @pytest.mark.parametrize("spec", [SamplingSpec(top_k=2), SamplingSpec(top_p=0.65), SamplingSpec(min_p=0.5)])
 def test_logprobs_are_those_before_truncation(spec: SamplingSpec) -> None:
-    token, logprob = draw(PROBABILITIES.log(), torch.tensor([0.99], dtype=torch.float64), spec)
+    token, logprob = sample_tokens(PROBABILITIES.log(), torch.tensor([0.99], dtype=torch.float64), spec)
     assert token.item() == 3
     assert logprob.item() == pytest.approx(math.log(0.3), abs=1e-6)
 
@@ -41,7 +41,9 @@ def test_logprobs_are_those_before_truncation(spec: SamplingSpec) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_those_before_tokens_were_forbidden(temperature: float) -> None:
     spec = SamplingSpec(temperature=temperature, min_new_tokens=1)
-    token, logprob = draw(PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), spec, torch.tensor([1, 2]))
+    token, logprob = sample_tokens(
+        PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), spec, torch.tensor([1, 2])
+    )
     assert token.item() == 3
     assert logprob.item() == pytest.approx(math.log(0.3), abs=1e-6)
 
@@ -64,19 +66,21 @@ def test_a_spec_knows_whether_it_takes_tokens_away(spec: SamplingSpec, truncates
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 0), (0.049, 0), (0.051, 1), (0.46, 2), (0.61, 3), (0.999, 4)])
 def test_draw_inverts_the_cumulative_distribution(uniform: float, token: int) -> None:
-    drawn, _ = draw(PROBABILITIES.log(), torch.tensor([uniform], dtype=torch.float64), SamplingSpec())
+    drawn, _ = sample_tokens(PROBABILITIES.log(), torch.tensor([uniform], dtype=torch.float64), SamplingSpec())
     assert drawn.item() == token
 
 
 def test_temperature_sharpens() -> None:
-    _, logprob = draw(PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), SamplingSpec(temperature=0.5))
+    _, logprob = sample_tokens(
+        PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), SamplingSpec(temperature=0.5)
+    )
     squares = PROBABILITIES[0].square()
     assert logprob.exp().item() == pytest.approx((squares[1] / squares.sum()).item(), abs=1e-6)
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:
     uniforms = torch.linspace(0, 0.999, 200, dtype=torch.float64)
-    tokens, _ = draw(PROBABILITIES.log().expand(200, 5), uniforms, SamplingSpec(), torch.tensor([1, 3]))
+    tokens, _ = sample_tokens(PROBABILITIES.log().expand(200, 5), uniforms, SamplingSpec(), torch.tensor([1, 3]))
     assert set(tokens.tolist()) == {0, 2, 4}
 
 

@@ -27,11 +27,11 @@ def place_engines() -> dict[str, Any]:
     """What a pool does before it starts engines: this rank's GPU, and on rank 0 those of the engines."""
     from rlhfkit.distributed import gather_objects, get_rank
     from rlhfkit.rollout.errors import EngineError
-    from rlhfkit.rollout.remote.placement import my_seat
+    from rlhfkit.rollout.remote.placement import locate_rank
     from rlhfkit.rollout.vllm.pool import VLLMPool
 
-    seats = gather_objects(my_seat())
-    report: dict[str, Any] = {"gpu": seats[get_rank()].gpu}
+    locations = gather_objects(locate_rank())
+    report: dict[str, Any] = {"gpu": locations[get_rank()].gpu}
     if get_rank() > 0:
         return report
     import ray
@@ -41,17 +41,17 @@ def place_engines() -> dict[str, Any]:
 
     pool = VLLMPool(num_engines=ENGINES)
     try:
-        report["device"] = pool._find_room(seats)
-        places = pool._places(report["device"], seats)
-        tasks = [ray.remote(assigned).options(**place.options, max_retries=0).remote() for place in places]
+        report["device"] = pool.connect_to_ray(locations)
+        placements = pool.placements(report["device"], locations)
+        tasks = [ray.remote(assigned).options(**place.options, max_retries=0).remote() for place in placements]
         report["engines"] = [name for names in ray.get(tasks, timeout=100) for name in names]
-        report["not_on"] = [seat.gpu for seat in places[0].not_on]
-        if "RAY_ADDRESS" not in os.environ and not seats[0].on_ray:
-            report["refusal"] = refusal(dataclasses.replace(seats[1], gpu=report["engines"][0]), places[0])
-        if pool._apart is not None:
-            pool._apart.close()
+        report["excluded"] = [rank.gpu for rank in placements[0].excluded]
+        if "RAY_ADDRESS" not in os.environ and not locations[0].on_ray:
+            report["refusal"] = refusal(dataclasses.replace(locations[1], gpu=report["engines"][0]), placements[0])
+        if pool._dedicated is not None:
+            pool._dedicated.close()
         pool.num_engines = 7
-        pool._places(report["device"], seats)
+        pool.placements(report["device"], locations)
     except EngineError as error:
         report["error"] = str(error)
     finally:

@@ -18,8 +18,8 @@ from strategies import ranks
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.remote.placement import RankLocation, seats_of_engines
-from rlhfkit.rollout.weight_sync.cuda_ipc import chunks
+from rlhfkit.rollout.remote.placement import RankLocation, assign_ranks
+from rlhfkit.rollout.weight_sync.cuda_ipc import split_into_chunks
 
 
 def machines(counts: list[int], gpus: bool = True) -> list[RankLocation]:
@@ -40,32 +40,32 @@ class TestColocatedEngines:
     )
     def test_no_gpu_has_two_engines_and_no_engine_two_machines(self, counts: list[int], size: int) -> None:
         counts = [count * size for count in counts]  # so many ranks on each machine
-        seats = machines(counts)
-        shares = seats_of_engines(seats, sum(counts) // size, size)
-        assert [seat for share in shares for seat in share] == seats
-        assert all(len({seat.host for seat in share}) == 1 for share in shares)
+        locations = machines(counts)
+        shares = assign_ranks(locations, sum(counts) // size, size)
+        assert [rank for share in shares for rank in share] == locations
+        assert all(len({rank.host for rank in share}) == 1 for share in shares)
 
     def test_an_engine_across_machines_is_refused(self) -> None:
         with pytest.raises(EngineError, match=r"engine 1 would share the GPUs of ranks that are on 2 machines"):
-            seats_of_engines(machines([3, 3]), 3, 2)
+            assign_ranks(machines([3, 3]), 3, 2)
 
     def test_more_engines_than_gpus_are_refused(self) -> None:
         with pytest.raises(EngineError, match=r"puts 3 engine\(s\) of 2 GPU\(s\) on the GPUs .* there are 4"):
-            seats_of_engines(machines([4]), 3, 2)
+            assign_ranks(machines([4]), 3, 2)
 
     def test_without_gpus_engines_share_the_ranks_cores(self) -> None:
-        assert [len(share) for share in seats_of_engines(machines([1], gpus=False), 3, 1)] == [1, 1, 1]
+        assert [len(share) for share in assign_ranks(machines([1], gpus=False), 3, 1)] == [1, 1, 1]
 
 
 def test_one_gpu_is_known_by_its_uuid_else_by_machine_and_id() -> None:
     """Two tasks of Slurm may call different GPUs 0, and two containers of one machine have different names for it."""
     here = RankLocation("a", "0", on_ray=False, uuid="x")
-    assert here.is_gpu_of(RankLocation("container", "3", on_ray=True, uuid="x"))
-    assert not here.is_gpu_of(RankLocation("a", "0", on_ray=True, uuid="y"))
-    assert here.is_gpu_of(RankLocation("a", "0", on_ray=True))
-    assert not here.is_gpu_of(RankLocation("a", "1", on_ray=True))
-    assert not here.is_gpu_of(RankLocation("b", "0", on_ray=True))
-    assert not RankLocation("a", None, on_ray=False).is_gpu_of(RankLocation("a", None, on_ray=True))
+    assert here.has_same_gpu(RankLocation("container", "3", on_ray=True, uuid="x"))
+    assert not here.has_same_gpu(RankLocation("a", "0", on_ray=True, uuid="y"))
+    assert here.has_same_gpu(RankLocation("a", "0", on_ray=True))
+    assert not here.has_same_gpu(RankLocation("a", "1", on_ray=True))
+    assert not here.has_same_gpu(RankLocation("b", "0", on_ray=True))
+    assert not RankLocation("a", None, on_ray=False).has_same_gpu(RankLocation("a", None, on_ray=True))
 
 
 @given(
@@ -74,7 +74,7 @@ def test_one_gpu_is_known_by_its_uuid_else_by_machine_and_id() -> None:
 )
 def test_what_travels_by_handle_is_every_tensor_once_in_order_and_fits(sizes: list[int], capacity: int) -> None:
     infos = [WeightInfo(str(number), (size,), torch.float32) for number, size in enumerate(sizes)]
-    parts = chunks(infos, capacity)
+    parts = split_into_chunks(infos, capacity)
     assert [index for part in parts for index in part] == list(range(len(sizes)))
     for part in parts:
         assert len(part) == 1 or sum(infos[index].num_bytes for index in part) <= capacity
@@ -144,7 +144,7 @@ def check_apart(gpus: list[str], report: dict[str, Any]) -> None:
     assert report["device"] == "cuda"
     assert len(set(report["engines"])) == 4
     assert not set(report["engines"]) & set(gpus)
-    assert set(report["not_on"]) == set(gpus)
+    assert set(report["excluded"]) == set(gpus)
     used = rf", {len(gpus)} of which the training ranks use" if "has 8" in report["error"] else ""
     assert re.search(
         rf"7 engine\(s\) need 7 GPU\(s\), but Ray's cluster has [68]{used}: .*share them: VLLMPool\(colocate=True\)",
@@ -187,5 +187,5 @@ class TestEnginesApart:
 
     def test_from_ranks_that_ray_has_started(self, cluster: Cluster) -> None:
         report = cluster.ranks_of_its_own(2)
-        assert len(report["not_on"]) == 2
-        check_apart(report["not_on"], report)
+        assert len(report["excluded"]) == 2
+        check_apart(report["excluded"], report)

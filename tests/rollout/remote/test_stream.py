@@ -35,16 +35,16 @@ def test_groups_come_one_by_one_and_the_rest_is_dropped(vllm_pool: SharedPool, v
     ]
     assert {version for group in groups for sample in group for version in sample.versions} == {3}
 
-    # A stream that is closed with everything under way leaves nothing behind: neither in our books nor in the engines'.
+    # A stream that is closed with requests in flight leaves none behind, neither counted here nor in the engines.
     endless = vllm_pool.stream(SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400), iteration=0)
     endless.submit(prompts)
-    manager = vllm_pool._manager
+    manager = vllm_pool.manager
     assert manager is not None
-    assert sum(handle.load for handle in manager.handles) == 12
+    assert sum(handle.num_requests for handle in manager.handles) == 12
     endless.close()
     endless.close()
     assert endless.collect(1) == []
-    assert [handle.load for handle in manager.handles] == [0, 0]
+    assert [handle.num_requests for handle in manager.handles] == [0, 0]
     assert vllm_pool.generate(prompts[:1], spec, iteration=5)[0].token_ids == expected[0].token_ids
     torch.testing.assert_close(
         torch.tensor(vllm_pool.generate(prompts[:1], spec, iteration=5)[0].logprobs),

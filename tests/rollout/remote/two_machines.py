@@ -8,23 +8,23 @@ from ray.cluster_utils import Cluster
 
 
 def main() -> None:
-    """ActorPlacement engines on it, and print what came of it."""
+    """Place engines on it, and print the outcome."""
     import ray
 
+    from rlhfkit.ray_session import cluster_address
     from rlhfkit.rollout.errors import EngineError
-    from rlhfkit.rollout.remote.placement import DedicatedPlacement
-    from rlhfkit.rollout.vllm.ray_session import cluster_address, join_or_start_ray
+    from rlhfkit.rollout.remote.placement import DedicatedPlacement, start_ray_for_engines
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1)
     os.environ["RAY_ADDRESS"] = cluster.address
     report: dict[str, object] = {}
     try:
-        join_or_start_ray(num_cpus=1)
+        start_ray_for_engines(num_cpus=1)
         cluster.wait_for_nodes()
         report["loopback"] = cluster_address() == "127.0.0.1"
-        apart = DedicatedPlacement(2, cpus=1, gpus=0, timeout=60)
-        placed = ray.util.placement_group_table(apart._group)["bundles_to_node_id"]
+        dedicated = DedicatedPlacement(2, cpus=1, gpus=0, timeout=60)
+        placed = ray.util.placement_group_table(dedicated._group)["bundles_to_node_id"]
         report["machines"] = len(set(placed.values()))
         for name, engines, gpus in (("too_many", 3, 0), ("taken", 2, 0), ("no_gpu", 1, 1)):
             start = time.monotonic()
@@ -32,7 +32,7 @@ def main() -> None:
                 DedicatedPlacement(engines, cpus=1, gpus=gpus, timeout=1)
             except EngineError as error:
                 report[name] = [str(error), time.monotonic() - start]
-        apart.close()
+        dedicated.close()
         DedicatedPlacement(2, cpus=1, gpus=0, timeout=60).close()  # what was given back can be had again
     finally:
         ray.shutdown()

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rlhfkit.rollout.errors import EngineFailure, StallError
+from rlhfkit.rollout.remote.scheduler import StallDetector
 from rlhfkit.rollout.supervision.handle import EngineHandle
-from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, may_follow
-from rlhfkit.rollout.vllm.stall_detector import StallDetector
+from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, can_follow
 
 
 class Clock:
@@ -31,15 +31,15 @@ class TestProbes:
         probes = Probes(self.policy, now=0.0)
         assert not probes.due(4.9)
         assert probes.due(5.0)
-        probes.asked(5.0)
+        probes.sent(5.0)
         assert [probes.missed(now) for now in (5.0, 6.9, 7.0, 11.9, 12.0, 16.9, 17.0)] == [0, 0, 1, 1, 2, 2, 3]
-        assert not probes.dead(16.9)
-        assert probes.dead(17.0)
+        assert not probes.failed(16.9)
+        assert probes.failed(17.0)
         assert self.policy.detection_seconds == 17.0  # counted from its last answer, at 0
 
     def test_an_answer_however_late_wipes_the_slate(self) -> None:
         probes = Probes(self.policy, now=0.0)
-        probes.asked(5.0)
+        probes.sent(5.0)
         assert probes.missed(16.0) == 2
         probes.answered(16.0)
         assert probes.missed(16.0) == 0
@@ -48,10 +48,10 @@ class TestProbes:
 
     def test_time_in_which_nobody_could_listen_does_not_count(self) -> None:
         probes = Probes(self.policy, now=0.0)
-        probes.asked(5.0)
-        probes.excuse(1000.0)
-        assert not probes.dead(1016.0)
-        assert probes.dead(1017.0)
+        probes.sent(5.0)
+        probes.discount(1000.0)
+        assert not probes.failed(1016.0)
+        assert probes.failed(1017.0)
 
     @given(
         answers=st.lists(st.floats(min_value=0.01, max_value=40.0), min_size=1, max_size=20),
@@ -69,11 +69,11 @@ class TestProbes:
         for delay in answers:
             now += period
             assert probes.due(now + 1e-6)
-            probes.asked(now)
+            probes.sent(now)
             now += delay
             if abs(delay - limit) > 1e-6:
-                assert probes.dead(now) == (delay > limit)
-            if probes.dead(now):
+                assert probes.failed(now) == (delay > limit)
+            if probes.failed(now):
                 return
             probes.answered(now)
 
@@ -103,18 +103,18 @@ class EngineLife(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.handle = EngineHandle(0, 1, None, None, 0, HealthPolicy(), 60.0)
+        self.handle = EngineHandle("engine 0 of 1", 0, None, None, 0, HealthPolicy(), 60.0)
         self.complete: int | None = None
         self.versions = 0
         self.died = False
 
     def _try(self, state: State) -> bool:
         before = self.handle.state
-        if may_follow(before, state):
-            self.handle.become(state)
+        if can_follow(before, state):
+            self.handle.change_state(state)
             return True
         with pytest.raises(RuntimeError, match="cannot become"):
-            self.handle.become(state)
+            self.handle.change_state(state)
         assert self.handle.state is before
         return False
 
@@ -165,32 +165,32 @@ class EngineLife(RuleBasedStateMachine):
 TestEngineLife = EngineLife.TestCase
 
 
-class TestStallWatchdog:
-    """Who waits learns why."""
+class TestStallDetector:
+    """A caller that waits learns why."""
 
     def test_state_is_logged_each_time_and_the_end_has_a_name(self, caplog: pytest.LogCaptureFixture) -> None:
         clock = Clock()
-        watchdog = StallDetector(lambda: "engine 0: stopped", report_after=10, timeout=35, clock=clock)
+        detector = StallDetector(lambda: "engine 0: stopped", report_after=10, timeout=35, clock=clock)
         with caplog.at_level(logging.WARNING):
             for _ in range(34):
                 clock.now += 1
-                watchdog.check("3 of 4 jobs")
+                detector.check("3 of 4 jobs")
         assert len(caplog.records) == 3
         assert "engine 0: stopped" in caplog.text
         assert "waiting for 3 of 4 jobs" in caplog.text
         clock.now += 1
         with pytest.raises(StallError, match=r"no request was finished for 35 s; waiting for 3 of 4 jobs") as caught:
-            watchdog.check("3 of 4 jobs")
+            detector.check("3 of 4 jobs")
         assert "engine 0: stopped" in str(caught.value)
 
     def test_progress_starts_the_clock_again(self) -> None:
         clock = Clock()
-        watchdog = StallDetector(str, report_after=10, timeout=35, clock=clock)
+        detector = StallDetector(str, report_after=10, timeout=35, clock=clock)
         clock.now += 34
-        watchdog.progress()
+        detector.progress()
         clock.now += 34
-        watchdog.check("1 of 4 jobs")
-        assert watchdog.idle == 34
+        detector.check("1 of 4 jobs")
+        assert detector.idle == 34
 
 
 def test_a_failure_travels_between_processes_without_the_engine() -> None:

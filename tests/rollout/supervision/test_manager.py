@@ -52,8 +52,8 @@ class Scene:
 
     def handle(self, number: int) -> EngineHandle:
         """The process that is this engine now."""
-        assert self.pool._manager is not None
-        return self.pool._manager.handles[number]
+        assert self.pool.manager is not None
+        return self.pool.manager.handles[number]
 
     def send(self, number: int, what: signal.Signals) -> int:
         """Send an engine's process a signal; returns its pid."""
@@ -66,7 +66,7 @@ class Scene:
         """Wait until an engine is in a state."""
         end = time.monotonic() + limit
         while self.handle(number).state is not state:
-            assert time.monotonic() < end, self.pool._manager.report() if self.pool._manager else ""
+            assert time.monotonic() < end, self.pool.manager.report() if self.pool.manager else ""
             time.sleep(0.05)
 
     def strike(self, number: int, what: signal.Signals, iteration: int) -> list[Sample]:
@@ -74,7 +74,7 @@ class Scene:
         with ThreadPoolExecutor(1) as threads:
             future = threads.submit(self.pool.generate, PROMPTS, SPEC, iteration=iteration)
             end = time.monotonic() + 20
-            while self.handle(number).load < 10 and time.monotonic() < end:
+            while self.handle(number).num_requests < 10 and time.monotonic() < end:
                 time.sleep(0.01)
             time.sleep(0.3)
             assert not future.done(), "the samples were made before the accident"
@@ -110,7 +110,7 @@ def manager(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     )
     with pytest.raises(RuntimeError, match=r"before VLLMPool\.start"):
         pool.load(ModuleWeights(load_trainer_model(folder)), 0)
-    assert pool.arrange_logprobs(SPEC)
+    assert pool.configure_logprobs(SPEC)
     pool.start(str(folder), dtype=torch.float32)
     try:
         made = Scene(pool, folder)
@@ -138,7 +138,7 @@ def test_a_killed_engines_requests_are_finished_by_the_other_and_come_out_the_sa
 def test_the_engine_started_again_serves_only_after_the_next_load(manager: Scene) -> None:
     manager.until(0, State.STALE, limit=120)
     before = manager.pool.generate(PROMPTS[:4], SPEC, iteration=2)
-    assert manager.handle(0).load == 0
+    assert manager.handle(0).num_requests == 0
     assert not manager.handle(0).takes_requests(time.monotonic())
     manager.check(before)  # a stale engine's weights are random: its log-probs would show
     manager.load(2)
@@ -177,7 +177,7 @@ def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(manager: Scen
     with ThreadPoolExecutor(1) as threads:  # requests that are under way live through it
         running = threads.submit(manager.pool.generate, PROMPTS, SPEC, iteration=4)
         end = time.monotonic() + 20
-        while min(manager.handle(engine).load for engine in (0, 1)) < 10 and time.monotonic() < end:
+        while min(manager.handle(engine).num_requests for engine in (0, 1)) < 10 and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.2)  # on an idle machine they are done in little more than a second
         assert not running.done()
@@ -196,9 +196,9 @@ def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(manager: Scen
 def test_two_deaths_within_one_restart_end_in_a_load_not_in_the_end_of_the_run(manager: Scene) -> None:
     """Engine 0 is up again and waits for weights when engine 1 dies: what the trainer has is all that is missing."""
     manager.until(0, State.STALE, limit=120)
-    assert manager.pool._manager is not None
+    assert manager.pool.manager is not None
     undisturbed = manager.pool.generate(PROMPTS[:2], SPEC, iteration=6)
-    policy, manager.pool._manager.policy = (
+    policy, manager.pool.manager.policy = (
         manager.pool.health,
         dataclasses.replace(manager.pool.health, recovery_timeout=1),
     )
@@ -207,7 +207,7 @@ def test_two_deaths_within_one_restart_end_in_a_load_not_in_the_end_of_the_run(m
         with pytest.raises(WeightsNeededError, match=r"(?s)no vLLM engine serves.*engine 0 of 2.*waiting for weights"):
             manager.pool.generate(PROMPTS[:2], SPEC, iteration=6)
     finally:
-        manager.pool._manager.policy = policy
+        manager.pool.manager.policy = policy
     manager.pool.version = None  # what RolloutCallback does then
     manager.pool.load(ModuleWeights(manager.model), 4)
     assert manager.handle(0).state is State.SERVING
@@ -281,8 +281,8 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(manager: Scen
 
 
 def test_all_engines_dead_is_an_error_that_says_so(manager: Scene) -> None:
-    assert manager.pool._manager is not None
-    policy = manager.pool._manager.policy = dataclasses.replace(manager.pool.health, recovery_timeout=5)
+    assert manager.pool.manager is not None
+    policy = manager.pool.manager.policy = dataclasses.replace(manager.pool.health, recovery_timeout=5)
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(manager.pool.generate, PROMPTS, SPEC, iteration=9)
         time.sleep(0.5)

@@ -33,7 +33,7 @@ for wrong in ({"names": ["a"]}, {"names": [], "dtype_names": [], "shapes": [], "
         assert "GlooWeightTransferEngine" in str(error)
     else:
         raise AssertionError(f"accepted {wrong}")
-engine._carrier = None
+engine._transport = None
 try:
     engine.receive_weights(update)
 except RuntimeError as error:

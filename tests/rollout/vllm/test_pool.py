@@ -146,9 +146,9 @@ class TestWeights:
     ) -> None:
         model = load_trainer_model(vllm_model)
         train_a_little(model, seed=9)
-        assert pool._manager is not None
+        assert pool.manager is not None
         assert pool._sync is not None
-        send_by_hand(EngineHandles(tuple(pool._manager.handles[1:]), 1, "127.0.0.1", 30.0), model)
+        send_by_hand(EngineHandles(tuple(pool.manager.handles[1:]), 1, "127.0.0.1", 30.0), model)
         pool._sync._connected = ()  # that took engine 1 out of the pool's group
         with pytest.raises(EngineError, match="engines 0 and 1 serve different weights"):
             pool.score([prompts[-1].token_ids])
@@ -228,8 +228,8 @@ class TestSamples:
         both = keyed(pool.generate(prompts, SPEC, iteration=3))
         backwards = keyed(pool.generate(prompts[::-1], SPEC, iteration=3))
         alone = keyed(pool.generate(prompts[5:6], SPEC, iteration=3))
-        assert pool._manager is not None
-        monkeypatch.setattr(pool._manager.handles[1], "takes_requests", lambda now: False)
+        assert pool.manager is not None
+        monkeypatch.setattr(pool.manager.handles[1], "takes_requests", lambda now: False)
         one = keyed(pool.generate(prompts, SPEC, iteration=3))
         assert backwards.keys() == both.keys() == one.keys()
         for others in (backwards, alone, one):
@@ -383,10 +383,10 @@ class TestWithoutEngines:
     def test_logprobs_before_truncation_are_arranged_where_vllm_can_report_them(self) -> None:
         pool = VLLMPool()
         specs = [SamplingSpec(), SamplingSpec(top_p=0.9), SamplingSpec(temperature=0.7)]
-        assert [pool.arrange_logprobs(spec) for spec in specs] == [True, True, True]
-        assert not pool.arrange_logprobs(SamplingSpec(temperature=0.7, top_p=0.9))
+        assert [pool.configure_logprobs(spec) for spec in specs] == [True, True, True]
+        assert not pool.configure_logprobs(SamplingSpec(temperature=0.7, top_p=0.9))
         chosen = VLLMPool(engine_arguments={"logprobs_mode": "processed_logprobs"})
-        assert [chosen.arrange_logprobs(spec) for spec in specs] == [True, False, True]
+        assert [chosen.configure_logprobs(spec) for spec in specs] == [True, False, True]
 
     def test_it_is_a_rollout_engine(self) -> None:
         assert isinstance(VLLMPool(), RolloutEngine)
@@ -414,7 +414,7 @@ class TestWithoutEngines:
             VLLMPool(**arguments)
 
     def test_missing_packages_name_the_extras(self, monkeypatch: pytest.MonkeyPatch, vllm_model: Path) -> None:
-        monkeypatch.setattr("rlhfkit.rollout.vllm.ray_session.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("rlhfkit.rollout.vllm.pool.importlib.util.find_spec", lambda name: None)
         with pytest.raises(ImportError, match=r"ray and vllm.*rlhfkit\[rollout\].*rlhfkit\[cpu\].*LocalEngine"):
             VLLMPool().start(str(vllm_model), dtype=torch.float32)
 

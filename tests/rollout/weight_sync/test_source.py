@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.gloo import GlooGroup
-from rlhfkit.rollout.weight_sync.sender import GlooSender, checked
+from rlhfkit.rollout.weight_sync.sender import GlooSender, verified
 from rlhfkit.rollout.weight_sync.shared_memory import SharedBlocks
 from rlhfkit.rollout.weight_sync.source import ModuleWeights, plan_buckets
-from rlhfkit.rollout.weight_sync.transport import NetworkCarrier, SharedMemoryCarrier, Transport
+from rlhfkit.rollout.weight_sync.transport import NetworkTransport, SharedMemoryTransport, Transport
 from rollout.zero3_ranks import run_ranks
 
 infos = st.lists(
@@ -103,7 +103,7 @@ class TestModuleWeights:
         assert all(torch.equal(t, model.get_parameter(n).detach().bfloat16()) for n, t in weights)
         assert {tensor.dtype for _, tensor in weights} == {torch.bfloat16}
 
-    def test_finite_weights_whose_sum_is_not_are_published(self) -> None:
+    def test_finite_weights_whose_sum_is_not_are_sent(self) -> None:
         model = nn.Linear(3, 3)
         nn.init.constant_(model.weight, 3e38)
         assert len(list(ModuleWeights(model))) == 2
@@ -117,7 +117,7 @@ class TestModuleWeights:
             next(iter(ModuleWeights(model)))
         assert len(list(ModuleWeights(model, check_finite=False))) == 4
 
-    def test_modules_that_cannot_be_published_say_why(self) -> None:
+    def test_modules_that_cannot_be_sent_say_why(self) -> None:
         with pytest.raises(ValueError, match="Identity has no parameters"):
             ModuleWeights(nn.Identity())
         from peft import LoraConfig, get_peft_model
@@ -140,7 +140,7 @@ class TestModuleWeights:
     ) -> None:
         weights = ModuleWeights(nn.Linear(2, 2))
         with pytest.raises(ValueError, match=message):
-            list(checked(weights.metadata(), iter(change(list(weights)))))
+            list(verified(weights.metadata(), iter(change(list(weights)))))
 
 
 class ReceiverThreads:
@@ -156,52 +156,52 @@ class ReceiverThreads:
     def __init__(self, num_workers: int, dies_after: int | None = None) -> None:
         self.num_workers = num_workers
         self.dies_after = dies_after
-        self.carriers: list[Transport] = []
+        self.transports: list[Transport] = []
         self.received: list[dict[str, Tensor]] = []
         self._threads = ThreadPoolExecutor(2 * num_workers)
 
-    def connect(self, rendezvous: dict[str, Any]) -> "Calls":
-        self._rendezvous = rendezvous
+    def connect(self, init_info: dict[str, Any]) -> "Calls":
+        self._init_info = init_info
         return Calls([self._threads.submit(self._join, 1 + worker) for worker in range(self.num_workers)])
 
     def _join(self, rank: int) -> None:
-        r = self._rendezvous
+        r = self._init_info
         limit = timedelta(seconds=r["timeout"])
         store = dist.TCPStore(r["address"], r["port"], is_master=False, timeout=limit)
         if r["shared_memory"] is None:
             group = GlooGroup(store, r["prefix"], rank, r["world_size"], r["timeout"], "127.0.0.1")
-            self.carriers.append(NetworkCarrier(group))
+            self.transports.append(NetworkTransport(group))
         else:
             blocks = SharedBlocks.open(r["shared_memory"], r["bucket_bytes"])
             named = dist.PrefixStore(r["prefix"], store)
-            self.carriers.append(SharedMemoryCarrier(named, blocks, self.num_workers, r["timeout"]))
+            self.transports.append(SharedMemoryTransport(named, blocks, self.num_workers, r["timeout"]))
 
     def update(self, update: dict[str, Any]) -> "Calls":
         infos = [
             WeightInfo(name, tuple(shape), getattr(torch, dtype))
             for name, shape, dtype in zip(update["names"], update["shapes"], update["dtype_names"], strict=True)
         ]
-        self.received = [{} for _ in self.carriers]
-        return Calls([self._threads.submit(self._receive, index, infos) for index in range(len(self.carriers))])
+        self.received = [{} for _ in self.transports]
+        return Calls([self._threads.submit(self._receive, index, infos) for index in range(len(self.transports))])
 
     def _receive(self, index: int, infos: list[WeightInfo]) -> None:
-        buckets = plan_buckets(infos, self._rendezvous["bucket_bytes"])
-        blocks = self.carriers[index].incoming([bucket.num_bytes for bucket in buckets])
+        buckets = plan_buckets(infos, self._init_info["bucket_bytes"])
+        blocks = self.transports[index].receive_blocks([bucket.num_bytes for bucket in buckets])
         for number, block in enumerate(blocks):
             if index == 1 and number == self.dies_after:
                 blocks.close()
-                self.carriers[index].close()
+                self.transports[index].close()
                 raise RuntimeError("receiver 1 is gone")
             self.received[index].update({name: view.clone() for name, view in buckets[number].views(block, infos)})
 
     def close(self) -> None:
-        for carrier in self.carriers:
-            carrier.close()
+        for transport in self.transports:
+            transport.close()
         self._threads.shutdown(wait=False)
 
 
 class Calls:
-    """Calls under way, as :class:`rlhfkit.rollout.weight_sync.sender.Pending`."""
+    """Calls in progress, as :class:`rlhfkit.rollout.weight_sync.sender.Pending`."""
 
     def __init__(self, futures: list[Future[Any]]) -> None:
         self.futures = futures
@@ -229,8 +229,8 @@ class TestGlooSender:
         model = nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 3).to(torch.bfloat16), nn.Linear(5, 5).double())
         try:
             sender.connect(receivers)
-            kinds = {type(carrier) for carrier in receivers.carriers}
-            assert kinds == {SharedMemoryCarrier if shared_memory else NetworkCarrier}
+            kinds = {type(transport) for transport in receivers.transports}
+            assert kinds == {SharedMemoryTransport if shared_memory else NetworkTransport}
             assert not [*tmp_path.glob("rlhfkit-*")]  # freed with the processes, whatever ends them
             for _ in range(3):
                 with torch.no_grad():
@@ -259,7 +259,7 @@ class TestGlooSender:
         try:
             sender.connect(receivers)
             sender.send(receivers, weights.metadata(), iter(weights))
-            assert [type(carrier) for carrier in receivers.carriers] == [NetworkCarrier] * 2
+            assert [type(transport) for transport in receivers.transports] == [NetworkTransport] * 2
             for received in receivers.received:
                 assert all(torch.equal(received[name], tensor) for name, tensor in weights)
         finally:
@@ -284,7 +284,7 @@ class TestGlooSender:
 
     def test_a_receiver_that_never_comes_is_waited_for_no_longer_than_the_limit(self) -> None:
         class Absent(ReceiverThreads):
-            def connect(self, rendezvous: dict[str, Any]) -> Calls:
+            def connect(self, init_info: dict[str, Any]) -> Calls:
                 return Calls([])
 
         start = time.monotonic()

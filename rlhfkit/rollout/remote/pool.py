@@ -1,0 +1,375 @@
+"""``RemoteEnginePool``: several engines in Ray actors that look like one engine; the base class of ``VLLMPool``.
+
+Every training rank holds a pool, and rank 0's owns the actors. All ranks call ``start``, ``load``, ``sleep``, ``wake``
+and ``close``, and what goes wrong in them on one rank is raised on all. Rank 0 calls ``generate``, ``stream`` and
+``score``, from any thread, also while ``load`` runs: requests are kept during a load and continue with the new weights.
+
+Samples do not depend on the number of engines or on which engine makes what, as each sample has its own seed. What a
+dead engine has not finished is sampled again by another, with the same result.
+"""
+
+import itertools
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.distributed import gather_objects, get_rank, run_on_all_ranks
+from rlhfkit.rollout.collector import sample_all
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_tokens
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
+from rlhfkit.rollout.remote.placement import (
+    ActorPlacement,
+    DedicatedPlacement,
+    RankLocation,
+    colocated_placements,
+    locate_rank,
+    start_ray_for_engines,
+)
+from rlhfkit.rollout.remote.stream import PoolStream
+from rlhfkit.rollout.supervision.health import HealthPolicy, State
+from rlhfkit.rollout.supervision.manager import EngineManager
+from rlhfkit.rollout.supervision.remote_engine import Request
+from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
+from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
+from rlhfkit.rollout.weight_sync.sender import WeightSender
+from rlhfkit.validation import check_integer, check_number
+
+log = logging.getLogger(__name__)
+
+_SYNC_ATTEMPTS = 4
+"""Attempts at one weight sync. Engines may die in all but the last."""
+
+
+class RemoteEnginePool(RolloutEngine):
+    """N remote engines as one :class:`~rlhfkit.rollout.engine.RolloutEngine`.
+
+    Ray is joined when this process is connected to it already or ``RAY_ADDRESS`` is set, and started on this machine
+    otherwise. Nothing is started before :meth:`start`.
+
+    A subclass has a constructor and implements :meth:`start_engines` and :meth:`make_request`. The arguments of this
+    constructor mean what they mean in :class:`~rlhfkit.VLLMPool`.
+    """
+
+    shared = True
+    updates_in_flight = True
+    can_stream = True
+    colocate = False
+    max_model_len: int | None = None
+
+    def __init__(
+        self,
+        num_engines: int,
+        tensor_parallel_size: int,
+        *,
+        colocate: bool,
+        sleep_level: int,
+        cpus_per_engine: int,
+        device: str | None,
+        start_timeout: float,
+        generate_timeout: float,
+        sync_timeout: float,
+        probe_tolerance: float,
+        bucket_bytes: int,
+        health: HealthPolicy | None,
+    ) -> None:
+        check_integer("num_engines", num_engines, minimum=1)
+        check_integer("tensor_parallel_size", tensor_parallel_size, minimum=1)
+        check_integer("cpus_per_engine", cpus_per_engine, minimum=1)
+        check_integer("bucket_bytes", bucket_bytes, minimum=1)
+        check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
+        check_number("generate_timeout", generate_timeout, above=0, why="it is in seconds")
+        check_number("sync_timeout", sync_timeout, above=0, why="it is in seconds")
+        check_integer("sleep_level", sleep_level, minimum=1, maximum=2)
+        check_number("probe_tolerance", probe_tolerance, minimum=0, infinite=True, why="inf is no probe")
+        if device not in (None, "cpu", "cuda"):
+            raise ValueError(f"device must be None, 'cpu' or 'cuda', got {device!r}")
+        self.num_engines = num_engines
+        self.tensor_parallel_size = tensor_parallel_size
+        self.colocate = colocate
+        self.sleep_level = sleep_level
+        self.cpus_per_engine = cpus_per_engine
+        self.device = device
+        self.start_timeout = start_timeout
+        self.generate_timeout = generate_timeout
+        self.sync_timeout = sync_timeout
+        self.probe_tolerance = probe_tolerance
+        self.bucket_bytes = bucket_bytes
+        self.health = health or HealthPolicy()
+        self.version: int | None = None
+        self.manager: EngineManager | None = None
+        """The engines, on rank 0 after :meth:`start`."""
+        self.sender: WeightSender | None = None
+        """This rank's part in sending weights, if it has one."""
+        self._started = False
+        self._loading = False
+        self._asleep = False
+        self._sync: WeightSyncCoordinator | None = None
+        self._dedicated: DedicatedPlacement | None = None
+        self._reservation: GPUReservation | None = None
+
+    # ---------------------------------------------------------------- to be implemented
+
+    @abstractmethod
+    def start_engines(
+        self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
+    ) -> None:
+        """Set :attr:`manager`, with engines that have started, and :attr:`sender`. Called on rank 0.
+
+        Args:
+            model: See :meth:`start`.
+            dtype: See :meth:`start`.
+            trust_remote_code: See :meth:`start`.
+            load_weights: See :meth:`start`.
+            ranks: All training ranks, for :meth:`connect_to_ray` and :meth:`placements`; empty if nobody trains.
+        """
+        ...
+
+    @abstractmethod
+    def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
+        """Return the request for sample ``index`` of a prompt's group. Nothing may be left to the engine's defaults."""
+        ...
+
+    def check_sampling(self, sampling: SamplingSpec) -> None:
+        """Raise ValueError if the engines cannot sample so; by default nothing is refused."""
+
+    # ---------------------------------------------------------------- start and end
+
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
+        """Start the engines, on rank 0; see :meth:`RolloutEngine.start`. Called on every rank.
+
+        Raises:
+            ImportError: If Ray or the engine's package is not installed.
+            EngineError: If the cluster is too small, an engine cannot start, or ``start_timeout`` has passed.
+        """
+        if self._started:
+            return
+        # With the model's own weights and devices of their own, the engines need not know where anybody trains.
+        alone = load_weights and not self.colocate
+        ranks = [] if alone else gather_objects(locate_rank(colocate=self.colocate))
+        start = partial(self._start, model, dtype, trust_remote_code, load_weights, ranks)
+        run_on_all_ranks(start, error_type=EngineError)
+        self._started = True
+        self.version = 0 if load_weights else None
+
+    def _start(
+        self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
+    ) -> None:
+        """This rank's part of :meth:`start`."""
+        if get_rank() > 0:
+            if self.colocate and self.device != "cpu" and torch.cuda.is_available():
+                self.sender = IPCSender(bucket_bytes=self.bucket_bytes)
+            return
+        try:
+            self.start_engines(model, dtype, trust_remote_code, load_weights, ranks)
+            assert self.manager is not None
+            assert self.sender is not None
+            # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and
+            # takes them for those of later calls, so an engine of several processes cannot be used any more.
+            recoverable = self.sender.recoverable and self.tensor_parallel_size == 1
+            self._sync = WeightSyncCoordinator(self.manager, self.sender, recoverable=recoverable)
+        except BaseException:
+            self.close()
+            raise
+
+    def connect_to_ray(self, ranks: list[RankLocation]) -> str:
+        """Join or start Ray, and keep it from assigning the ranks' GPUs.
+
+        Args:
+            ranks: All training ranks.
+
+        Returns:
+            The engines' device: ``"cpu"`` or ``"cuda"``.
+        """
+        import ray
+
+        processes = self.num_engines * self.tensor_parallel_size
+        started_here = start_ray_for_engines(num_cpus=processes * self.cpus_per_engine, ranks=ranks)
+        gpus = ray.cluster_resources().get("GPU", 0) or any(rank.gpu is not None for rank in ranks)
+        device = self.device or ("cuda" if gpus else "cpu")
+        if device == "cuda" and not started_here:
+            self._reservation = GPUReservation(ranks, self.start_timeout)
+        return device
+
+    def placements(self, device: str, ranks: list[RankLocation]) -> list[ActorPlacement]:
+        """Return where each engine is to run.
+
+        Args:
+            device: From :meth:`connect_to_ray`.
+            ranks: All training ranks.
+
+        Raises:
+            EngineError: If there is no room for the engines.
+        """
+        processes = self.tensor_parallel_size
+        if self.colocate:
+            return colocated_placements(ranks, self.num_engines, processes)
+        cpus = self.cpus_per_engine * (processes if device == "cpu" else 1)
+        gpus = processes if device == "cuda" else 0
+        held = 0 if self._reservation is None else len(self._reservation.gpus)
+        self._dedicated = DedicatedPlacement(self.num_engines, cpus, gpus, self.start_timeout, ranks=ranks, held=held)
+        return self._dedicated.placements()
+
+    def close(self) -> None:
+        """Kill the engines; :meth:`start` may be called again. A Ray session started here lives on."""
+        for part in (self.sender, self.manager, self._dedicated, self._reservation):
+            if part is not None:
+                part.close()
+        self.manager, self.sender, self._sync, self._dedicated, self._reservation = None, None, None, None, None
+        self._started, self._asleep, self.version = False, False, None
+
+    # ---------------------------------------------------------------- sleep
+
+    def sleep(self) -> None:
+        """Have colocated engines free GPU memory until the next :meth:`load` or :meth:`wake`. Called on every rank.
+
+        Does nothing to engines with devices of their own. At ``sleep_level=2`` the weights are dropped, and ``version``
+        becomes ``None``.
+        """
+        if not (self.colocate and self._started) or self._asleep:
+            return
+        self._on_rank_0(lambda manager: manager.sleep(self.sleep_level))
+        self._asleep = True
+        self.version = self.version if self.sleep_level == 1 else None
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`; :meth:`load` does so by itself. Called on every rank."""
+        if self._asleep:
+            self._free_rank_memory()
+            self._on_rank_0(EngineManager.wake)
+            self._asleep = False
+
+    def _free_rank_memory(self) -> None:
+        """Before colocated engines take memory, have every rank free what torch caches."""
+        if self.colocate and torch.cuda.is_available():
+            run_on_all_ranks(torch.cuda.empty_cache, error_type=EngineError)  # and wait for the last rank
+
+    def _on_rank_0(self, step: Callable[[EngineManager], None]) -> None:
+        """Call something with rank 0's manager; errors are raised on every rank."""
+        run_on_all_ranks(lambda: None if self.manager is None else step(self.manager), error_type=EngineError)
+
+    # ---------------------------------------------------------------- weights
+
+    def load(self, weights: WeightSource, version: int) -> None:
+        """Send the weights to all engines; see :meth:`RolloutEngine.load`. Called on every rank.
+
+        While it runs, and after it failed, ``version`` is ``None`` and no new requests are accepted. If an engine dies
+        of it, the weights are sent again to the others; a restarted engine takes part. A source that raises before its
+        first tensor (weights that are not finite) leaves the engines and their version as they were.
+
+        Raises:
+            EngineError: If no engine is left, or one did not confirm within ``sync_timeout``; on every rank.
+        """
+        if not self._started:
+            raise RuntimeError(f"{type(self).__name__}.load was called before {type(self).__name__}.start")
+        before, self._loading = self.version, True
+        self.version = None
+        try:
+            weights = weights.in_checkpoint_format()
+            for attempt in range(1, _SYNC_ATTEMPTS + 1):
+                self._free_rank_memory()
+                outcome = attempt_sync(weights, version, self.sender, self._sync)
+                if outcome.error is None:
+                    self.version, self._asleep = version, False
+                    if self.colocate and torch.cuda.is_available():
+                        # Engines have closed the ranks' buffers when they finished the update.
+                        cuda: Any = torch.cuda  # has no types
+                        cuda.ipc_collect()
+                    return
+                if not outcome.started and attempt == 1:
+                    self.version = before
+                if not outcome.can_retry or attempt == _SYNC_ATTEMPTS:
+                    raise outcome.error
+                log.warning("engines died during the weight sync; the weights are sent again to the others")
+        finally:
+            self._loading = False
+
+    # ---------------------------------------------------------------- sampling
+
+    def _serving(self) -> EngineManager:
+        """The manager, if its engines have weights or are being sent some."""
+        name = type(self).__name__
+        if get_rank() != 0:
+            raise RuntimeError(f"only rank 0 may ask the engines, as they are shared; this is rank {get_rank()}")
+        if self.manager is None:
+            raise RuntimeError(f"the engines are not running: {name}.start comes first (RolloutCallback calls it)")
+        # Checked twice, as a load in another thread may end between the questions.
+        if self.version is None and not self._loading and self.version is None:
+            raise RuntimeError(
+                f"the engines have no complete weights: none were loaded yet, they are asleep, or the last {name}.load "
+                "failed. RolloutCallback loads them; or call load() yourself"
+            )
+        if self._asleep and not self._loading:
+            raise RuntimeError("the engines are asleep: call wake() on every rank first")
+        return self.manager
+
+    def knows_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Whether the engines report log-probs at the sampling temperature before truncation."""
+        return not sampling.truncates
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        """Sample on all engines; see :meth:`RolloutEngine.generate`. Rank 0 only, any thread.
+
+        Raises:
+            ValueError: If the engines cannot sample so.
+            RequestError: If a prompt does not fit into the context or has unknown tokens, or a request is refused.
+            EngineError: If all engines are dead, or nothing was finished for ``generate_timeout`` seconds.
+        """
+        return sample_all(self.stream(sampling, iteration=iteration), prompts)
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> PoolStream:
+        """Return groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`. Rank 0 only.
+
+        Raises:
+            ValueError: If the engines cannot sample so.
+        """
+        manager = self._serving()
+        self.check_sampling(sampling)
+        return PoolStream(
+            manager,
+            sampling,
+            partial(self.make_request, sampling=sampling, iteration=iteration),
+            self.generate_timeout,
+            knows_logprobs=self.knows_logprobs(sampling),
+        )
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of given tokens; see :meth:`RolloutEngine.score`. Rank 0 only.
+
+        Every engine scores all sequences, and their results are compared, so that wrong weights in one are noticed.
+
+        Raises:
+            ValueError: If a sequence has fewer than 2 tokens or does not fit into the context.
+            EngineError: If engines differ by more than ``probe_tolerance``, none is left, or they took too long.
+        """
+        manager = self._serving()
+        for sequence in sequences:
+            if not 2 <= len(sequence) < manager.max_model_len:
+                raise ValueError(
+                    f"score() takes sequences of 2 to {manager.max_model_len - 1} tokens (the engine samples one more),"
+                    f" got one of {len(sequence)}"
+                )
+            check_tokens("a sequence to be scored", sequence, manager.vocabulary)
+        rows = [list(sequence) for sequence in sequences]
+        scores = manager.call(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
+        if not scores:
+            raise EngineError(f"no {manager.engine_name} serves:\n{manager.report()}")
+        expected: list[list[float]]
+        (reference, expected), *others = scores.items()
+        for engine, other in others:
+            pairs = itertools.chain.from_iterable(zip(a, b, strict=True) for a, b in zip(expected, other, strict=True))
+            difference = max((abs(a - b) for a, b in pairs), default=0.0)
+            if not difference <= self.probe_tolerance:  # true for NaN as well
+                raise EngineError(
+                    f"engines {reference} and {engine} serve different weights: their log-probs of the same tokens "
+                    f"differ by {difference:.3g}, more than {type(self).__name__}(probe_tolerance="
+                    f"{self.probe_tolerance:g})"
+                )
+        return expected

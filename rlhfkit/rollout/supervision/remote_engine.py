@@ -1,0 +1,88 @@
+"""What a manager, a scheduler and a weight sender call on an engine in a Ray actor.
+
+A new kind of remote engine is a class with these methods (``vllm/actor.py`` is one) and a pool that starts it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+Request = tuple[list[int], dict[str, Any]]
+"""Prompt token ids and sampling parameters, in the engine's own words."""
+Completion = tuple[list[int], list[float], str, list[tuple[str, int, int]]]
+"""Token ids, log-probs, finish reason, and spans of tokens by weight version: (version, first token, end)."""
+
+ActorFactory = Callable[[int], Any]
+"""Creates the Ray actor of the engine with this number, the first time and when it is restarted."""
+
+
+class RemoteEngine(Protocol):
+    """One engine. All methods are coroutines, so that a busy engine still answers :meth:`health`.
+
+    Only plain values and plain exceptions may leave the actor: the training process does not import the engine's
+    package. A request that the engine does not accept raises :class:`~rlhfkit.rollout.errors.RefusedRequest`.
+    """
+
+    async def start(self) -> dict[str, Any]:
+        """Build the engine.
+
+        Returns:
+            ``max_model_len`` and ``vocabulary`` in tokens, ``pid``, ``node`` (Ray's id) and ``processes``, the pid and
+            creation time of each of its processes.
+        """
+        ...
+
+    async def health(self) -> dict[str, Any]:
+        """Report that the engine lives.
+
+        Returns:
+            ``seconds_since_step``, 0 while it has nothing to compute, and ``paused``.
+        """
+        ...
+
+    async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one completion per request. ``key`` is what :meth:`abort` is given."""
+        ...
+
+    async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probs of every token after the first, at temperature 1."""
+        ...
+
+    async def abort(self, keys: Sequence[str]) -> None:
+        """Drop the requests of :meth:`generate` calls; unknown keys are ignored."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop computing and keep the requests."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue; requests that were kept are computed with the current weights."""
+        ...
+
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """Join the trainer's group for weight transfers."""
+        ...
+
+    async def begin_update(self) -> None:
+        """Prepare to receive weights; the engine is paused."""
+        ...
+
+    async def update(self, update_info: dict[str, Any]) -> None:
+        """Receive weights; returns when all are loaded."""
+        ...
+
+    async def finish_update(self, version: int) -> None:
+        """Serve the new weights under their version, once resumed."""
+        ...
+
+    async def abandon_update(self) -> None:
+        """End an update that broke off, if there is one."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Free GPU memory; at level 1 the weights are kept in main memory, at level 2 they are dropped."""
+        ...
+
+    async def wake(self, what: list[str] | None = None) -> None:
+        """Take memory again: ``["weights"]``, ``["kv_cache"]``, or everything."""
+        ...
