@@ -1,4 +1,7 @@
-"""LocalEngine under way: weights that change between two tokens, groups that are taken before the rest has ended."""
+"""LocalEngine while it generates: weights that change between two tokens, groups that are taken before the others end.
+
+Covers ``read_write_lock.py`` and ``caching.py`` too.
+"""
 
 import copy
 import threading

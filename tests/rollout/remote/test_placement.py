@@ -1,4 +1,7 @@
-"""Where engines go: beside ranks, or on devices that no rank has; and what travels together to those beside a rank."""
+"""Where engines go: beside ranks, or on devices that no rank has; and what is sent together to those beside a rank.
+
+Covers ``gpu_reservation.py``, ``gpu_holder.py``, ``ray_session.py`` and ``weight_sync/cuda_ipc.py`` too.
+"""
 
 import itertools
 import json

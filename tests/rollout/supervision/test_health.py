@@ -1,4 +1,7 @@
-"""Health of engines without engines: the rules, and that no order of events breaks them."""
+"""Health of engines without engines: the rules, and that no order of events breaks them.
+
+Covers ``handle.py``, ``errors.py`` and the stall detector of ``remote/scheduler.py`` too.
+"""
 
 import logging
 

@@ -1,4 +1,7 @@
-"""``VLLMPool`` on real engines: samples, weights, and what happens when something breaks."""
+"""``VLLMPool`` on real engines: samples, weights, and what happens when something breaks.
+
+Covers ``actor.py``, ``arguments.py``, ``backends.py`` and ``remote/pool.py`` too.
+"""
 
 import copy
 import dataclasses

@@ -1,4 +1,7 @@
-"""Weights out of a module, in buckets, over real gloo groups."""
+"""Weights out of a module, in buckets, over real gloo groups.
+
+Covers ``sender.py``, ``transport.py``, ``gloo.py`` and ``shared_memory.py`` too. ``nccl.py`` needs GPUs.
+"""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""A request can only fail itself: whatever it holds, the engines live, and the requests beside it are answered."""
+"""A bad request fails alone: whatever it holds, the engines live, and other requests are answered.
+
+Covers ``SamplingSpec`` and the checks in ``rollout/engine.py``.
+"""
 
 import asyncio
 import itertools
@@ -23,8 +26,8 @@ from rlhfkit.episodes.sampler import TurnSampler
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.engine import MAX_STOP_TOKEN_IDS
 from rlhfkit.rollout.errors import EngineFailure, RequestError
-from rlhfkit.rollout.remote.scheduler import sample_request
 from rlhfkit.rollout.supervision.handle import fetch
+from rlhfkit.rollout.vllm.arguments import sample_request
 from rollout.vllm.test_pool import load_trainer_model
 
 VOCABULARY = 128
