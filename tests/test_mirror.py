@@ -11,7 +11,6 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "rlhfkit"
 WITHOUT_TESTS = {"_version.py", "rollout/weight_sync/nccl.py"}  # NCCL needs GPUs
-WITHOUT_TESTS |= {str(path.relative_to(PACKAGE)) for path in (PACKAGE / "rollout").rglob("*.py")}  # being renamed
 SOURCES = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
 
 
