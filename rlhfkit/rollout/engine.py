@@ -327,16 +327,7 @@ class RolloutEngine(Protocol):
 
 
 def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) -> None:
-    """Raise if a prompt and its completion do not fit into the model's context.
-
-    Args:
-        prompts: To check.
-        max_new_tokens: Tokens of a completion.
-        context: Of the model, in tokens.
-
-    Raises:
-        RequestError: For the first prompt that does not fit.
-    """
+    """Raise RequestError if a prompt and ``max_new_tokens`` do not fit into a context of so many tokens."""
     for prompt in prompts:
         if not prompt.token_ids:
             raise RequestError(f"prompt {prompt.index} has no tokens; every prompt needs at least one")

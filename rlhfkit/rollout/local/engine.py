@@ -158,13 +158,7 @@ class LocalEngine(RolloutEngine):
         return True
 
     def decode(self, rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Decoding:
-        """Prepare to generate a batch.
-
-        Args:
-            rows: Prompt and position in its group, of each row.
-            sampling: How to sample.
-            iteration: Goes into each row's seed.
-        """
+        """Prepare to generate a batch of rows, each given by its prompt and position in its group."""
         return Decoding(
             self._weights,
             rows,

@@ -121,12 +121,8 @@ class RemoteEnginePool(RolloutEngine):
     ) -> None:
         """Set :attr:`manager`, with engines that have started, and :attr:`sender`. Called on rank 0.
 
-        Args:
-            model: See :meth:`start`.
-            dtype: See :meth:`start`.
-            trust_remote_code: See :meth:`start`.
-            load_weights: See :meth:`start`.
-            ranks: All training ranks, for :meth:`connect_to_ray` and :meth:`placements`; empty if nobody trains.
+        ``ranks`` are all training ranks, for :meth:`connect_to_ray` and :meth:`placements`; empty without a trainer.
+        The other arguments are those of :meth:`start`.
         """
         ...
 
@@ -180,14 +176,7 @@ class RemoteEnginePool(RolloutEngine):
             raise
 
     def connect_to_ray(self, ranks: list[RankLocation]) -> str:
-        """Join or start Ray, and keep it from assigning the ranks' GPUs.
-
-        Args:
-            ranks: All training ranks.
-
-        Returns:
-            The engines' device: ``"cpu"`` or ``"cuda"``.
-        """
+        """Join or start Ray, keep it from assigning the ranks' GPUs, and return the device, ``"cpu"`` or ``"cuda"``."""
         import ray
 
         processes = self.num_engines * self.tensor_parallel_size
@@ -199,15 +188,7 @@ class RemoteEnginePool(RolloutEngine):
         return device
 
     def placements(self, device: str, ranks: list[RankLocation]) -> list[ActorPlacement]:
-        """Return where each engine is to run.
-
-        Args:
-            device: From :meth:`connect_to_ray`.
-            ranks: All training ranks.
-
-        Raises:
-            EngineError: If there is no room for the engines.
-        """
+        """Return where each engine is to run, or raise EngineError if there is no room on the devices."""
         processes = self.tensor_parallel_size
         if self.colocate:
             return colocated_placements(ranks, self.num_engines, processes)

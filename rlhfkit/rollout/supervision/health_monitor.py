@@ -61,12 +61,7 @@ def monitor_health(manager_ref: "ref[Monitored]", closed: threading.Event) -> No
 
 
 def check_engines(manager: Monitored, now: float) -> None:
-    """Take answers that have arrived, send probes that are due, and mark engines dead that did not answer.
-
-    Args:
-        manager: Of the engines.
-        now: Seconds, monotonic.
-    """
+    """Take answers that have arrived, send probes that are due, and mark engines dead that did not answer."""
     for handle in manager.handles:
         if handle.state is State.DEAD:
             continue

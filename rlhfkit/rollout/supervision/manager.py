@@ -109,12 +109,7 @@ class EngineManager:
         return EngineHandle(name, number, actor, actor.start.remote(), restarts, self.policy, self.start_timeout)
 
     def mark_started(self, handle: EngineHandle, info: dict[str, Any]) -> None:
-        """Record that an engine has started.
-
-        Args:
-            handle: The engine.
-            info: What its ``start`` returned.
-        """
+        """Record that an engine has started; ``info`` is what its ``start`` returned."""
         with self._changed:
             if handle.state is State.DEAD:
                 return
@@ -124,7 +119,7 @@ class EngineManager:
             if self._has_weights:
                 handle.version = 0
                 handle.change_state(State.SERVING)
-            if self._sleep_level is not None:  # restarted while the others sleep; nobody waits for it
+            if self._sleep_level is not None:  # restarted while the others sleep
                 handle.change_state(State.ASLEEP)
                 handle.asleep = True
                 handle.version = handle.version if self._sleep_level == 1 else None
@@ -163,11 +158,7 @@ class EngineManager:
 
     @contextlib.contextmanager
     def reporting(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Make a caller's queue part of :meth:`report` inside the context.
-
-        Args:
-            describe: Describes the queue; called from any thread.
-        """
+        """Make a caller's queue part of :meth:`report` inside the context; ``describe`` is called from any thread."""
         key = id(describe)
         with self._changed:
             self._queues[key] = describe

@@ -20,12 +20,7 @@ from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 
 
 def split_into_chunks(infos: Sequence[WeightInfo], capacity: int) -> list[range]:
-    """Split tensors into chunks of as many whole tensors as fit.
-
-    Args:
-        infos: All tensors, in order.
-        capacity: Bytes; a larger tensor is a chunk of its own.
-    """
+    """Split tensors into chunks of at most ``capacity`` bytes; a larger tensor is a chunk of its own."""
     cuts, filled = [0], 0
     for index, info in enumerate(infos):
         if filled and filled + info.num_bytes > capacity:

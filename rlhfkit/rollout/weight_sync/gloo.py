@@ -57,11 +57,7 @@ class GlooGroup:
         self._in_progress: list[Broadcast] = []
 
     def broadcast(self, block: Tensor) -> Broadcast:
-        """Start to send the block (rank 0) or to receive into it.
-
-        Args:
-            block: Contiguous CPU tensor; must not be changed until the broadcast has ended.
-        """
+        """Start to send a contiguous CPU tensor (rank 0) or to receive into it; leave it alone until the end."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout

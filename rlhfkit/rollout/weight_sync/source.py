@@ -45,12 +45,7 @@ class Bucket:
     """Size of the block."""
 
     def views(self, block: Tensor, infos: Sequence[WeightInfo]) -> list[tuple[str, Tensor]]:
-        """Return the names and tensors of a block, without copying.
-
-        Args:
-            block: (num_bytes,) uint8.
-            infos: From which the buckets were planned.
-        """
+        """Return names and tensors of a (num_bytes,) uint8 block, as views; ``infos`` are those of all tensors."""
         named = []
         for offset, info in zip(self.offsets, infos[self.first :], strict=False):
             named.append((info.name, block[offset : offset + info.num_bytes].view(info.dtype).view(info.shape)))
@@ -58,12 +53,7 @@ class Bucket:
 
 
 def plan_buckets(infos: Sequence[WeightInfo], capacity: int = DEFAULT_BUCKET_BYTES) -> list[Bucket]:
-    """Split the tensors into buckets, in order. A tensor larger than the capacity gets a bucket of its own.
-
-    Args:
-        infos: Of all tensors.
-        capacity: Bytes per bucket.
-    """
+    """Split tensors into buckets of ``capacity`` bytes, in order; a larger tensor gets a bucket of its own."""
     buckets: list[Bucket] = []
     offsets: list[int] = []
     first = end = 0
