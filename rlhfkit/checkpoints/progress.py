@@ -14,8 +14,6 @@ report of it as of November 2026. The nearest is https://github.com/Lightning-AI
 
 from typing import Any
 
-import lightning as L
-
 Counters = dict[str, Any]
 """``checkpoint["loops"]["fit_loop"]``."""
 
@@ -57,21 +55,3 @@ def rewind(fit: Counters, batches: int) -> None:
     for counts in (progress["total"], progress["current"]):
         counts.update(dict.fromkeys(counts, counts["ready"] - batches))
     progress["is_last_batch"] = False
-
-
-def unfinished_batches(trainer: L.Trainer) -> int:
-    """Number of batches that were fetched since the last optimizer step, those of an open accumulation window."""
-    loop = trainer.fit_loop
-    batch: Any = loop.epoch_loop.batch_progress.current  # Lightning types it without "processed"
-    if batch.ready == batch.processed and not loop._should_accumulate():
-        return 0
-    window = trainer.accumulate_grad_batches
-    return int(batch.ready - batch.processed // window * window)
-
-
-def has_uncounted_batch(trainer: L.Trainer) -> bool:
-    """Whether a loader has returned a batch that the loops do not count yet, as it is being moved to the device."""
-    fetcher = trainer.fit_loop._data_fetcher
-    # Fetchers without a length are always one batch ahead.
-    counted = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return fetcher is not None and fetcher.length is not None and fetcher.fetched == counted + 1

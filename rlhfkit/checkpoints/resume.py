@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rlhfkit.checkpoints.cleanup import remove_abandoned
 from rlhfkit.checkpoints.errors import CheckpointError
 from rlhfkit.checkpoints.files import install_verified_io
-from rlhfkit.checkpoints.progress import has_uncounted_batch, normalize_counters, rewind, unfinished_batches
+from rlhfkit.checkpoints.progress import normalize_counters, rewind
 from rlhfkit.protocols import RLHFStrategy, callbacks_of
 
 _KEY = "random_state"
@@ -227,3 +227,21 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(internal), gauss))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def unfinished_batches(trainer: L.Trainer) -> int:
+    """Number of batches that were fetched since the last optimizer step, those of an open accumulation window."""
+    loop = trainer.fit_loop
+    batch: Any = loop.epoch_loop.batch_progress.current  # Lightning types it without "processed"
+    if batch.ready == batch.processed and not loop._should_accumulate():
+        return 0
+    window = trainer.accumulate_grad_batches
+    return int(batch.ready - batch.processed // window * window)
+
+
+def has_uncounted_batch(trainer: L.Trainer) -> bool:
+    """Whether a loader has returned a batch that the loops do not count yet, as it is being moved to the device."""
+    fetcher = trainer.fit_loop._data_fetcher
+    # Fetchers without a length are always one batch ahead.
+    counted = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return fetcher is not None and fetcher.length is not None and fetcher.fetched == counted + 1

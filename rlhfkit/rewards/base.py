@@ -11,20 +11,30 @@ import asyncio
 import functools
 import inspect
 import itertools
+import logging
 import math
 import re
+import sys
 import threading
-from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set, Sized
+import time
+import traceback
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.slow_calls import WARN_AFTER, warn_if_slow
+from rlhfkit.validation import check_number
+
+log = logging.getLogger(__name__)
 
 TIMEOUT = 600.0
 """Default time limit of an async reward for one batch of samples, in seconds."""
+
+WARN_AFTER = 120.0
+"""Default number of seconds that a synchronous reward may run before a warning names it."""
 
 OnFailure = Literal["mask", "stop"] | float
 """What happens to a sample whose scoring failed: ``"mask"``: it is not trained on; ``"stop"``: an error ends the run; a
@@ -338,3 +348,40 @@ def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | 
             )
         checked.append(number)
     return checked
+
+
+@contextmanager
+def warn_if_slow(what: str, advice: str, *, after: float = WARN_AFTER) -> Iterator[None]:
+    """Warn, from another thread, while the block runs: after ``after`` seconds, and each time that has doubled.
+
+    Python cannot stop a thread, so a call that hangs blocks its caller for good. The warning shows the line that it is
+    at.
+
+    Args:
+        what: What is being called, for the message.
+        advice: What to do about it, for the message.
+        after: Seconds until the first warning.
+
+    Raises:
+        ValueError: If ``after`` is not positive.
+    """
+    check_number("after", after, above=0, why="it is in seconds")
+    caller = threading.get_ident()
+    finished = threading.Event()
+    started = time.monotonic()
+
+    def watch() -> None:
+        interval = after
+        while not finished.wait(interval):
+            interval = time.monotonic() - started  # the next warning comes when this time has passed again
+            frame = sys._current_frames().get(caller)
+            lines = "".join(traceback.format_stack(frame)[-2:]) if frame is not None else ""
+            log.warning("%s has been running for %.3g s. %s\nIt is at:\n%s", what, interval, advice, lines)
+
+    thread = threading.Thread(target=watch, name="rlhfkit-watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()

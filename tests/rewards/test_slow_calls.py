@@ -1,4 +1,7 @@
-"""A reward that runs long and cannot be stopped is named in a warning."""
+"""A reward that runs long and cannot be stopped is named in a warning.
+
+Covers ``warn_if_slow`` of rewards/base.py.
+"""
 
 import asyncio
 import logging
@@ -9,7 +12,7 @@ import pytest
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import WeightedSum, score_samples
 from rlhfkit.rewards import base as module
-from rlhfkit.rewards.slow_calls import warn_if_slow
+from rlhfkit.rewards.base import warn_if_slow
 
 
 def samples() -> list[Sample]:
