@@ -36,7 +36,7 @@ def generate(
     overlong_prompts: Literal["error", "drop"] = "error",
     apply_chat_template: bool | None = None,
     system: str | None = None,
-    chat_template_arguments: dict[str, Any] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
     token_ids: bool = True,
     batch_size: int = 256,
     precision: str = "32-true",
@@ -70,7 +70,7 @@ def generate(
         overlong_prompts: What happens to longer prompts; dropped ones are counted in the log.
         apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
         system: System message in front of the prompt; needs the chat template.
-        chat_template_arguments: Passed to the template.
+        chat_template_kwargs: Passed to the template.
         token_ids: Write ``prompt_ids`` and ``completion_ids``, which rewards that count or read tokens need.
         batch_size: Prompts per batch; an interruption loses at most one batch.
         precision: Of the weights, as the Trainer's: ``32-true``, ``bf16-true`` or ``16-true``.
@@ -97,7 +97,7 @@ def generate(
         tokenizer,
         apply_chat_template=apply_chat_template,
         system=system,
-        chat_template_arguments=chat_template_arguments,
+        chat_template_kwargs=chat_template_kwargs,
     )
     rows = PromptRows(
         read_rows(data, split=split, subset=subset),
@@ -113,7 +113,7 @@ def generate(
         "weights": _weights_stamp(model),
         "precision": precision,
         "data": [describe(data), rows.fingerprint()],
-        "template": [apply_chat_template, system, dict(chat_template_arguments or {})],
+        "template": [apply_chat_template, system, dict(chat_template_kwargs or {})],
         "columns": carried,
         "token_ids": token_ids,
     } | {f"sampling.{name}": value for name, value in asdict(sampling).items()}

@@ -73,7 +73,7 @@ class SFTDataModule(L.LightningDataModule):
         seed: int = 0,
         apply_chat_template: bool | None = None,
         system: str | None = None,
-        chat_template_arguments: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         special_tokens_in_text: SpecialTokensInText | None = None,
         tokenizer: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -104,7 +104,7 @@ class SFTDataModule(L.LightningDataModule):
             seed: Seed of the shuffling.
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
             system: System message put in front; needs the chat template.
-            chat_template_arguments: Passed to the template.
+            chat_template_kwargs: Passed to the template.
             special_tokens_in_text: What to do with control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
                 ``"refuse"`` or ``"escape"``. ``None``: escape them in chat messages, where they could end or forge a
                 turn, and keep them in plain text; see
@@ -152,7 +152,7 @@ class SFTDataModule(L.LightningDataModule):
         self.seed = seed
         self.apply_chat_template = apply_chat_template
         self.system = system
-        self.chat_template_arguments = dict(chat_template_arguments or {})
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         check_special_tokens_in_text(special_tokens_in_text)
         self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
@@ -211,7 +211,7 @@ class SFTDataModule(L.LightningDataModule):
             tokenizer,
             apply_chat_template=self.apply_chat_template,
             system=self.system,
-            chat_template_arguments=self.chat_template_arguments,
+            chat_template_kwargs=self.chat_template_kwargs,
             special_tokens_in_text=self.special_tokens_in_text,
         )
         return kind(

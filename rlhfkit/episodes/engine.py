@@ -58,7 +58,7 @@ class EpisodeEngine(EpisodeEngineBase):
         concurrency: Concurrent episodes; ``None``: all of a call of :meth:`generate`.
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
-        chat_template_arguments: Passed to the chat template when observations are chat messages; use the same as for
+        chat_template_kwargs: Passed to the chat template when observations are chat messages; use the same as for
             ``PromptDataModule``.
 
     Raises:
@@ -79,7 +79,7 @@ class EpisodeEngine(EpisodeEngineBase):
         concurrency: int | None = None,
         parallel_calls: int | None = None,
         on_error: Literal["mask", "raise"] = "mask",
-        chat_template_arguments: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         check_number("environment_timeout", environment_timeout, above=0, why="it is in seconds")
         super().__init__(
@@ -94,7 +94,7 @@ class EpisodeEngine(EpisodeEngineBase):
         )
         self.environment = _environment(environment, tools)
         self.environment_timeout = environment_timeout
-        self.chat_template_arguments = dict(chat_template_arguments or {})
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._observations: ObservationTokenizer | None = None
 
     def start(
@@ -106,7 +106,7 @@ class EpisodeEngine(EpisodeEngineBase):
             from rlhfkit.models.load import load_tokenizer
 
             tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-            self._observations = ObservationTokenizer(tokenizer, self.chat_template_arguments)
+            self._observations = ObservationTokenizer(tokenizer, self.chat_template_kwargs)
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""

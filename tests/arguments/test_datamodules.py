@@ -161,7 +161,7 @@ EXAMPLES: dict[str, Change | Unseen] = {
     "seed": Change(1),
     "apply_chat_template": Change(False, given=CHATTED),
     "system": Change("Be brief.", given=CHATTED),
-    "chat_template_arguments": Change({"style": "!"}, given=CHATTED),
+    "chat_template_kwargs": Change({"style": "!"}, given=CHATTED),
     "special_tokens_in_text": Change("escape", given={"text": "e1"}),
     "tokenizer": Change("@chat", given=ANSWERS),
     "cache_dir": Change("@tokens"),

@@ -59,7 +59,7 @@ TABLE: dict[type, Rows] = {
         "concurrency": Change(1),
         "parallel_calls": Change(2),
         "on_error": Change("raise", given={"environment": episodes.Failing}, refused=True),
-        "chat_template_arguments": Change({"style": "!"}, given={"environment": episodes.Chatting}),
+        "chat_template_kwargs": Change({"style": "!"}, given={"environment": episodes.Chatting}),
     },
     AgentEngine: {
         "engine": Change(partial(episodes.Greedy)),
@@ -82,7 +82,7 @@ TABLE: dict[type, Rows] = {
             "@key.pem", given={"server.ssl_certfile": "@certificate.pem"}, built=True, refused=True
         ),
         "tool_call_parser": Change(episodes.called, given={"agent": episodes.asks_once}),
-        "chat_template_arguments": Change({"style": "!"}),
+        "chat_template_kwargs": Change({"style": "!"}),
     },
 }
 LEAST: dict[type, dict[str, Any]] = {

@@ -175,7 +175,7 @@ TABLE: dict[type, Rows] = {
         "curriculum": Change(ByColumn("level")),
         "apply_chat_template": Change(True, refused=True),
         "system": Change("Be brief.", refused=True),
-        "chat_template_arguments": Unseen("a template's own: tests/datamodules/prompts/test_datamodule.py"),
+        "chat_template_kwargs": Unseen("a template's own: tests/datamodules/prompts/test_datamodule.py"),
         "special_tokens_in_text": Change("escape", given={"prompt": "marked"}),
         "tokenizer": Unseen("that of the module unless given: tests/datamodules/prompts/test_datamodule.py"),
     },

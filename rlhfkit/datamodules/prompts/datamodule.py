@@ -75,7 +75,7 @@ class PromptDataModule(L.LightningDataModule):
         curriculum: Curriculum | None = None,
         apply_chat_template: bool | None = None,
         system: str | None = None,
-        chat_template_arguments: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         special_tokens_in_text: SpecialTokensInText | None = None,
         tokenizer: Any = None,
     ) -> None:
@@ -106,7 +106,7 @@ class PromptDataModule(L.LightningDataModule):
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template. Chat
                 messages always go through the template.
             system: System message put in front; needs the chat template.
-            chat_template_arguments: Passed to the template, for example ``{"enable_thinking": False}``.
+            chat_template_kwargs: Passed to the template, for example ``{"enable_thinking": False}``.
             special_tokens_in_text: What to do with control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
                 ``"refuse"`` or ``"escape"``. ``None``: escape them in chat messages, where they could end or forge a
                 turn, and keep them in plain text; see
@@ -144,7 +144,7 @@ class PromptDataModule(L.LightningDataModule):
         self.curriculum = curriculum
         self.apply_chat_template = apply_chat_template
         self.system = system
-        self.chat_template_arguments = dict(chat_template_arguments or {})
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
         self._rows: PromptRows | MixedPrompts | None = None
@@ -198,7 +198,7 @@ class PromptDataModule(L.LightningDataModule):
             tokenizer,
             apply_chat_template=self.apply_chat_template,
             system=self.system,
-            chat_template_arguments=self.chat_template_arguments,
+            chat_template_kwargs=self.chat_template_kwargs,
             special_tokens_in_text=self.special_tokens_in_text,
         )
         return PromptRows(

@@ -109,7 +109,7 @@ class PromptFormatter:
         apply_chat_template: Wrap text as a user message; ``None``: when the tokenizer has a template. Chat messages
             always go through the template.
         system: System message put in front.
-        chat_template_arguments: Passed to the template.
+        chat_template_kwargs: Passed to the template.
         special_tokens_in_text: See :data:`SpecialTokensInText`. ``None``: ``"escape"`` in chat messages, where the
             template writes the control tokens and others could end or forge a turn, and ``"keep"`` in plain text, which
             has no other way to hold them.
@@ -124,13 +124,13 @@ class PromptFormatter:
         *,
         apply_chat_template: bool | None = None,
         system: str | None = None,
-        chat_template_arguments: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens_in_text: SpecialTokensInText | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.wraps_text = tokenizer.chat_template is not None if apply_chat_template is None else apply_chat_template
         self.system = system
-        self.arguments = dict(chat_template_arguments or {})
+        self.arguments = dict(chat_template_kwargs or {})
         check_special_tokens_in_text(special_tokens_in_text)
         self.special_tokens_in_text = special_tokens_in_text
         self._warned = False

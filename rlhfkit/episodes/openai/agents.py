@@ -93,7 +93,7 @@ class AgentEngine(EpisodeEngineBase):
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
         server: Address, API key and TLS files of the endpoint.
         tool_call_parser: Finds tool calls in answers.
-        chat_template_arguments: Passed to the chat template.
+        chat_template_kwargs: Passed to the chat template.
 
     Raises:
         ImportError: If FastAPI or uvicorn is not installed.
@@ -115,7 +115,7 @@ class AgentEngine(EpisodeEngineBase):
         on_error: Literal["mask", "raise"] = "mask",
         server: ServerOptions = ServerOptions(),  # noqa: B008  # frozen
         tool_call_parser: ToolCallParser = parse_tool_calls,
-        chat_template_arguments: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
         check_integer("concurrency", concurrency, minimum=1)
@@ -141,7 +141,7 @@ class AgentEngine(EpisodeEngineBase):
             "request_timeout": request_timeout,
             "parallel_calls": parallel_calls,
             "max_concurrent": max(1024, 4 * concurrency),  # an agent may ask several things at once
-            "chat_template_arguments": dict(chat_template_arguments or {}),
+            "chat_template_kwargs": dict(chat_template_kwargs or {}),
         }
         self._endpoint: OpenAIEndpoint | None = None
 

@@ -68,7 +68,7 @@ class OpenAIEndpoint:
         max_body_values: Maximum number of values in a request's JSON: texts, numbers, lists and objects.
         max_concurrent: Maximum of concurrent requests; others are refused with 503, which clients retry.
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
-        chat_template_arguments: Passed to the chat template.
+        chat_template_kwargs: Passed to the chat template.
 
     Raises:
         ValueError: If the host can be reached from outside and there is no token, or a limit is out of range.
@@ -89,7 +89,7 @@ class OpenAIEndpoint:
         max_body_values: int = 100_000,
         max_concurrent: int = 1024,
         parallel_calls: int | None = None,
-        chat_template_arguments: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
         check_integer(
@@ -104,7 +104,7 @@ class OpenAIEndpoint:
         self.tool_call_parser = tool_call_parser
         self.request_timeout = request_timeout
         self.parallel_calls = parallel_calls
-        self.observations = ObservationTokenizer(tokenizer, chat_template_arguments)
+        self.observations = ObservationTokenizer(tokenizer, chat_template_kwargs)
         self._public_url = None if server.public_url is None else server.public_url.rstrip("/")
         self._token = server.token or (AccessToken(secrets.token_urlsafe(32)) if is_loopback(server.host) else None)
         self._sessions: dict[str, ChatSession] = {}

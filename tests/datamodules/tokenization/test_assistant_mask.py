@@ -131,7 +131,7 @@ def tokenizer_for(style: str, kind: str = "merges") -> Any:
 
 def marked(tokenizer: Any, messages: Any, first: int = 0, **arguments: Any) -> str:
     """The conversation with what is learned in « », put together from the tokens."""
-    style = PromptFormatter(tokenizer, chat_template_arguments=arguments)
+    style = PromptFormatter(tokenizer, chat_template_kwargs=arguments)
     written = write_conversation(style, messages, first=first)
     token_ids, mask = span_mask(tokenizer, written.text, written.spans)
     text, inside = "", False

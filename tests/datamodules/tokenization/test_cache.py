@@ -79,7 +79,7 @@ def test_what_examples_depend_on_makes_new_ones(write_rows: Write, tokenised: li
         {"max_length": 40, "tokenizer": templated},
         {"max_length": 40, "tokenizer": templated, "apply_chat_template": False},
         {"max_length": 40, "tokenizer": templated, "system": "S"},
-        {"max_length": 40, "tokenizer": templated, "chat_template_arguments": {"x": 1}},
+        {"max_length": 40, "tokenizer": templated, "chat_template_kwargs": {"x": 1}},
         {"tokenizer": other},
     ]
     for number, options in enumerate(variants, 1):

@@ -124,7 +124,7 @@ def test_a_row_can_have_arguments_of_its_own_for_the_template() -> None:
     tokenizer.chat_template = TEMPLATE.replace(
         ";{% endfor", ";{% if m.role == 'assistant' %}{{ start }}{% endif %}{% endfor"
     )
-    data = SFTDataModule(rows, tokenizer=tokenizer, chat_template_arguments={"start": "y"})
+    data = SFTDataModule(rows, tokenizer=tokenizer, chat_template_kwargs={"start": "y"})
     data.setup()
     assert [read(data, index)[0] for index in (0, 1)] == ["<u>1;<a>2;x$", "<u>1;<a>2;y$"]
 
@@ -150,7 +150,7 @@ def test_arguments_of_a_row_reach_prompts_and_their_lengths() -> None:
             rollout_batch_size=size,
             shuffle=False,
             tokenizer=tokenizer,
-            chat_template_arguments={"start": "abc"},
+            chat_template_kwargs={"start": "abc"},
             **options,
         )
         data.setup()
