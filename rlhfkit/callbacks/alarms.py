@@ -22,11 +22,7 @@ class Alarm:
     """What the value means and what to do."""
 
     def is_triggered(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the metric is logged and out of bounds; NaN is out of bounds.
-
-        Args:
-            metrics: Numbers or scalar tensors by name.
-        """
+        """Whether the metric (a number or scalar tensor) is logged and out of bounds; NaN is out of bounds."""
         if self.metric not in metrics:
             return False
         value = float(metrics[self.metric])

@@ -53,7 +53,7 @@ class TrainingCurves(Callback):
             self._record(trainer, "val/")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record the previous iteration: an epoch's means are known only after its last hook."""
+        """Record the previous iteration, whose epoch means are known only after its last hook."""
         self._update(trainer, draw=trainer.current_epoch % self.every_n_iterations == 0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -81,7 +81,7 @@ class TrainingCurves(Callback):
                     points.append((x, float(value)))
 
     def draw(self, path: Path) -> Path:
-        """Plot everything recorded so far to a PNG, which is replaced as a whole; returns its path."""
+        """Plot everything recorded so far to a PNG, replaced atomically, and return its path."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

@@ -16,11 +16,9 @@ from rlhfkit.validation import check_integer
 class RolloutDump(Callback):
     """Write the samples of each iteration as JSON lines: tokens, text, log-probs, versions, rewards.
 
-    They are written before the iteration is trained on, so they exist even if the run dies in that iteration. No file
-    is lost: a run that resumes inside an iteration leaves that iteration's file unchanged, and when a resumed run makes
-    other samples for an iteration, the older file is renamed to ``iteration_000012.replaced-1.jsonl``.
-
-    :class:`~rlhfkit.rollout.ReplayEngine` returns the samples to a run instead of generating.
+    They are written before the iteration is trained on. A run that resumes inside an iteration keeps that iteration's
+    file; if a resumed run samples an iteration differently, the old file becomes ``iteration_000012.replaced-1.jsonl``.
+    :class:`~rlhfkit.rollout.ReplayEngine` replays the samples.
 
     Args:
         folder: Created when missing.
@@ -60,7 +58,7 @@ class RolloutDump(Callback):
 
     @staticmethod
     def _replace(path: Path, rollouts: RolloutCallback) -> None:
-        """Write the samples of an iteration that the run before the resume has written too."""
+        """Write samples of an iteration that already has a file; a file with other content is renamed."""
         new = path.with_name(f"{path.stem}.new.jsonl")
         save_samples(new, rollouts.samples)
         if filecmp.cmp(path, new, shallow=False):

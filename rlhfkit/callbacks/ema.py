@@ -26,12 +26,10 @@ from rlhfkit.validation import check_integer, check_number
 class EMA(L.Callback):
     """Average every trained parameter; validation and exports use the average, training does not.
 
-    After n averaged updates the average is ``Σ_k d^(n-k) w_k / Σ_k d^(n-k)``, k = 1 .. n, with the bias correction of
-    Adam's moments: the weights before training are not part of it.
-
-    Under ``RLHFDeepSpeedStrategy`` each rank averages and saves its own shard, 4 bytes per parameter divided by the
-    number of ranks; under other strategies every rank averages everything. The average is part of checkpoints, and
-    resuming is bitwise.
+    After n averaged updates the average is ``Σ_k d^(n-k) w_k / Σ_k d^(n-k)``, k = 1 .. n: bias-corrected like Adam's
+    moments, without the weights before training. Under ``RLHFDeepSpeedStrategy`` each rank averages and saves its own
+    shard, 4 bytes per parameter divided by the number of ranks; under other strategies every rank averages everything.
+    Checkpoints contain the average, and resuming is bitwise.
 
     Example::
 
@@ -42,10 +40,10 @@ class EMA(L.Callback):
         decay: d in [0, 1); 0.999 as in Lightning's ``EMAWeightAveraging``. It covers about 1 / (1 - d) updates.
         start_step: Optimizer steps before the first one that is averaged.
         every_n_steps: Average after every n optimizer steps; the decay is per average.
-        validate: Validate the average within ``fit``. Must be false beside ``RolloutCallback``, which syncs whatever
-            weights are in place to the engine.
+        validate: Validate the average within ``fit``. Must be false beside ``RolloutCallback``, which would sync the
+            averaged weights to the engine.
         export: Writes the average instead of the weights, when it is due.
-        device: Where the average is kept, for example ``"cpu"``; ``None``: beside the weights.
+        device: Where the average is kept, e.g. ``"cpu"``; ``None``: the device of the weights.
 
     Raises:
         ValueError: If a number is out of range; at the start of a fit, if ``validate`` meets a ``RolloutCallback``, or
@@ -82,7 +80,7 @@ class EMA(L.Callback):
     # ------------------------------------------------------------------ averaging
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse callbacks that do not work together."""
+        """Refuse ``validate=True`` beside a ``RolloutCallback``."""
         if stage != "fit":
             return
         if self.validate and any(isinstance(callback, RolloutCallback) for callback in callbacks_of(trainer)):
@@ -94,7 +92,7 @@ class EMA(L.Callback):
             self.export.setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the average, or check that the average of a checkpoint fits the weights."""
+        """Start the average, or check that a checkpoint's average fits the weights."""
         # RLHFDeepSpeedStrategy writes the callbacks of each rank, others those of rank 0, which then needs everything.
         self._per_rank = isinstance(trainer.strategy, RLHFStrategy)
         shares = {name: self._share(parameter) for name, parameter in self._parameters(pl_module).items()}
@@ -127,7 +125,7 @@ class EMA(L.Callback):
         return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
     def _share(self, parameter: Any) -> Tensor:
-        """This rank's part of a parameter: a flat view of its memory."""
+        """This rank's part of a parameter, a flat view of its memory."""
         if is_sharded(parameter):
             if not self._per_rank:
                 raise TypeError("EMA of weights sharded by ZeRO 3 needs RLHFDeepSpeedStrategy, which saves all shards")
@@ -139,7 +137,7 @@ class EMA(L.Callback):
         return flat[rank * size : (rank + 1) * size]
 
     def _slice(self, flat: Tensor) -> tuple[int, int]:
-        """Elements of an unsharded parameter that each rank averages, and the number of this rank's part."""
+        """Elements of an unsharded parameter per rank, and the index of this rank's part."""
         if not self._per_rank:
             return flat.numel(), 0
         return math.ceil(flat.numel() / dist.get_world_size()), dist.get_rank()
@@ -150,13 +148,10 @@ class EMA(L.Callback):
     def applied(self, pl_module: L.LightningModule) -> Iterator[None]:
         """Replace the weights by the average inside the context, and restore them bitwise. A collective.
 
-        Example::
+        Before the first average the weights stay in place. Example::
 
             with ema.applied(module):
                 module.save_pretrained("averaged")
-
-        Args:
-            pl_module: The module that is being trained. Its weights stay in place before the first average.
         """
         if not self.updates:
             yield

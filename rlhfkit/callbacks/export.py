@@ -14,12 +14,12 @@ from rlhfkit.validation import check_integer
 class HFExport(L.Callback):
     """Write folders with ``module.save_pretrained`` that ``from_pretrained`` and vLLM load.
 
-    It runs inside the fit, because sharded weights are gathered from engines that are gone afterwards. All ranks take
-    part, rank 0 writes. A folder gets its name when it is complete.
+    It runs inside the fit, while the engines that gather sharded weights exist. All ranks take part, rank 0 writes. A
+    folder is renamed to its final name when it is complete.
 
     Args:
         folder: Folder of the final model.
-        adapter: Write the policy's LoRA adapter alone, for peft, instead of merging it into the weights.
+        adapter: Write only the policy's LoRA adapter, for peft, instead of merging it into the weights.
         every_n_epochs: Also write ``<folder>-epoch<k>`` every n epochs (RL iterations); ``None``: only the final model.
         keep: Number of latest ``-epoch<k>`` folders to keep; ``None``: all.
 

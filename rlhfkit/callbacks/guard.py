@@ -37,13 +37,13 @@ class NonFiniteGuard(Callback):
     """Skip an update when a loss or gradient is not finite on any rank, and stop after too many in a row.
 
     A skipped update leaves weights and optimizer state bitwise unchanged on all ranks; learning-rate schedules and
-    ``global_step`` advance. ``RLHFDeepSpeedStrategy`` skips by itself, all engines or none, and this callback only
-    counts and stops; under other strategies it drops the gradients before the optimizer steps. ``skipped_updates`` is
-    logged. An overflow in fp16 is not counted while the dynamic loss scale can still be lowered.
+    ``global_step`` advance. ``RLHFDeepSpeedStrategy`` skips updates itself, and this callback only counts and stops;
+    under other strategies it drops the gradients before the optimizer steps. ``skipped_updates`` is logged. An fp16
+    overflow is not counted while the dynamic loss scale can still be lowered.
 
-    Before the run is stopped, each rank writes the micro-batches of the last skipped update, and which of their losses
-    were finite, to ``<folder>/step=<global_step>/rank_00000.pt``. The weights have not changed since the first of the
-    skipped updates, so these batches reproduce the problem with the last checkpoint before it::
+    Before stopping, each rank writes the micro-batches of the last skipped update, and which of their losses were
+    finite, to ``<folder>/step=<global_step>/rank_00000.pt``. The weights are those before the first skipped update, so
+    the batches reproduce the problem with the last checkpoint before it::
 
         dump = torch.load("non_finite/step=120/rank_00000.pt", weights_only=True)
         batch = Experience.from_state_dict(dump["batches"][0]["batch"])
@@ -73,11 +73,7 @@ class NonFiniteGuard(Callback):
         self._stepped = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse Lightning's own DeepSpeed strategies, which keep gradients out of reach.
-
-        Raises:
-            MisconfigurationException: Under such a strategy.
-        """
+        """Raise MisconfigurationException under Lightning's DeepSpeed strategies, whose gradients cannot be dropped."""
         if isinstance(trainer.strategy, DeepSpeedStrategy) and _counted_by_strategy(trainer) is None:
             raise MisconfigurationException(
                 "NonFiniteGuard cannot drop gradients under Lightning's DeepSpeedStrategy; use"
@@ -121,11 +117,7 @@ class NonFiniteGuard(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count skipped updates, log the count, and stop when there are too many in a row.
-
-        Raises:
-            NonFiniteError: On all ranks, after each has written its micro-batches.
-        """
+        """Count and log skipped updates; too many raise NonFiniteError on all ranks, after each wrote its batches."""
         if not self._stepped:
             return
         total = _counted_by_strategy(trainer)
@@ -155,11 +147,10 @@ class NonFiniteGuard(Callback):
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to tensors on the CPU and plain types, so that it loads with ``weights_only=True``.
+    """Convert a value to CPU tensors and plain types, so that it loads with ``weights_only=True``.
 
-    Args:
-        value: A ``PaddedBatch`` or anything else with a ``state_dict`` becomes that dictionary, a dataclass one of its
-            fields; what has no plain form becomes its ``repr``.
+    Values with a ``state_dict`` become that dictionary, dataclasses one of their fields, and unknown types their
+    ``repr``.
     """
     if isinstance(value, Tensor):
         return value.detach().cpu()

@@ -26,8 +26,8 @@ class Invariants(Callback):
     - no group has a sample twice, and no iteration a prompt twice;
     - groups whose rewards are all equal have advantage 0 (``compares_groups``);
     - no token was sampled by a future policy, or by one older than ``max_staleness`` allows;
-    - in a random micro-batch, the policy's log-probs of a random row are the same with and without the other rows.
-      rlhfkit's modules check this in the first batch of every fit without this callback.
+    - a random row of a random micro-batch has the same log-probs with and without the other rows (rlhfkit's modules
+      always check this in the first batch of a fit).
 
     Args:
         compares_groups: Check that equal rewards give advantage 0. Set it to false with a critic, REINFORCE++, a KL

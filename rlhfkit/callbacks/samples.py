@@ -14,7 +14,7 @@ class SampleTable(Callback):
     """Print a table of samples: prompt, completion, parts of the reward, reward, advantage.
 
     Args:
-        rows: Number of samples, half of them those with the highest rewards, half those with the lowest.
+        rows: Number of samples: half with the highest rewards, half with the lowest.
         every_n_iterations: Print at iterations 0, n, 2n ...
         max_characters: Longer prompts are cut at the start, longer completions at the end.
 

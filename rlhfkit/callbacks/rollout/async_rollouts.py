@@ -21,20 +21,13 @@ from rlhfkit.validation import check_integer, check_number
 class AsyncRollouts:
     """While the trainer learns from iteration i, a thread collects up to iteration i + ``max_staleness``.
 
-    Iteration j is queued when training on iteration ``j - max_staleness`` begins, after its weights were synced, so no
-    token is older than that, and at most ``max_staleness + 1`` iterations exist at a time. Each begins with the prompt
-    at which the one before it stopped; the DataModule's cursor moves after the iteration was trained on.
+    Iteration j is queued when training on iteration ``j - max_staleness`` begins, after its weights were synced, so
+    at most ``max_staleness + 1`` iterations exist at a time. Each begins with the prompt at which the one before it
+    stopped; the DataModule's cursor moves after the iteration was trained on.
 
-    New weights wait for the iteration that is being collected, and the queued ones wait for the weights. With
-    ``in_flight`` nothing waits: the engine swaps the weights in between two tokens and continues with them.
-
-    With an engine in every rank the ranks' threads exchange their samples in a process group of their own.
-
-    Args:
-        collector: Generates, scores and selects.
-        max_staleness: Iterations, at least 1.
-        timeout: Seconds that one iteration may take.
-        in_flight: Sync weights while the engine generates.
+    A sync waits for the iteration being collected, and queued ones wait for the sync. With ``in_flight`` the engine
+    swaps the weights between two tokens instead. With an engine in every rank, the ranks' threads exchange samples in
+    a process group of their own. ``timeout`` is the seconds that one iteration may take.
 
     Raises:
         ValueError: If an argument is out of range, or the engine cannot change its weights while it generates.
@@ -64,7 +57,7 @@ class AsyncRollouts:
     def collect(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
         """Queue what may be sampled from the current weights, and wait for this iteration. A collective.
 
-        Arguments as of :meth:`GroupCollector.collect`; the DataModule's cursor is at this iteration's prompts.
+        The DataModule's cursor must be at this iteration's prompts.
         """
         if self._submitted < iteration:
             self._begin(trainer, iteration)
@@ -86,7 +79,7 @@ class AsyncRollouts:
         return collected
 
     def _begin(self, trainer: L.Trainer, iteration: int) -> None:
-        """Start at the DataModule's cursor: nothing is queued at the start of a run or after a resume."""
+        """Start at the DataModule's cursor, at the start of a run or after a resume."""
         self._submitted, self._after = iteration - 1, prompts_of(trainer).prompt_queue().after
         self._failure = None
         if self.collector.needs_all_ranks(trainer) and self._group is None:
@@ -111,7 +104,7 @@ class AsyncRollouts:
             self._jobs.submit(iteration, job)
 
     def _result(self, trainer: L.Trainer, iteration: int) -> CollectedGroups | None:
-        """Wait for this rank's job; only rank 0 returns the result, which all ranks then use."""
+        """Wait for this rank's job; only rank 0 returns the result."""
         if not self.collector.takes_part(trainer):
             return None
         collected = self._jobs.result(iteration, self.timeout)
@@ -123,9 +116,9 @@ class AsyncRollouts:
 
     @contextmanager
     def paused(self, trainer: L.Trainer) -> Iterator[None]:
-        """Leave the engine to the caller: the running job is waited for, queued ones wait. A collective.
+        """Wait for the running job and hold queued ones inside the context. A collective.
 
-        Ranks whose threads collect together stop at the same iteration: the newest that any of them has started.
+        Ranks whose threads collect together stop at the newest iteration that any of them has started.
         """
 
         def newest_of_all(mine: int) -> int:
@@ -135,7 +128,7 @@ class AsyncRollouts:
             yield
 
     def close(self) -> None:
-        """Drop what is queued; the next run draws its prompts again, as the cursor has not passed them."""
+        """Drop what is queued; the next run draws its prompts again."""
         self._jobs.close()
 
     def fresh(self) -> "AsyncRollouts":

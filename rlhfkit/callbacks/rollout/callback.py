@@ -1,8 +1,7 @@
 """``RolloutCallback``: the loop of reinforcement learning, as hooks of Lightning's loop.
 
-One iteration is one Lightning epoch, and reads from top to bottom of this file: :meth:`RolloutCallback.collect` syncs
-weights, collects groups (draw, generate, score, select), lets the module prepare them, and splits them into
-micro-batches; Lightning's own loop learns from these; at the end of the epoch the new weights are synced.
+One iteration is one Lightning epoch: :meth:`RolloutCallback.collect` syncs weights, collects groups (draw, generate,
+score, select), lets the module prepare them, and splits them into micro-batches; Lightning's loop learns from these.
 """
 
 import dataclasses
@@ -41,8 +40,8 @@ log = logging.getLogger(__name__)
 class RolloutCallback(Callback):
     """Rollouts for modules that learn from their own samples.
 
-    Put it first among the callbacks: a callback that saves checkpoints in ``on_train_batch_end`` has to come after it,
-    so that the saved prompt cursor is behind the iteration (Lightning moves ``ModelCheckpoint`` to the end itself).
+    Put it before callbacks that save checkpoints in ``on_train_batch_end``, so that the saved prompt cursor is behind
+    the iteration (Lightning moves ``ModelCheckpoint`` to the end itself).
 
     Example::
 
@@ -50,29 +49,27 @@ class RolloutCallback(Callback):
 
     Args:
         reward: Any callable that takes samples and returns one number (or ``None``: could not be scored) for each,
-            sync or async; see :mod:`rlhfkit.rewards`. ``None``: nothing is scored, for modules that need no reward
-            (distillation).
+            sync or async; see :mod:`rlhfkit.rewards`. ``None``: for modules that need no reward (distillation).
         engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.engine.LocalEngine` in this process.
         sampling: How to sample in training.
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
-            Several ways by name: the metrics of each are ``val/<name>/reward`` and so on.
-        success_threshold: A validation sample with at least this reward counts as correct in ``val/pass@k``, which is
-            logged where ``validation_sampling`` takes several samples per prompt.
+            A mapping gives several settings by name, with metrics ``val/<name>/reward`` and so on.
+        success_threshold: A validation sample with at least this reward counts as correct in ``val/pass@k``, logged if
+            ``validation_sampling`` takes several samples per prompt.
         dynamic_sampling: Replace groups without a learning signal by those of further prompts (DAPO); ``None``: train
             on every group.
         oversampling: Share of further groups in flight: with 0.25 and an iteration of 8 groups, 10 are started, the 8
             that finish first are trained on, and the prompts of the others come first in the next iteration. Saves the
-            wait for the longest answers, and prefers short ones.
-        max_staleness: Iterations by which sampling may be ahead of learning. 0: they take turns. 1 or more: they
-            overlap, in a thread, and samples may be that many iterations old when they are trained on; give the module
-            a ``correction`` for it.
-        in_flight: With ``max_staleness``: sync weights while the engine generates. It continues with the new ones from
-            the next token on; each token knows its version.
+            wait for the longest answers, but favours short ones.
+        max_staleness: Iterations by which sampling may be ahead of learning. 0: they alternate. 1 or more: they overlap
+            in a thread, and samples may be that many iterations old; give the module a ``correction`` for it.
+        in_flight: With ``max_staleness``: sync weights while the engine generates; later tokens use the new ones, and
+            each token records its version.
         rollout_timeout: Seconds that one iteration's samples may take with ``max_staleness``.
         alarms: Bounds on metrics, each with advice that is logged when a run first crosses it. ``None``:
             ``ROLLOUT_ALARMS``; an empty list: none.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
-            weights were synced; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
+            a sync; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
 
     Raises:
         TypeError: If ``reward`` cannot be called or ``engine`` is no engine.
@@ -142,11 +139,7 @@ class RolloutCallback(Callback):
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> "RolloutCallback":
-        """Find the callback of a Trainer.
-
-        Raises:
-            TypeError: If it has none.
-        """
+        """Return the callback of a Trainer; raises TypeError if it has none."""
         for callback in callbacks_of(trainer):
             if isinstance(callback, cls):
                 return callback
@@ -155,11 +148,7 @@ class RolloutCallback(Callback):
     # ------------------------------------------------------------------ one iteration, from top to bottom
 
     def collect(self) -> list[Experience]:
-        """Make the experience of one iteration. A collective, which the loader calls for the first micro-batch.
-
-        Returns:
-            This rank's micro-batches, in order.
-        """
+        """Return this rank's micro-batches of one new iteration, in order; the loader calls it. A collective."""
         trainer = self._attached()
         self.sync_weights()
         policy_version = trainer.global_step
@@ -182,10 +171,7 @@ class RolloutCallback(Callback):
             self.weight_synchronizer.sync(trainer)
 
     def collect_groups(self) -> CollectedGroups:
-        """Draw prompts, generate, score and select; sets :attr:`samples`. A collective.
-
-        :func:`~rlhfkit.rollout.collector.collect_groups` has the order of these steps.
-        """
+        """Draw prompts, generate, score and select; sets :attr:`samples`. A collective."""
         trainer, sampling = self._attached(), self._training_sampling()
         wanted = shape_of(trainer, self.group_size).sequences // sampling.group_size
         source = self.collector if self.async_rollouts is None else self.async_rollouts
@@ -203,7 +189,7 @@ class RolloutCallback(Callback):
     ) -> None:
         """Move the prompt cursor after the iteration's last micro-batch.
 
-        Not in ``on_train_epoch_end``: a checkpoint saved between the two resumes behind that hook.
+        Not in ``on_train_epoch_end``: a checkpoint saved between the two hooks resumes after that one.
         """
         if trainer.is_last_batch:
             assert self._after is not None
@@ -245,10 +231,9 @@ class RolloutCallback(Callback):
         return self.sampling
 
     def _with_weights(self, generate: Callable[[], T]) -> T:
-        """Generate; if engines lose their weights meanwhile, sync them and generate again. A collective.
+        """Generate; if engines lose their weights meanwhile, sync and generate again. A collective.
 
-        Samples come out the same, as each has its own seed. It ends, because engines are restarted a limited number of
-        times, after which another error is raised.
+        Each sample has its own seed, so samples are the same. Engines restart a limited number of times, then raise.
         """
         while True:
             try:
@@ -388,7 +373,7 @@ class RolloutCallback(Callback):
         """Continue counting where the checkpoint stopped.
 
         Raises:
-            ValueError: If training would resume inside an iteration whose micro-batches are another rank's.
+            ValueError: If training would resume inside an iteration with the micro-batches of another rank.
         """
         self.iteration = state_dict["iteration"]
         self._metrics = dict(state_dict["metrics"])

@@ -1,7 +1,7 @@
 """``GroupCollector``: scored groups for training and validation, the same on every rank.
 
-The order of drawing, generating, scoring and selecting is :func:`~rlhfkit.rollout.collector.collect_groups`; here is
-what each step does with this engine and reward, and which rank does what.
+:func:`~rlhfkit.rollout.collector.collect_groups` has the order of drawing, generating, scoring and selecting; this file
+has the steps, and which rank does what.
 """
 
 import logging
@@ -37,15 +37,14 @@ log = logging.getLogger(__name__)
 class GroupCollector:
     """Generates with one engine, scores, and selects.
 
-    Its methods take the Trainer, with its module and DataModule of prompts; ``wanted``, the groups of an iteration; and
-    ``iteration``, which is part of each sample's seed.
+    ``wanted`` is the number of groups of an iteration; ``iteration`` is part of each sample's seed.
 
     Args:
         engine: What generates.
-        reward: Scores samples; ``None``: every sample gets 0, for modules that need no reward.
+        reward: Scores samples; ``None``: every sample gets 0.
         timing: Records how long generating and scoring take.
         dynamic_sampling: Which groups to train on; ``None``: all.
-        oversampling: Further groups in flight, as a share of those of the iteration.
+        oversampling: Further groups in flight, as a share of ``wanted``.
 
     Raises:
         ValueError: If ``oversampling`` is negative, or the engine cannot drop unfinished groups.
@@ -95,7 +94,7 @@ class GroupCollector:
         after: dict[str, Any] | None = None,
         group: Any = None,
     ) -> CollectedGroups:
-        """Collect an iteration's groups on this rank alone, or together with all ranks (:meth:`needs_all_ranks`).
+        """Collect an iteration's groups on this rank alone, or on all ranks as a collective (:meth:`needs_all_ranks`).
 
         The prompts begin at ``after``, or at the DataModule's cursor; ``group`` is the ranks' process group.
         """
@@ -125,8 +124,7 @@ class GroupCollector:
     ) -> list[Sample]:
         """Generate and score samples of given prompts, which are the same on every rank. A collective.
 
-        Returns:
-            ``len(prompts) * group_size`` samples, group by group, the same on every rank.
+        Returns ``len(prompts) * group_size`` samples, group by group, the same on every rank.
         """
         ranks = RankShares(trainer, shared=self.engine.shared)
         share = ranks.share(list(prompts))
@@ -144,7 +142,7 @@ class GroupCollector:
     # ------------------------------------------------------------------ generate
 
     def _stream(self, sampling: SamplingSpec, iteration: int, *, in_batches: bool) -> GroupStream:
-        """Groups as they finish where that helps to select; else all at once, as rewards are faster in batches."""
+        """Groups as they finish if groups are selected; otherwise all at once, as rewards are faster in batches."""
         selects = self.dynamic_sampling is not None or self.oversampling
         stream: GroupStream
         if self.engine.can_stream and selects and not in_batches:
@@ -176,10 +174,9 @@ class GroupCollector:
             score_samples(self.reward, samples)
 
     def add_model_scores(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
-        """Add the scores of a reward model that is a child of the module to the rewards, and as ``model`` to the parts.
+        """Add the scores of the module's reward model to the rewards, and as ``model`` to the parts, in place.
 
-        A collective, for the main thread; samples are the same on every rank and changed in place. A sample that the
-        callback's reward could not score keeps no reward.
+        A collective, for the main thread; samples are the same on every rank. A sample without a reward keeps none.
 
         Raises:
             ValueError: If a part of the callback's reward is called ``model`` too.
@@ -199,7 +196,7 @@ class GroupCollector:
                 sample.reward += score
 
     def scores_early(self, trainer: L.Trainer) -> bool:
-        """Whether the module's scores are needed while groups are collected: to select them, or for the curriculum."""
+        """Whether selection or the curriculum needs the module's scores while groups are collected."""
         if not policy_of(trainer).scores_samples:
             return False
         return self.dynamic_sampling is not None or prompts_of(trainer).curriculum_uses_rewards
@@ -217,10 +214,10 @@ class GroupCollector:
     # ------------------------------------------------------------------ checks and metrics
 
     def check(self, trainer: L.Trainer, *, in_thread: bool = False) -> None:
-        """Raise ValueError if this cannot work with this reward, module or number of ranks.
+        """Raise ValueError if the configuration cannot work.
 
-        That is: dynamic sampling by a reward part that does not exist; a module that would have to score in a thread
-        beside training (``in_thread``); oversampling with an engine in every rank.
+        Refused are dynamic sampling by an unknown reward part, a module that would score in a thread beside training
+        (``in_thread``), and oversampling with an engine in every rank.
         """
         parts = part_names(self.reward)
         if self.dynamic_sampling is not None and parts is not None:
@@ -245,7 +242,7 @@ class GroupCollector:
             )
 
     def metrics(self, collected: CollectedGroups) -> dict[str, float]:
-        """Fractions of groups that were accepted and dropped, where groups are selected."""
+        """Fractions of groups that were accepted and dropped, if groups are selected."""
         metrics = {}
         if self.dynamic_sampling is not None:
             metrics["rollout/accepted_fraction"] = collected.accepted / max(collected.sampled, 1)
@@ -256,7 +253,7 @@ class GroupCollector:
 
 
 class RankShares:
-    """Ranks with an engine each generate for every n-th prompt; where one engine is shared, rank 0 does it for all."""
+    """Each rank generates for every n-th prompt with its own engine; for a shared engine, rank 0 generates for all."""
 
     def __init__(self, trainer: L.Trainer, *, shared: bool, group: Any = None) -> None:
         self._trainer = trainer
@@ -270,13 +267,13 @@ class RankShares:
         return prompts[self._trainer.global_rank :: self._trainer.world_size]
 
     def gather(self, step: Callable[[], list[Group]]) -> list[Group]:
-        """Run a step on every rank; the groups of all ranks in the order of their prompts. A collective."""
+        """Run a step on every rank, and return the groups of all ranks in the order of their prompts. A collective."""
         parts = run_on_all_ranks(step, group=self._group)
         return [group for turn in zip_longest(*parts) for group in turn if group is not None]
 
 
 class TimedStream:
-    """A stream that records how long it is waited for."""
+    """A stream that records how long callers wait for it."""
 
     def __init__(self, stream: GroupStream, timing: Timing, iteration: int) -> None:
         self._timing = timing

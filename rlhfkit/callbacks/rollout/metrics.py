@@ -10,17 +10,11 @@ from rlhfkit.data.types import Experience, Sample
 
 
 def iteration_metrics(samples: Sequence[Sample], experience: Experience, *, rewarded: bool = True) -> dict[str, float]:
-    """Metrics of one training iteration.
-
-    Args:
-        samples: All samples of the iteration.
-        experience: The same samples as tensors, prepared by the module.
-        rewarded: Whether samples were scored.
+    """Metrics of one training iteration, from its samples and the same samples as tensors, prepared by the module.
 
     Returns:
-        ``rollout/...``: means of rewards and their parts, of lengths in tokens and of the numbers in ``Sample.info``
-        (turns, failures); fractions of samples that were truncated at the length limit, were not scored, or have
-        advantage 0.
+        ``rollout/...``: means of rewards and their parts (if ``rewarded``), of lengths in tokens and of the numbers in
+        ``Sample.info``; fractions of samples truncated at the length limit, not scored, or with advantage 0.
     """
     rewards = experience.rewards[~experience.rewards.isnan()]
     lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
@@ -56,15 +50,11 @@ def _info_means(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """Age of the tokens that an iteration is trained on.
-
-    Args:
-        samples: All samples of the iteration.
-        version: Policy version (updates so far) when training on them begins.
+    """Age of the tokens of an iteration when training on them begins at policy ``version`` (updates so far).
 
     Returns:
-        ``rollout/staleness``: mean age of a token in updates; ``rollout/mixed_fraction``: fraction of samples that more
-        than one policy version has written.
+        ``rollout/staleness``: mean age of a token in updates; ``rollout/mixed_fraction``: fraction of samples with
+        tokens of several policy versions.
     """
     ages = [version - each for sample in samples for each in sample.versions if each >= 0]
     mixed = [len(set(sample.versions)) > 1 for sample in samples]
@@ -107,8 +97,8 @@ def validation_metrics(
         rewarded: Whether samples were scored.
 
     Returns:
-        ``reward`` and its parts, ``pass@k``, ``length`` in tokens, ``truncated_fraction``; of several sources also each
-        with ``/<source>``.
+        ``reward`` and its parts, ``pass@k``, ``length`` in tokens, ``truncated_fraction``; with several sources also
+        each with ``/<source>``.
     """
     metrics = _of_one_source(samples, success_threshold, rewarded)
     for name, chosen in by_source(samples).items():

@@ -11,7 +11,7 @@ from rlhfkit.protocols import prompts_of
 
 
 def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
-    """How an iteration divides into updates and micro-batches; with ``fast_dev_run=n``, n micro-batches of one group.
+    """Divide an iteration into updates and micro-batches; with ``fast_dev_run=n``, n micro-batches of one group.
 
     Raises:
         ValueError: If the sizes do not divide.
@@ -57,7 +57,7 @@ def plan_iteration(experience: Experience, shape: IterationShape, ranks: int) ->
 def micro_batch(experience: Experience, planned: MicroBatch, averaged: int) -> Experience:
     """The rows of one micro-batch, with the counts of its whole optimizer step.
 
-    ``averaged`` is the number of micro-batches of an optimizer step, of all ranks.
+    ``averaged`` is the number of micro-batches of an optimizer step on all ranks.
     """
     whole = experience.action_mask[experience.update == planned.update]
     batch = experience.select(planned.rows)

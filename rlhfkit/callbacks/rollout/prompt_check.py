@@ -17,15 +17,12 @@ def check_prompts(
     *,
     validation: bool = False,
 ) -> None:
-    """Have the DataModule check its prompts against the model and engine that will answer them.
+    """Have the DataModule check its training or validation prompts against the model and engine.
 
-    DataModules that cannot (:class:`~rlhfkit.protocols.ChecksPrompts`) have their prompts checked when they are drawn.
-
-    With ``validation`` the prompts of validation are checked, if there are any, instead of those of training.
+    DataModules that are no :class:`~rlhfkit.protocols.ChecksPrompts` have their prompts checked when they are drawn.
 
     Raises:
-        ValueError: If a prompt leaves no room for an answer or has a token that the model does not know, or nothing
-            would end an answer.
+        ValueError: If a prompt leaves no room for an answer or has an unknown token, or nothing would end an answer.
     """
     data = datamodule_of(trainer)
     if not isinstance(data, ChecksPrompts) or engine.recorded or (validation and not data.has_validation_prompts):
@@ -53,7 +50,7 @@ def check_prompts(
 
 
 def longest_prompt(engine: RolloutEngine, config: Any, sampling: SamplingSpec) -> tuple[int, str] | None:
-    """Tokens that a prompt may have so that the engine can answer it, and why; ``None``: any number."""
+    """Tokens that a prompt may have so that the engine can answer it, and why; ``None``: no limit."""
     limits = {"the model's context": context_length(config), "the engine's max_model_len": engine.max_model_len}
     answer = 1 if engine.shortens_answers else sampling.max_new_tokens
     known = {name: limit for name, limit in limits.items() if limit is not None}

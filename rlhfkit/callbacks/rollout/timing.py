@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Phase(NamedTuple):
-    """One measured stretch of work."""
+    """One measured phase of an iteration."""
 
     name: str
     start: float
@@ -57,14 +57,7 @@ class Timing:
         return dict(totals)
 
     def write_trace(self, path: str | Path) -> Path:
-        """Write all phases in the Trace Event Format, for chrome://tracing or ui.perfetto.dev.
-
-        Args:
-            path: A ``.json`` file; its folder is created when missing.
-
-        Returns:
-            The path.
-        """
+        """Write all phases to a ``.json`` file in the Trace Event Format (chrome://tracing, ui.perfetto.dev)."""
         with self._lock:
             events = [
                 {
@@ -86,9 +79,6 @@ class Timing:
 
 
 def slowest(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds per phase on the slowest rank, from :meth:`Timing.metrics` of each rank.
-
-    Ranks do not all have the same phases: with a shared engine only rank 0 generates.
-    """
+    """Seconds per phase on the slowest rank, from :meth:`Timing.metrics` of each rank; ranks may lack phases."""
     names = sorted({name for each in times for name in each})
     return {name: max(each.get(name, 0.0) for each in times) for name in names}

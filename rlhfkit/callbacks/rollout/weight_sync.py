@@ -14,12 +14,10 @@ _PROBE_LENGTH = 32
 
 
 class WeightSynchronizer:
-    """Syncs the weights to one engine, and probes it afterwards: equal parameters do not prove equal models.
+    """Syncs the weights to one engine and probes it afterwards, as equal parameters do not prove equal models.
 
-    Args:
-        engine: What generates.
-        tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence; ``None``:
-            1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
+    ``tolerance`` is the largest difference between the engine's and the trainer's log-probs of a fixed sequence;
+    ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
     """
 
     def __init__(self, engine: RolloutEngine, tolerance: float | None = None) -> None:
@@ -29,7 +27,7 @@ class WeightSynchronizer:
         """Largest difference of log-probs in the last probe."""
 
     def sync(self, trainer: L.Trainer) -> None:
-        """Give the engine the current weights, if it has others, and probe it. A collective.
+        """Load the current weights into the engine unless it has them, and probe it. A collective.
 
         The version of the weights is the Trainer's ``global_step``.
 
