@@ -106,7 +106,7 @@ def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> Check
         try:
             found = pkgutil.resolve_name(name)
             known = {one for base in found.__mro__ for one in signature(base.__init__).parameters}
-            made = found(**{key: value for key, value in hyperparameters.items() if key in known})
+            made: CheckpointMixin = found(**{key: value for key, value in hyperparameters.items() if key in known})
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             failures.append(f"{name}: {error}")
             continue

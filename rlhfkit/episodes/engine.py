@@ -147,4 +147,5 @@ def _environment(environment: Any, tools: Sequence[Callable[..., Any]]) -> Calla
             "environment must be a class or a function that makes a new Environment for each episode, got "
             f"{environment!r}"
         )
-    return environment
+    factory: Callable[[], Environment] = environment
+    return factory

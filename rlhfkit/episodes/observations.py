@@ -98,12 +98,13 @@ class ObservationTokenizer:
             )
         plain = [self._plain(message) for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=True, **(self.template_arguments | dict(arguments))
             )
         except TemplateError as error:
             roles = [message["role"] for message in messages]
             raise ValueError(f"the chat template refuses messages of roles {roles}: {error}") from error
+        return text
 
     def _plain(self, message: Message) -> dict[str, Any]:
         """Remove control tokens from a message: a tool's output must not be able to start another role's turn."""

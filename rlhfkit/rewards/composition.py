@@ -100,7 +100,7 @@ class WeightedSum:
         """Normalise a part's values where a prompt has several samples; missing values stay missing."""
         assert self.normalize is not None
         group = torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64)
-        _, place, members = group.unique(return_inverse=True, return_counts=True)
+        _, place, members = torch.unique(group, return_inverse=True, return_counts=True)
         given = torch.tensor([math.nan if value is None else value for value in column], dtype=torch.float64)
         changed = self.normalize(given, group)
         if changed.shape != given.shape:

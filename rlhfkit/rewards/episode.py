@@ -51,7 +51,8 @@ class EpisodeReward:
             )
         if self.truncated == "mask" and sample.finish_reason == "length":
             return None
-        return sample.info["reward"]
+        reward: float | None = sample.info["reward"]
+        return reward
 
 
 class OnLastTurn:

@@ -236,7 +236,8 @@ class ProcessModelReward(ModelReward):
 
     @property
     def _separator_ids(self) -> list[int]:
-        return self._tokenizer(self.separator, add_special_tokens=False)["input_ids"]
+        token_ids: list[int] = self._tokenizer(self.separator, add_special_tokens=False)["input_ids"]
+        return token_ids
 
     def score(self, batch: TokenBatch) -> Tensor:
         """Return the rewards of a batch, (B,), each in [0, 1]."""

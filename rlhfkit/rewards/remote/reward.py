@@ -279,7 +279,7 @@ class _Call:
             asked.clear()
             error = state.outcome.exception() if state.outcome is not None else None
             self.last_error = f"; before, {error}"
-            later = min(self.reward.backoff * 2 ** min(next(rounds), 60), _MAX_BACKOFF)
+            later: float = min(self.reward.backoff * 2 ** min(next(rounds), 60), _MAX_BACKOFF)
             later += random.uniform(0.0, self.reward.backoff)
             return max(later, error.retry_after if isinstance(error, ServerUnavailable) else 0.0)
 

@@ -22,7 +22,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def version() -> int:
     """Landlock's ABI version in this kernel; 0 if it has none."""
-    return max(_libc.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION)), 0)
+    version: int = _libc.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION))
+    return max(version, 0)
 
 
 class Rules:

@@ -54,7 +54,8 @@ def install_filter(*groups: dict[str, tuple[int, int]]) -> bool:
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
     whole = Program(len(program) // 8, ctypes.addressof(code))
-    return ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(whole), 0, 0) == 0
+    result: int = ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(whole), 0, 0)
+    return result == 0
 
 
 def _filter(architecture: int, refused: list[int], *, clone: int, namespaces: bool) -> list[bytes]:
