@@ -1,7 +1,6 @@
 """Checks of number arguments: not a number, not finite or out of range is refused where the argument is given.
 
-A comparison alone lets NaN pass (``nan <= 0`` is false) and fails on text with a message about ``<=``. Imports the
-standard library only, so that every part of the package can use it.
+A comparison alone lets NaN pass and fails on text with a message about ``<=``. Imports the standard library only.
 """
 
 import math
@@ -21,18 +20,10 @@ def check_number(
     infinite: bool = False,
     why: str = "",
 ) -> None:
-    """Raise unless a value is a real number within its bounds.
+    """Raise unless a value is a real number within its bounds; booleans are not numbers, scalars of NumPy are.
 
-    Args:
-        name: Of the argument, for the message.
-        value: The value. ``True`` and ``False`` are not numbers here; scalars of NumPy are.
-        minimum: Smallest allowed value.
-        above: Exclusive lower bound.
-        maximum: Largest allowed value.
-        below: Exclusive upper bound.
-        optional: ``None`` is allowed.
-        infinite: Infinity is allowed within the bounds; NaN never is.
-        why: Reason for the rule or advice, appended to the message.
+    ``above`` and ``below`` are exclusive. ``optional`` allows ``None``, ``infinite`` infinity but not NaN. ``why`` is
+    appended to the message.
 
     Raises:
         TypeError: If it is not a number.
@@ -57,15 +48,7 @@ def check_integer(
     optional: bool = False,
     why: str = "",
 ) -> None:
-    """Raise unless a value is an integer within its bounds. Floats are refused, ``8.0`` as well.
-
-    Args:
-        name: Of the argument, for the message.
-        value: The value. ``True`` and ``False`` are not numbers here; integers of NumPy are.
-        minimum: Smallest allowed value.
-        maximum: Largest allowed value.
-        optional: ``None`` is allowed.
-        why: Reason for the rule or advice, appended to the message.
+    """Raise unless a value is an integer within its bounds; booleans and floats such as ``8.0`` are not, NumPy's are.
 
     Raises:
         TypeError: If it is not an integer.

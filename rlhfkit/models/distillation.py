@@ -1,7 +1,7 @@
 """Student and teacher compared at the selected tokens of a batch, a chunk of tokens at a time.
 
-Neither model's logits exist for all tokens: hidden states are kept, and the output layers run chunk by chunk, again in
-the backward pass. Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
+Only hidden states are kept for all tokens; the output layers run chunk by chunk, again in the backward pass.
+Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -34,17 +34,7 @@ class Comparison(NamedTuple):
 
 @torch.no_grad()
 def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, packed: bool | None = None) -> TeacherRows:
-    """Run a frozen model whose logits can be computed afterwards, chunk by chunk.
-
-    Args:
-        model: A Hugging Face causal language model, bare or wrapped.
-        batch: B sequences, padded on the right.
-        mask: (B, T-1) bool on the next-token axis, the selected tokens in row-major order.
-        packed: See :func:`~rlhfkit.models.policy_output`.
-
-    Returns:
-        A function from a slice of the M tokens to their logits.
-    """
+    """Run a frozen model; the returned function gives the logits of a slice of the M tokens of ``mask`` (B, T-1)."""
     bare = unwrap(model)
     inputs, positions = _inputs(bare, batch, mask, packed)
     known = output_logits(bare)
@@ -80,21 +70,15 @@ def compare_logits(
     router_aux_loss: bool = False,
     packed: bool | None = None,
 ) -> Comparison:
-    """Apply a function to the logits of the selected tokens, chunk by chunk, with gradient.
+    """Apply ``compare`` to the logits of the tokens that ``mask`` (B, T-1) selects, chunk by chunk, with gradient.
 
     Args:
-        model: A Hugging Face causal language model, bare or wrapped.
-        batch: B sequences, padded on the right.
-        mask: (B, T-1) bool on the next-token axis.
-        compare: Takes the logits (m, V) of some selected tokens, the tokens themselves (m,) and their slice of the M;
-            returns a tensor that is summed over the chunks. It runs again in the backward pass.
+        compare: Takes logits (m, V), tokens (m,) and their slice of the M selected tokens; runs again in backward.
         chunk_size: Tokens whose logits exist at a time.
-        by_token: ``compare`` returns (m, ...), a value for each token, which are concatenated instead of summed.
-        router_aux_loss: See :func:`~rlhfkit.models.policy_output`.
-        packed: See :func:`~rlhfkit.models.policy_output`.
+        by_token: ``compare`` returns (m, ...), which are concatenated; else a tensor, which is summed over the chunks.
 
     Raises:
-        ValueError: If the router's loss is asked of a model without one.
+        ValueError: If ``router_aux_loss`` is asked of a model without a router.
     """
     bare, mask = unwrap(model), mask.bool()
     known = output_logits(bare)

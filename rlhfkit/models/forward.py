@@ -31,8 +31,7 @@ class PolicyOutput(NamedTuple):
         logprobs: (B, T-1) float32; 0 where the mask is false.
         entropy: (B, T-1) float32 in nats, with gradient; ``None`` unless asked for.
         router_aux_loss: Scalar, the load-balancing loss of a mixture of experts; ``None`` unless asked for.
-        values: (B, T-1) float32, of the value head, in the state in which each token was chosen; 0 where the mask is
-            false; ``None`` unless asked for.
+        values: (B, T-1) float32, of the state before each token; 0 where the mask is false; ``None`` unless asked for.
     """
 
     logprobs: Tensor
@@ -66,10 +65,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
-    """Replace the ``forward`` of the output layer inside the context.
-
-    The layer's own hooks still run around it, which gather a ZeRO-3 shard before and free it after.
-    """
+    """Replace the output layer's ``forward`` in the context; its hooks still run and gather and free a ZeRO-3 shard."""
     layer = cast(Any, model).get_output_embeddings()
     layer.forward = forward
     try:
@@ -79,15 +75,7 @@ def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
 
 
 def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -> tuple[dict[str, Any], Tensor]:
-    """Arguments of a backbone for a batch, packed or padded.
-
-    Args:
-        model: The model itself, without wrappers.
-        batch: B sequences, padded on the right.
-        packed: See :func:`policy_output`.
-
-    Returns:
-        The arguments, and (B, T) int64: index of each token in their flattened ``input_ids``.
+    """Arguments of the unwrapped model, and (B, T) int64: index of each token in their flattened ``input_ids``.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention.
@@ -109,14 +97,10 @@ def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -
 
 
 def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Check after a forward pass that attention has separated the sequences of a packed row.
-
-    Args:
-        model: The model that was called, for the message.
-        inputs: Its arguments, see :func:`model_inputs`.
+    """Check after a forward pass on ``inputs`` of :func:`model_inputs` that attention separated packed sequences.
 
     Raises:
-        RuntimeError: If the row was packed and no attention layer has read where its sequences begin and end.
+        RuntimeError: If the row was packed and no attention layer has read its layout.
     """
     layout: PackedLayout | None = inputs.get("packed_layout")
     if layout is not None and not layout.readers:
@@ -140,14 +124,14 @@ def policy_output(
 ) -> PolicyOutput:
     """Log-probs of the selected tokens of a batch.
 
-    Packed, only real tokens go through the model, and a prefix that neighbouring rows have in common (the prompt of a
-    preference pair or of a group) goes through once. Only selected tokens go through the output layer.
+    Packed, padding is removed and a prefix that neighbouring rows share (the prompt of a preference pair or group) is
+    computed once. Only selected tokens go through the output layer.
 
     Args:
         model: A Hugging Face causal language model, bare or wrapped (DeepSpeed engine).
         batch: Has ``input_ids`` (B, T) int64 and ``attention_mask`` (B, T) bool, padded on the right.
-        mask: (B, T-1) bool on the next-token axis: which tokens' log-probs are wanted.
-        temperature: Divides the logits; that of the sampler, so that log-probs compare.
+        mask: (B, T-1) bool on the next-token axis, true at the selected tokens.
+        temperature: The sampling temperature, which divides the logits.
         entropy: Also return the entropy of each selected position.
         router_aux_loss: Also return the load-balancing loss of a mixture of experts, over all tokens.
         values: Also return the values of the model's value head, see :func:`~rlhfkit.models.heads.add_value_head`.
@@ -236,16 +220,11 @@ def has_router(model: nn.Module) -> bool:
 def backbone_router_loss(
     backbone: nn.Module, router_logits: Sequence[Tensor] | None, attention_mask: Tensor | None
 ) -> Tensor:
-    """Load-balancing loss of a backbone without a language-model head, by the family's own function.
+    """Scalar load-balancing loss of a backbone without a language-model head, by the family's own function.
 
-    Args:
-        backbone: A Hugging Face model without a head.
-        router_logits: Its output for ``output_router_logits=True``: (N, experts) for each layer.
-        attention_mask: (B, T) where the batch is padded, else ``None``.
-
-    Returns:
-        Scalar; ``experts * sum_e share_e * probability_e`` (Fedus et al., 2021, arXiv:2101.03961), where the shares sum
-        to the number of experts per token.
+    ``experts * sum_e share_e * probability_e`` (Fedus et al., 2021, arXiv:2101.03961); the shares sum to the experts
+    per token. ``router_logits`` are (N, experts) for each layer, ``attention_mask`` (B, T), or ``None`` without
+    padding.
 
     Raises:
         ValueError: If the model is no mixture of experts, or its family has no such loss.

@@ -36,18 +36,10 @@ from rlhfkit.models.weights.files import save_weights
 
 
 def classifier_class(config: Any, *, stepwise: bool) -> Any:
-    """The class of a family's sequence or token classifier.
+    """The class (or Auto class) of a family's sequence classifier, or token classifier if ``stepwise``.
 
-    Many families (Cohere, Granite, OLMoE, Falcon-H1 ...) have no classifier in Transformers. For these a class is made
-    of the parts of which Transformers makes most of its own: a backbone, and a linear layer ``score`` on it. It has the
-    name that Transformers would give it; what it saves is loaded by this function, not by Transformers' Auto classes.
-
-    Args:
-        config: A Transformers model configuration.
-        stepwise: A token classifier instead of a sequence classifier.
-
-    Returns:
-        A class, or an Auto class, with ``from_pretrained``.
+    Families without one in Transformers (Cohere, Granite, OLMoE, Falcon-H1 ...) get a class of backbone and linear
+    layer ``score``, named as in Transformers. Only this function loads what it saves, not Transformers' Auto classes.
     """
     from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -94,13 +86,12 @@ class ScalarOutput(NamedTuple):
 class ScalarModel(nn.Module):
     """A Hugging Face classifier without its pooling: one number for every token.
 
-    The number is the only output of a sequence classifier with one label (reward models, critics), or for a token
-    classifier with two labels (process reward models) the log-odds ``z_1 - z_0`` of label 1, on which alone the softmax
-    of the two depends.
+    The number is the only output of a sequence classifier with one label (reward models, critics), or the log-odds
+    ``z_1 - z_0`` of label 1 of a token classifier with two (process reward models).
 
     Args:
-        model: Of a :func:`~rlhfkit.models.heads.classifier_class`. It is trained, and :meth:`save_pretrained` writes
-            it, so folders can be exchanged with Transformers and others.
+        model: Of a :func:`~rlhfkit.models.heads.classifier_class`. It is trained, and :meth:`save_pretrained` writes it
+            in Transformers' format.
 
     Raises:
         ValueError: If the model has no linear layer ``score``, as decoder-only classifiers have.
@@ -126,16 +117,7 @@ class ScalarModel(nn.Module):
     def forward(
         self, positions: Tensor, *, router_aux_loss: bool = False, **inputs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Numbers at some tokens of the flattened batch.
-
-        Args:
-            positions: (M,) int64, indices into the flattened ``input_ids``.
-            router_aux_loss: Also return the load-balancing loss of a mixture of experts, over all tokens.
-            **inputs: Passed to the backbone.
-
-        Returns:
-            (M,) float32, and the router's loss if it was asked for.
-        """
+        """(M,) float32 at ``positions`` (M,) of the flattened ``input_ids``, with the router's loss if asked for."""
         model = cast(Any, self.model)
         more = {"output_router_logits": True} if router_aux_loss else {}
         output = model.base_model(**inputs, **more, use_cache=False)
@@ -184,7 +166,7 @@ def load_scalar_model(
     Args:
         name: Folder or hub name of a causal language model, which gets a new head, or of a classifier with its head.
         stepwise: A token classifier with two labels instead of a sequence classifier with one.
-        new_head: Whether a causal language model is allowed; false where only a trained classifier makes sense.
+        new_head: Accept a causal language model; false where only a trained classifier makes sense.
         head_std: Standard deviation of a new head's normally distributed weights; ``None``: 1 / (H + 1), as OpenRLHF
             and Stiennon et al. (2020, arXiv:2009.01325, appendix B.1); 0: all outputs start at 0.
         dtype: Of the weights.
@@ -192,7 +174,7 @@ def load_scalar_model(
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train the head and new adapters, and freeze everything else.
         quantization: Hold the frozen weights in 4 bits; needs ``lora``.
-        trust_remote_code: Run Python code that comes with the model. Off by default.
+        trust_remote_code: Run Python code that comes with the model.
 
     Returns:
         The model, in training mode.
@@ -229,14 +211,10 @@ def load_scalar_model(
 
 
 def add_value_head(model: nn.Module, *, std: float | None = None) -> None:
-    """Add a value head to a language model, so that policy and critic share a backbone.
+    """Add a ``value_head`` to a causal language model in place, before it is wrapped.
 
-    The head is the attribute ``value_head`` of the model, used by ``policy_output(values=True)``. It is part of the
-    model's state dict, but not of the Hugging Face model: saved folders and weight syncs to engines leave it out.
-
-    Args:
-        model: A Hugging Face causal language model, changed in place, before it is wrapped.
-        std: Standard deviation of the head's weights, see :func:`load_scalar_model`.
+    ``std`` is the standard deviation of its weights, see :func:`load_scalar_model`.
+    ``policy_output(values=True)`` uses it. It is in the state dict, but saved folders and weight syncs leave it out.
 
     Raises:
         ValueError: If the model has a value head, or its logits cannot be computed from the output layer alone.
@@ -293,15 +271,10 @@ def scalar_forward(
     router_aux_loss: bool = False,
     packed: bool | None = None,
 ) -> ScalarOutput:
-    """Run a :class:`ScalarModel` over a batch in one forward pass without padding.
+    """Run a :class:`ScalarModel`, bare or wrapped, over a batch in one forward pass.
 
-    Args:
-        model: A :class:`ScalarModel`, bare or wrapped (DeepSpeed engine).
-        batch: Has ``input_ids`` (B, T) int64 and ``attention_mask`` (B, T) bool, padded on the right.
-        mask: (B, T) bool, the tokens whose number is wanted; all real ones when ``None``. A critic's value of the state
-            in which token t+1 is chosen is the number at token t.
-        router_aux_loss: Also return the load-balancing loss of a mixture of experts, over all tokens.
-        packed: Remove the padding. ``None``: if the model has our packed attention.
+    ``mask`` (B, T) bool selects tokens, all real ones when ``None``. A critic's value of the state in which token t+1
+    is chosen is the number at token t. ``packed`` is that of :func:`~rlhfkit.models.policy_output`.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.

@@ -18,11 +18,7 @@ Quantization = Literal["nf4"]
 
 
 def quantization_config(quantization: Quantization, dtype: torch.dtype) -> Any:
-    """Transformers' configuration of weights in 4 bits.
-
-    Args:
-        quantization: ``nf4``, with its scales quantized too (OpenRLHF's choice).
-        dtype: Of the arithmetic.
+    """Transformers' configuration of 4-bit weights with arithmetic in ``dtype``; scales are quantized, as in OpenRLHF.
 
     Raises:
         ValueError: If the name is unknown.
@@ -45,10 +41,10 @@ def quantization_config(quantization: Quantization, dtype: torch.dtype) -> Any:
 
 
 def keep_4bit_layout(model: nn.Module) -> None:
-    """Keep bitsandbytes from rearranging 4-bit weights in eval mode.
+    """Keep bitsandbytes from rearranging 4-bit weights in eval mode; other models are left alone.
 
-    bitsandbytes 0.50 rearranges them in place for inference on CPUs with AVX512-BF16 and does not undo it when training
-    continues: the backward pass then fails at the layer, and merged weights are wrong. Other models are left alone.
+    bitsandbytes 0.50 rearranges them in place for CPUs with AVX512-BF16 and does not undo it for training: the backward
+    pass then fails at the layer, and merged weights are wrong.
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -62,14 +58,7 @@ _DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16, "64
 
 
 def precision_dtype(precision: str, *, compute: bool = False) -> torch.dtype:
-    """Dtype of weights (or of matrix products) under a Lightning precision.
-
-    Args:
-        precision: ``Trainer.precision``: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` ...
-        compute: Return the dtype of matrix products, which for ``-mixed`` differs from that of the weights.
-
-    Returns:
-        E.g. ``torch.float32`` for the weights of ``bf16-mixed``, ``torch.bfloat16`` for its arithmetic.
+    """Dtype of weights under a Lightning precision, or of matrix products if ``compute``, which for ``-mixed`` differs.
 
     Raises:
         ValueError: If the precision is none of Lightning's.
@@ -97,11 +86,7 @@ def base_model_name(name: str) -> str:
 
 
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the configuration of a model, or of the base model of an adapter.
-
-    Args:
-        name: Folder or hub name.
-        trust_remote_code: Run Python code that comes with the model. Off by default.
+    """Load the configuration of a model, or of the base model of an adapter, from a folder or hub name.
 
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
@@ -136,9 +121,7 @@ def pretrained_arguments(
     quantization: Quantization | None,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` of any model class; the ``config`` among them may be changed.
-
-    The arguments are those of :func:`load_causal_lm`.
+    """Turn arguments of :func:`load_causal_lm` into those of any ``from_pretrained``; ``config`` may be changed.
 
     Raises:
         ImportError: If flash attention or bitsandbytes is asked for and not installed.
@@ -190,7 +173,7 @@ def load_causal_lm(
         lora: Freeze the weights and train new adapters.
         quantization: Hold the frozen weights in 4 bits (``nf4``: QLoRA, Dettmers et al., 2023, arXiv:2305.14314). Needs
             bitsandbytes, and adapters to train.
-        trust_remote_code: Run Python code that comes with the model. Off by default.
+        trust_remote_code: Run Python code that comes with the model.
 
     Returns:
         The model, in training mode.
@@ -223,10 +206,7 @@ def load_causal_lm(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Disable all dropout of a model, in training mode too, and the noise that routers add.
-
-    ``Dropout`` layers, and probabilities that attention layers hold as plain numbers, are set to 0 in place.
-    """
+    """Set ``Dropout`` layers, dropout probabilities of attention layers and routers' noise to 0, in place."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             if module.p and ".lora_dropout." in name:
@@ -249,7 +229,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrained
 
     Args:
         name: Folder or hub name.
-        trust_remote_code: Run Python code that comes with the tokenizer. Off by default.
+        trust_remote_code: Run Python code that comes with the tokenizer.
 
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
@@ -266,13 +246,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrained
 
 
 def stop_token_ids(name: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[int, ...]:
-    """Tokens that end a completion: end-of-sequence tokens of the generation configuration and of the tokenizer.
-
-    Args:
-        name: Folder or hub name of the model.
-        tokenizer: Its tokenizer.
-        trust_remote_code: Passed to Transformers.
-    """
+    """End-of-sequence tokens of the generation configuration (of folder or hub name ``name``) and of the tokenizer."""
     from transformers import AutoConfig, GenerationConfig
 
     found: set[int] = set()

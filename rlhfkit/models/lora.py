@@ -98,15 +98,10 @@ _PREFIX = "base_model.model."  # of names in peft's files, which are those of it
 
 
 def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
-    """Add new adapters to a model and freeze everything else. They have no effect until they are trained.
+    """Add new adapters to a model in place and freeze everything else; they have no effect until they are trained.
 
-    They are the same on every rank and in every run, whatever the seed, and in float32 beside weights of 16 bits, in
-    which small updates would be lost (as in peft).
-
-    Args:
-        model: A Hugging Face model, changed in place.
-        lora: Which adapters.
-        base: Folder or hub name of the model, written into the adapter's files.
+    They are the same on every rank and in every run, and in float32 beside 16-bit weights, where small updates would be
+    lost (as in peft). ``base`` is the model's name, written into the adapter's files.
 
     Raises:
         ValueError: If the targets are no layers of the model, or the embedding or the output layer is among them, or
@@ -139,11 +134,7 @@ def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Load a saved adapter into its base model, to train it further.
-
-    Args:
-        model: A Hugging Face model without adapters, changed in place.
-        folder: Holds ``adapter_config.json`` and ``adapter_model.safetensors``, as peft writes them.
+    """Load an adapter that peft wrote into its base model, in place, to train it further.
 
     Raises:
         ValueError: If it is no LoRA adapter, or its weights do not fit.
@@ -246,9 +237,9 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def save_initial_adapter(model: nn.Module) -> None:
-    """Keep a frozen copy of adapters that were trained before, for :func:`adapter_disabled`.
+    """Keep a frozen copy of adapters that were trained before, for :func:`adapter_disabled`; new ones need none.
 
-    New adapters need no copy: they start with no effect. Call it before training and before the model is wrapped.
+    Call it before training and before the model is wrapped.
     """
     layers = adapter_layers(model).values()
     if not any(bool(layer.lora_B[ADAPTER].weight.any()) for layer in layers):
@@ -270,8 +261,8 @@ def save_initial_adapter(model: nn.Module) -> None:
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
     """Restore the model before training inside the context: its own reference model.
 
-    The adapters are skipped, or replaced by the copy of :func:`save_initial_adapter`. No weight moves and nothing is
-    gathered; it works inside DeepSpeed engines. Not for backward passes.
+    The adapters are skipped, or replaced by the copy of :func:`save_initial_adapter`. Nothing is moved or gathered;
+    works inside DeepSpeed engines. Not for backward passes.
 
     Example::
 
@@ -328,13 +319,7 @@ def adapter_base(folder: str | Path) -> str | None:
 
 
 def save_adapter(model: nn.Module, folder: str | Path, state_dict: Mapping[str, Tensor]) -> None:
-    """Write the adapter alone, as peft does: ``PeftModel.from_pretrained(base, folder)`` loads it.
-
-    Args:
-        model: With adapters.
-        folder: Created if missing.
-        state_dict: Full weights by the model's names; only the adapter's are written.
-    """
+    """Write the adapter alone, from a full state dict; ``PeftModel.from_pretrained(base, folder)`` loads it."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 

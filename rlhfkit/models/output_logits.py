@@ -1,7 +1,7 @@
 """How a causal language model computes its logits from the output layer: unchanged, scaled, soft-capped, or otherwise.
 
-Gemma 2 caps its logits, Cohere, Granite and Falcon-H1 scale them. Families name that differently, so the model's own
-code after the output layer is run on known numbers and the function is fitted to its results.
+Gemma 2 caps its logits, Cohere, Granite and Falcon-H1 scale them, each under its own name, so the function is fitted to
+results of the model's own code on known numbers.
 """
 
 import logging
@@ -23,12 +23,7 @@ _TINY = {torch.float32: 2.0**-20, torch.float64: 2.0**-40}
 
 
 class OutputLogits(NamedTuple):
-    """``logits = cap(scale * raw)`` with ``cap(z) = c tanh(z / c)``, of the output layer's ``raw``.
-
-    Attributes:
-        scale: Factor on the result of the output layer.
-        softcap: c; ``None``: no cap.
-    """
+    """``logits = cap(scale * raw)`` of the output layer's ``raw``; ``cap(z) = softcap * tanh(z / softcap)`` if set."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -45,13 +40,9 @@ class OutputLogits(NamedTuple):
         return (raw * (self.scale / self.softcap)).tanh() * self.softcap
 
     def encode(self, values: Tensor) -> Tensor:
-        """Scale other numbers so that the model's own code after the output layer is linear on them.
+        """Scale finite numbers so that the model's code after the output layer is linear on them, in at least float32.
 
-        Args:
-            values: Any shape, finite.
-
-        Returns:
-            At least float32; :meth:`decode` restores ``values`` from what the model makes of it.
+        :meth:`decode` restores them from the model's logits.
         """
         if self.is_plain:
             return values
@@ -67,18 +58,11 @@ _KNOWN: "WeakKeyDictionary[nn.Module, OutputLogits | None]" = WeakKeyDictionary(
 
 
 def output_logits(model: nn.Module) -> OutputLogits | None:
-    """Find how a model computes logits from the result of its output layer.
+    """Find the scale and cap with which an unwrapped model computes its logits.
 
-    Done once per model by running the model's own code after its layers, which are replaced by known numbers; no weight
-    is read, so it works on sharded and empty models. The result is checked against 2 x V numbers from 1e-3 to 1e4 on
-    both sides of 0.
-
-    Args:
-        model: A Hugging Face causal language model, without wrappers.
-
-    Returns:
-        Factor and cap; ``None``, with a log message, if the model does anything else or its output layer is no plain
-        linear layer: then only its own logits are right.
+    ``None``, with a log message, if the model does anything else or its output layer is no plain linear layer. Done
+    once per model by running its own code after its layers, which are replaced by known numbers; no weight is read, so
+    it works on sharded and empty models. Checked against 2 x V numbers from 1e-3 to 1e4 on both sides of 0.
     """
     if model not in _KNOWN:
         _KNOWN[model] = found = _find(model)

@@ -19,16 +19,10 @@ a row that gives a few hundredths, while rows that see one another differ by 0.5
 
 @torch.no_grad()
 def row_difference(model: nn.Module, batch: TokenizedBatch, row: int) -> float:
-    """How much the result for a row changes when the row is alone in its batch. Two forward passes, whatever the batch.
+    """Mean difference over a row's tokens between the row in its batch and alone, by two forward passes in eval mode.
 
-    Args:
-        model: A causal language model or a :class:`~rlhfkit.models.ScalarModel`, bare or wrapped, in eval mode.
-        batch: B sequences, padded on the right.
-        row: Index of the row.
-
-    Returns:
-        Mean difference over the row's tokens: log-probs in nats; of a scalar model its numbers, divided by their mean
-        size where that is above 1. Not finite if one of the numbers is not.
+    Log-probs in nats; a :class:`~rlhfkit.models.ScalarModel`'s numbers divided by their mean size where that is above
+    1. Not finite if one of the numbers is not.
     """
     real = batch.attention_mask.bool()
     single = UnpaddedBatch(batch.input_ids[row : row + 1, : int(real[row].sum())])

@@ -1,14 +1,12 @@
 """Whether a model family supports packed rows, measured on a tiny copy when a model is loaded.
 
-Packing is right only if every layer that mixes tokens separates the sequences, and no declared attribute says so:
-attention may ignore the layout, implement windows, soft caps or sinks on its own, count positions itself, or be mixed
-with recurrent layers. So each class is tested once per process and configuration: the packed rows of a copy with few,
-narrow layers and random float32 weights on the CPU (``tiny_config.py``) must equal the results of the model's own code
-on one sequence at a time. That takes a tenth of a second. Unlike a check of the loaded model on its first batch it runs
-before anything is sharded (ZeRO 3 would need every rank), is exact where 16-bit weights would hide a small leak, gives
-the same result on every rank, and makes windows shorter than its sequences.
+Every layer that mixes tokens must separate the sequences, which no attribute declares: attention may ignore the layout,
+implement windows, soft caps or sinks on its own, count positions itself, or be mixed with recurrent layers. So each
+class is tested once per process and configuration (0.1 s): the packed rows of a small random float32 copy on the CPU
+(``tiny_config.py``) must equal the model's own code on one sequence at a time. Unlike a check on the first batch, that
+works before sharding, is exact, agrees between ranks, and makes windows shorter than its sequences.
 
-A family whose test fails for any reason is not packed. :class:`~rlhfkit.Invariants` checks the same on real rows.
+A family that fails is not packed. :class:`~rlhfkit.Invariants` checks the same on real rows.
 """
 
 import copy
@@ -42,18 +40,14 @@ _MOST_PARAMETERS = 10**8
 
 
 def packing_problem(model: nn.Module) -> str | None:
-    """Why sequences of this model's family cannot be packed into one row; ``None`` if they can.
-
-    Only the class and the configuration of the Hugging Face model are read.
-    """
+    """Why sequences of this model's class and configuration cannot be packed into one row; ``None`` if they can."""
     return _packing_problem(FamilyKey.of(model))
 
 
 def exact_attention(model: nn.Module) -> str | None:
-    """Transformers' ``attn_implementation`` that is exact for padded batches; ``None`` if the default one is.
+    """The ``attn_implementation`` that is exact for padded batches of a model's class; ``None`` if the default one is.
 
-    The default is ``sdpa`` for most classes, which ignores the soft caps of Gemma 2's attention; then it is ``eager``.
-    Only the class and the configuration of the Hugging Face model are read.
+    ``eager`` where the default ``sdpa`` ignores soft caps (Gemma 2).
     """
     return _exact_attention(FamilyKey.of(model))
 
@@ -155,12 +149,10 @@ class TinyCopies:
         return ids, pad_sequence([torch.ones(len(row)) for row in SEQUENCES], batch_first=True).bool()
 
     def difference(self, rows: Sequence[Tensor], how: str, last: int = 0) -> str | None:
-        """Describe how far results are from those of each sequence alone; ``None`` if within :data:`TOLERANCE`.
+        """Describe how far ``rows`` are from :attr:`alone`; ``None`` if within :data:`TOLERANCE`.
 
-        Args:
-            rows: For each of :data:`SEQUENCES`, like :attr:`alone`.
-            how: They were computed, for the message.
-            last: Compare only the last tokens; 0: all.
+        ``rows`` are results for :data:`SEQUENCES`, ``how`` names them in the message; only ``last`` tokens are
+        compared, all if 0.
         """
         far = max(float((row - other[-last:]).abs().max()) for row, other in zip(rows, self.alone, strict=True))
         return (
@@ -229,13 +221,7 @@ def _randomize(model: nn.Module) -> None:
 
 
 def use_packed_attention(model: nn.Module, *, required: bool = False) -> None:
-    """Switch a model to our packed attention if its family supports it; else to an exact one, with a log message.
-
-    Of a model with other parts (a vision tower) only the text part is switched.
-
-    Args:
-        model: A Hugging Face model, changed in place.
-        required: Raise instead of leaving the model unpacked.
+    """Switch a model's text part in place to packed attention if supported, else, with a log message, to an exact one.
 
     Raises:
         ValueError: If ``required`` and the family cannot be packed.

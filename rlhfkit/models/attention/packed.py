@@ -1,12 +1,11 @@
 """Attention for packed batches: many sequences in one row, each seeing only itself, on every device.
 
-Padding is removed before the model, so every linear layer computes real tokens only. For attention the sequences are
-separated again: grouped into buckets by the next power of two of their length, padded within a bucket (less than
-twofold) and given to PyTorch's fused causal attention. There is no (N, N) mask, at most log2(T) kernel calls, and no
-sequence can see another because they are never in the same matrix.
+Linear layers compute real tokens only. For attention the sequences are grouped by the next power of two of their
+length, padded within a group (less than twofold) and given to PyTorch's fused causal attention: no (N, N) mask and at
+most log2(T) kernel calls.
 
-Registered with Transformers under :data:`PACKED_ATTENTION`, for models that use its attention interface;
-:mod:`rlhfkit.models.attention.families` finds out which of them may use it.
+Registered with Transformers under :data:`PACKED_ATTENTION`; :mod:`rlhfkit.models.attention.families` finds out which
+models may use it.
 """
 
 from collections import defaultdict
@@ -35,10 +34,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The division of a packed row of N tokens into sequences. Built once per forward pass, used in every layer.
+    """The division of a packed row of N tokens into sequences, built once per forward pass.
 
-    Neighbours may share a prefix (the prompt of a preference pair, or of a group of samples): it is in the packed row
-    once, so that linear layers compute it once; attention reads its keys and values for every sequence that has it.
+    A prefix that neighbours share (the prompt of a preference pair or group) is in the row once; attention reads its
+    keys and values for every sequence that has it.
     """
 
     buckets: tuple[Bucket, ...]
@@ -55,12 +54,9 @@ class PackedLayout:
     def from_lengths(
         cls, lengths: Sequence[int], device: torch.device, shared: Sequence[int] | None = None
     ) -> "PackedLayout":
-        """Plan the buckets.
+        """Plan the buckets of sequences of ``lengths`` (each at least 1), packed in this order.
 
-        Args:
-            lengths: Tokens of each of B sequences, in the order in which they are packed; at least 1 each.
-            device: Of the index tensors.
-            shared: Number of leading tokens that each sequence shares with the one before it; 0 when ``None``.
+        ``shared``: leading tokens that each sequence shares with the one before it; 0 when ``None``.
         """
         sizes = torch.tensor(lengths)
         kept_from = torch.zeros_like(sizes) if shared is None else torch.tensor(shared)
@@ -89,15 +85,7 @@ class PackedLayout:
 
     @classmethod
     def from_batch(cls, input_ids: Tensor, real: Tensor) -> tuple["PackedLayout", Tensor]:
-        """Plan a batch, each common prefix of neighbours once.
-
-        Args:
-            input_ids: (B, T) int64, padded on the right.
-            real: (B, T) bool, true on tokens that are not padding.
-
-        Returns:
-            The layout, and the (1, N) tokens of the packed row.
-        """
+        """Plan a batch (B, T) with ``real`` tokens on the left; also returns the (1, N) tokens of the packed row."""
         same = (input_ids[1:] == input_ids[:-1]) & real[1:] & real[:-1]
         shared = torch.nn.functional.pad(same.cumprod(-1).sum(-1), (1, 0))
         lengths, prefixes = torch.stack([real.sum(-1), shared]).tolist()
@@ -156,19 +144,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface: causal attention, over packed rows when there is a layout.
 
-    Args:
-        module: The attention layer. A layer with ``is_causal = False`` (of a vision tower) sees all tokens.
-        query: (1, heads, N, D) packed, or (B, heads, T, D).
-        key: Same with key heads; longer than ``query`` when there is a cache.
-        value: Same as ``key``.
-        attention_mask: Only when the caller gave one, e.g. for generation with padding; causal without it.
-        scaling: Factor of the scores; 1/sqrt(D) when ``None``.
-        dropout: Probability.
-        sliding_window: Tokens that a position can see, itself included; all when ``None``.
-        is_causal: Whether tokens see only earlier ones; the layer's attribute when ``None``, as in Transformers.
-        packed_layout: The sequences of a packed row; ``None``: the rows of the batch are the sequences.
-        **unused: Other arguments that Transformers passes to every attention. Models that depend on these (soft caps,
-            sinks) are found when they are loaded.
+    ``query`` is (1, heads, N, D) packed, or (B, heads, T, D); ``key`` and ``value`` have key heads, and are longer when
+    there is a cache. ``attention_mask`` comes only from a caller (generation with padding). ``scaling`` is 1/sqrt(D)
+    when ``None``; ``sliding_window`` includes the position itself; ``is_causal`` is the layer's attribute when
+    ``None``, as in Transformers. Models that depend on ``unused`` arguments (soft caps, sinks) are found when they are
+    loaded.
 
     Returns:
         (1, N, heads, D) or (B, T, heads, D), and no weights.

@@ -1,8 +1,8 @@
 """A tiny copy of a model's configuration that keeps everything that affects how its attention works.
 
-Layers are cut to the first few that contain every kind of layer; hidden and feed-forward sizes, the number of heads and
-the vocabulary become small, and windows become shorter than the sequences of a check. The head size, positions, experts
-and their groups stay, because they depend on one another in ways that only the model's own code knows.
+The first few layers that contain every kind, small hidden sizes, few heads, a small vocabulary, and windows shorter
+than the sequences of a check. The head size, positions, experts and their groups stay: they depend on one another in
+the model's own code.
 """
 
 import copy

@@ -1,10 +1,8 @@
 """Weights as files of ``save_pretrained`` hold them: whole folders, or a few tensors at a time for engines.
 
-Transformers 5 may hold a model differently from its files: the experts of a mixture, several tensors in the files, are
-one in memory, and names may differ. ``save_pretrained`` converts the whole state at once; a sharded model cannot be
-gathered as a whole, so :func:`saved_layout` applies the same conversions group by group.
-
-Written for Transformers 5.19, whose ``core_model_loading`` is not part of its documented interface.
+Transformers 5 may name tensors differently in memory, and hold the experts of a mixture in one. ``save_pretrained``
+converts a whole state; for a sharded model :func:`saved_layout` does the same group by group. Written for Transformers
+5.19, whose ``core_model_loading`` is not part of its documented interface.
 """
 
 import copy
@@ -18,13 +16,10 @@ from torch import Tensor, nn
 
 
 def save_weights(model: nn.Module, folder: str | Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a folder that ``from_pretrained`` of the model's class loads.
+    """Write a folder that ``from_pretrained`` of the model's class loads, from full weights in their own dtype.
 
-    Args:
-        model: A Hugging Face model, possibly sharded or quantized; only its class, configuration and persistent buffers
-            (a router's trained correction) are used.
-        folder: Created if missing.
-        weights: Full weights by Hugging Face name; tied ones may be missing. Written in their own dtype.
+    Of ``model``, possibly sharded or quantized, only class, configuration and persistent buffers (a router's trained
+    correction) are used. Tied weights may be missing.
     """
     original = cast(Any, model)
     config = copy.deepcopy(original.config)
@@ -61,15 +56,7 @@ class TensorGroup:
 
 
 def saved_layout(model: nn.Module, names: Sequence[str]) -> list[TensorGroup]:
-    """How tensors of a model become those of its files.
-
-    Args:
-        model: A Transformers model, without wrappers.
-        names: Of its parameters and buffers, as a model without wrappers and adapters has them.
-
-    Returns:
-        Groups in the order of ``names``, each name in one of them.
-    """
+    """Groups of tensors of an unwrapped model that become those of its files, in the order of ``names``."""
     return _grouped(model, names, [one.reverse_transform() for one in reversed(_conversions(model))])
 
 

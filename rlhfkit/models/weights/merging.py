@@ -70,12 +70,7 @@ class MergedWeight:
 
 
 def merged_weights(module: nn.Module) -> list[MergedWeight]:
-    """All weights by Hugging Face name, tied ones once (loading ties them again, as the configuration says).
-
-    The value head of a shared backbone is left out: engines do not have it.
-
-    Args:
-        module: Bare, or wrapped by DDP, ``torch.compile``, peft or a DeepSpeed engine.
+    """All weights by Hugging Face name, tied ones once (loading ties them again), without a value head.
 
     Raises:
         NotImplementedError: If peft has trained anything else than LoRA or DoRA matrices of linear layers.
