@@ -117,11 +117,10 @@ class PaddedBatch:
         """Stack batches, padding each to the longest.
 
         Args:
-            batches: At least one. They must agree on which optional fields are set and on the numbers that are not per
-                row (temperature, size of the optimizer step).
+            batches: At least one.
 
         Raises:
-            ValueError: If there is none, or they do not agree.
+            ValueError: If there is none, or optional fields or plain numbers (temperature, size of the step) differ.
         """
         if not batches:
             raise ValueError(f"concat needs at least one {cls.__name__}, got none")
@@ -212,7 +211,7 @@ def collate_tokens(examples: Sequence[TokenExample], totals: StepTotals | None =
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are part of; ``None``: unknown, the batch normalises by itself.
+        totals: Size of their optimizer step; ``None``: unknown, the batch normalises by itself.
 
     Raises:
         ValueError: If there is no example.

@@ -1,10 +1,8 @@
 """Which examples are trained on together: permutations, micro-batches of nearly equal tokens, sizes of one iteration.
 
-An iteration of N sequences is divided into optimizer updates, each update **globally** into ``accumulate * world_size``
-micro-batches of nearly equal tokens, and these are assigned to the ranks. One rank and many ranks therefore train on
-the same updates; they only sum them in another order.
-
-Everything here depends on lengths and seeds only: there is no state to save, and the result is the same on every rank.
+An iteration of N sequences is divided into optimizer updates, each **globally** into ``accumulate * world_size``
+micro-batches of nearly equal tokens for the ranks, so any number of ranks trains on the same updates. Everything
+depends on lengths and seeds only: no state to save, and the same result on every rank.
 """
 
 import heapq
@@ -21,13 +19,7 @@ _DIFFERENCING_LIMIT = 500_000
 
 
 def permutation(count: int, *, seed: int, number: int) -> list[int]:
-    """Shuffled 0 .. ``count`` - 1, the same on every rank and after every restart.
-
-    Args:
-        count: Items.
-        seed: Of the run.
-        number: Of the pass or epoch, from 0.
-    """
+    """Shuffled 0 .. ``count`` - 1 of epoch ``number`` (from 0), the same on every rank and after every restart."""
     digest = blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return torch.randperm(count, generator=generator).tolist()
@@ -102,11 +94,10 @@ def iteration_shape(
 def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: bool = False) -> list[list[int]]:
     """Partition items into non-empty bins of nearly equal total length, by the largest differencing method.
 
-    Karmarkar and Karp, "The Differencing Method of Set Partitioning" (1982), in its form for several bins: start with
-    every item in a partition of its own, and merge the two most uneven partitions, the fullest bin of one with the
-    emptiest of the other, until one is left. Longest-first greedy (Graham, 1969) is computed too and used when its
-    fullest bin is smaller, when differencing leaves a bin empty, and above 500,000 items times bins, where
-    differencing would take seconds. Ties go to the smaller index.
+    Karmarkar and Karp, "The Differencing Method of Set Partitioning" (1982), for several bins: start with one partition
+    per item and merge the two most uneven, the fullest bin of one with the emptiest of the other, until one is left.
+    Longest-first greedy (Graham, 1969) is used instead when its fullest bin is smaller, when differencing leaves a bin
+    empty, and above 500,000 items times bins, where differencing would take seconds. Ties go to the smaller index.
 
     Args:
         lengths: Tokens of each item, 0 or more.
@@ -185,17 +176,15 @@ def plan_micro_batches(
 ) -> list[list[MicroBatch]]:
     """Divide an iteration into updates and micro-batches and assign these to the ranks.
 
-    Update u takes the u-th contiguous, equal-count piece of ``order``. Its micro-batches have nearly equal tokens and
-    are assigned fullest first, so that ranks which wait for each other work on micro-batches of one size, and a lack of
-    memory shows in the first of them.
+    Update u takes the u-th contiguous, equal-count piece of ``order``. Its micro-batches are assigned fullest first:
+    ranks that wait for each other then have equal work, and a lack of memory shows in the first micro-batch.
 
     Args:
         lengths: Tokens of each sequence.
         num_updates: Optimizer updates.
         accumulate: Micro-batches per update and rank.
         world_size: Ranks.
-        order: Indices into ``lengths`` in training order, e.g. a permutation; an index that occurs in several updates
-            is trained on in each of them. Ascending when ``None``.
+        order: Indices into ``lengths`` in training order, which may repeat between updates; ascending when ``None``.
         split: Divides the rows of an update into micro-batches; :func:`split_by_tokens` when ``None``.
 
     Returns:
@@ -235,28 +224,17 @@ def plan_micro_batches(
 
 
 def split_by_tokens(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Split items into ``num_bins`` micro-batches of nearly equal tokens, fullest first.
-
-    :func:`balanced_partition`; rank r of R takes bins r, r + R, r + 2R, ...
-    """
+    """:func:`balanced_partition` into micro-batches, fullest first; rank r of R takes bins r, r + R, r + 2R, ..."""
     bins = balanced_partition(lengths, num_bins)
     return sorted(bins, key=lambda rows: (-sum(lengths[index] for index in rows), rows[0]))
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int, order: Sequence[int] | None = None) -> list[list[int]]:
-    """Partition items into few bins of at most ``capacity``: longest first, each where it leaves least room.
+    """Partition items into few bins of at most ``capacity`` tokens: longest first, each where it leaves least room.
 
-    At most 11/9 of the fewest possible bins plus four (Johnson, "Near-Optimal Bin Packing Algorithms", 1973); with
-    thousands of texts of mixed lengths, all bins but a few are full.
-
-    Args:
-        lengths: Tokens of each item, 1 or more.
-        capacity: Tokens of a bin.
-        order: A permutation of the indices that breaks ties between items of one length; the smaller index first when
-            ``None``.
-
-    Returns:
-        Lists of indices, each ascending, together every index once.
+    At most 11/9 of the fewest possible bins plus four (Johnson, "Near-Optimal Bin Packing Algorithms", 1973).
+    ``order``, a permutation, breaks ties between equal lengths; the smaller index first when ``None``. Indices in a bin
+    are ascending.
 
     Raises:
         ValueError: If an item is longer than a bin.
@@ -286,14 +264,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, order: Sequence[i
 
 
 def packed_tokens(rows: Iterable[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:
-    """Tokens of a packed forward pass over some rows, each prompt counted once.
-
-    Args:
-        rows: Indices.
-        lengths: Tokens of each sequence.
-        prompts: Tokens of each sequence's prompt.
-        groups: Equal for samples of one prompt.
-    """
+    """Tokens of a packed forward pass over some rows, each prompt counted once; samples of one prompt share a group."""
     total, seen = 0, set()
     for row in rows:
         total += lengths[row] - (prompts[row] if groups[row] in seen else 0)
@@ -313,18 +284,8 @@ def split_groups_by_tokens(
     """:func:`split_by_tokens` for sequences that share prompts, which a packed forward pass computes once.
 
     Whole groups in one micro-batch save the most tokens, pieces of groups balance the ranks better. Pieces of several
-    sizes are tried, and the plan is taken whose slowest ranks, step by step, have the fewest tokens to compute.
-
-    Args:
-        rows: Indices into the lists below, at least as many as bins.
-        num_bins: Bins, a multiple of ``ranks``.
-        lengths: Tokens of each sequence.
-        prompts: Tokens of each sequence's prompt.
-        groups: Equal for samples of one prompt.
-        ranks: Bins i * ranks .. (i + 1) * ranks - 1 are computed at the same time.
-
-    Returns:
-        ``num_bins`` lists of rows, each ascending, together every row once.
+    sizes are tried; the plan with the fewest tokens on the slowest ranks, step by step, is taken. Bins i * ranks .. (i
+    + 1) * ranks - 1 of ``num_bins``, a multiple of ``ranks``, are computed at the same time.
     """
     members: dict[int, list[int]] = {}
     for row in rows:

@@ -50,9 +50,8 @@ def best_of_n(
 ) -> list[dict[str, Any]]:
     """The completion of highest reward of each prompt, for rejection-sampling fine-tuning.
 
-    RAFT (Dong et al., 2023, arXiv:2304.06767) trains on exactly these; of equal rewards the first is kept, as in
-    OpenRLHF. With ``minimum`` a prompt without a good completion is dropped, as when only right solutions are kept
-    (Yuan et al., 2023, arXiv:2308.01825).
+    RAFT (Dong et al., 2023, arXiv:2304.06767) trains on these; of equal rewards the first is kept, as in OpenRLHF. With
+    ``minimum`` prompts without a good completion are dropped (Yuan et al., 2023, arXiv:2308.01825).
 
     Args:
         lines: Scored completions.
@@ -82,8 +81,8 @@ def best_and_worst_pairs(
 ) -> list[dict[str, Any]]:
     """The best and the worst completion of each prompt, as a preference pair; for iterative DPO.
 
-    As in OpenRLHF, ties go to the completion that comes first. Unlike there, prompts whose completions all have one
-    reward give no pair (theirs is a pair of a text and itself).
+    Ties go to the completion that comes first, as in OpenRLHF. Prompts with equal rewards give no pair; in OpenRLHF
+    they give a pair of a text and itself.
 
     Args:
         lines: Scored completions.
@@ -161,8 +160,7 @@ def bin_rewards(
 def returns_to_go(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
     """Sum of the rewards from each step on: ``R_t = r_t + discount * R_(t+1)``.
 
-    Decision Transformer (Chen et al., 2021, arXiv:2106.01345) conditions each step on it, undiscounted. The first entry
-    is the return of the episode.
+    Decision Transformer (Chen et al., 2021, arXiv:2106.01345) conditions each step on it, undiscounted.
     """
     backward = accumulate(reversed(rewards), lambda later, now: now + discount * later)
     return [float(value) for value in backward][::-1]
@@ -181,7 +179,7 @@ def condition_prompts(
     Args:
         lines: Scored completions, or rows with a prompt.
         template: Format string of ``prompt``, any column (``reward``, ``level``) and any of ``reward_parts``.
-        prompt: Column of the prompts, which is rewritten: text, or chat messages, of which the last is rewritten.
+        prompt: Column of the prompts to rewrite: text, or chat messages, whose last one is rewritten.
         **wanted: Values that replace those of the line.
 
     Returns:

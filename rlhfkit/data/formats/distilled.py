@@ -32,12 +32,7 @@ class DistilledExamples:
     """Examples of a data set and the teacher's likeliest tokens: 8 K bytes per trained token."""
 
     def __init__(self, examples: TokenizedDataset, logprobs: Tensor, ids: Tensor) -> None:
-        """Combine examples and teacher.
-
-        Args:
-            examples: N tokenised sequences.
-            logprobs: (all targets, K) of the teacher, example after example.
-            ids: (all targets, K) token ids.
+        """Combine N examples with the teacher's log-probs and token ids, (all targets, K) each, example after example.
 
         Raises:
             ValueError: If the numbers of tokens differ.
@@ -89,7 +84,7 @@ def collate_distilled(examples: Sequence[DistilledExample], totals: StepTotals |
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are part of; ``None``: unknown, the batch normalises by itself.
+        totals: Size of their optimizer step; ``None``: unknown, the batch normalises by itself.
 
     Raises:
         ValueError: If there is no example.

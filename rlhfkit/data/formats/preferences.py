@@ -64,8 +64,7 @@ class PreferenceExamples:
         Args:
             answers: 2N sequences, chosen and rejected in turn.
             margins: N numbers.
-            ref_logprobs: (N, 2) float32, summed log-probs of chosen and rejected under the reference model. Can be set
-                later, once they are computed.
+            ref_logprobs: (N, 2) float32, summed log-probs of chosen and rejected under the reference; can be set later.
 
         Raises:
             ValueError: If the numbers of answers and margins do not fit.
@@ -103,8 +102,7 @@ class PreferenceExamples:
 class PreferenceBatch(TokenBatch):
     """B pairs in 2B rows, chosen and rejected in turn; ``loss_mask`` selects the tokens of the answers.
 
-    The size of the optimizer step is counted as pair losses need it: ``step_sequences`` are pairs, ``step_tokens``
-    tokens of chosen answers.
+    For pair losses ``step_sequences`` counts pairs and ``step_tokens`` tokens of chosen answers.
     """
 
     margins: Tensor | None = row_field(None)
@@ -161,8 +159,7 @@ def collate_preferences(examples: Sequence[PreferenceExample], totals: StepTotal
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are part of, in pairs and in tokens of chosen answers; ``None``:
-            unknown, the batch normalises by itself.
+        totals: Pairs and tokens of chosen answers of their step; ``None``: unknown, the batch normalises by itself.
 
     Raises:
         ValueError: If there is no pair, or only some have a margin or reference log-probs.

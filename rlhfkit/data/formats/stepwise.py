@@ -75,7 +75,7 @@ def collate_stepwise(examples: Sequence[StepwiseExample], totals: StepTotals | N
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are part of; ``None``: unknown, the batch normalises by itself.
+        totals: Size of their optimizer step; ``None``: unknown, the batch normalises by itself.
 
     Raises:
         ValueError: If there is no example.

@@ -1,8 +1,8 @@
 """Answers labelled desirable or not, each with a mismatched pair: the same prompt with the answer to another one.
 
-KTO measures on *mismatched* pairs how far the policy has moved from its reference. Here they are drawn once over all of
-the data, so they do not depend on micro-batches, ranks or batch sizes, and a micro-batch of one answer has one too.
-(TRL and OpenRLHF rotate the answers within a micro-batch, whose size then changes the estimate and must be above one.)
+KTO measures on *mismatched* pairs how far the policy has moved from its reference. They are drawn once over all data,
+so they do not depend on micro-batches, ranks or batch sizes. (TRL and OpenRLHF rotate the answers within a micro-batch,
+whose size then changes the estimate and must be above one.)
 
 Shapes: B sequences, T tokens (longest of the batch; the rest is padded on the right).
 """
@@ -44,7 +44,7 @@ class UnpairedExamples:
 
         Args:
             answers: Prompts with completions.
-            desirable: Whether each is wanted.
+            desirable: Label of each answer.
             seed: Of the draw.
             max_length: Tokens to which a mismatched pair is cut.
 
@@ -97,15 +97,7 @@ def _exchanged(answer: TokenExample, other: TokenExample, max_length: int | None
 
 
 def rows_of_other_prompts(prompts: Sequence[Hashable], *, seed: int) -> list[int] | None:
-    """For each of N rows draw a row with another prompt, uniformly at random.
-
-    Args:
-        prompts: A key of the prompt of each row.
-        seed: Of the draw; the same seed gives the same rows.
-
-    Returns:
-        N rows; ``None`` if there is only one prompt.
-    """
+    """Draw for each of N rows a row with another prompt, uniformly; ``None`` if there is only one prompt."""
     numbers: dict[Hashable, int] = {}
     groups = torch.tensor([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
     if len(numbers) < 2:
@@ -146,7 +138,7 @@ def collate_unpaired(examples: Sequence[UnpairedExample], totals: StepTotals | N
 
     Args:
         examples: At least one.
-        totals: Size of the optimizer step they are part of; ``None``: unknown, the batch normalises by itself.
+        totals: Size of their optimizer step; ``None``: unknown, the batch normalises by itself.
 
     Raises:
         ValueError: If there is no example.

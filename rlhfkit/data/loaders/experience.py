@@ -1,8 +1,8 @@
 """``ExperienceLoader``: the loader that Lightning iterates over in reinforcement learning, one iteration per epoch.
 
-It has a length, because Lightning reads a loader without one a batch ahead (``_PrefetchDataFetcher``), so that the next
-iteration would be sampled from weights that are one update old. It is lazy, because Lightning asks for the length
-before there are weights to generate from. It can be saved inside an iteration, with the remaining batches.
+It has a length: Lightning reads a loader without one a batch ahead (``_PrefetchDataFetcher``), so the next iteration
+would be sampled from weights one update old. It is lazy: Lightning asks for the length before there are weights to
+generate from. Saved inside an iteration, it keeps the remaining batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,8 +65,6 @@ class ExperienceLoader(Generic[T]):
 
     def prefetch(self) -> None:
         """Collect the next iteration now, unless that was done or a checkpoint contained the rest of one.
-
-        ``__iter__`` does it when the first batch is asked for.
 
         Raises:
             ValueError: If ``collect`` returned another number of batches than ``length``.

@@ -2,16 +2,14 @@
 
 Each step takes the next window of ``micro_batch_size * accumulate * world_size`` examples of a permutation of (seed,
 epoch), partitions it **globally** into micro-batches of nearly equal tokens and assigns these to the ranks. Every
-micro-batch carries the counts of its whole step, so that the gradient of a step does not depend on how it was split.
+micro-batch carries the counts of its step, so the gradient does not depend on the split.
 
-The last window of an epoch may be short. Lightning divides each loss by ``accumulate_grad_batches`` and averages over
-ranks there too, so ``step_micro_batches`` is ``accumulate * world_size`` in every step, and a rank without examples
-gets a batch without targets, since every rank must yield equally many batches.
+The last window of an epoch may be short. ``step_micro_batches`` stays ``accumulate * world_size``, as Lightning divides
+by both, and a rank without examples gets a batch without targets, since every rank must yield equally many.
 
-With a token budget, examples are packed once into micro-batches that fill the budget (best-fit-decreasing bins), and
-an epoch is a permutation of these: a step takes the next ``accumulate * world_size``. They are the same in all epochs,
-because Lightning asks for their number before the first. Gradients depend on which examples share a step, not on which
-share a micro-batch.
+With a token budget, examples are packed once (best-fit-decreasing) into micro-batches, the same in all epochs because
+Lightning asks for their number before the first. An epoch is a permutation of them, a step the next
+``accumulate * world_size``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,8 +91,7 @@ class StepLoader(Generic[B]):
             seed: Of the permutations.
             epoch: Returns the epoch, e.g. ``lambda: trainer.current_epoch``; ``None``: the one of :meth:`set_epoch`.
             drop_last: Skip a window that is not full.
-            whole_epoch: Totals are those of the epoch instead of the step: the plain mean of the losses of all batches
-                is then exact, which is what validation logs.
+            whole_epoch: Totals of the epoch instead of the step, so the plain mean over batches is exact (validation).
 
         Raises:
             ValueError: If sizes are out of range, both or none of the two sizes of a micro-batch are given, an example
@@ -173,11 +170,7 @@ class StepLoader(Generic[B]):
         return permutation(self.units, seed=self.seed, number=epoch)
 
     def steps(self, epoch: int) -> Iterator[tuple[StepTotals, list[list[int]]]]:
-        """All steps of an epoch (from 0), before they are assigned to ranks.
-
-        Yields:
-            The totals of a step and the micro-batches of all ranks; an empty one has nothing to train.
-        """
+        """Yield the totals of each step of an epoch (from 0) and the micro-batches of all ranks, which may be empty."""
         order = self.order(epoch)
         if self.drop_last:
             order = order[: len(order) // self.window * self.window]
