@@ -11,11 +11,7 @@ T = TypeVar("T")
 
 
 class BackgroundRollouts(Generic[T]):
-    """Runs numbered jobs one after the other in the order in which they were submitted.
-
-    Args:
-        name: Name of the thread, as debuggers show it.
-    """
+    """Runs numbered jobs one after another, in the order of submission; ``name`` is that of the thread."""
 
     def __init__(self, name: str = "rollouts") -> None:
         self._name = name
@@ -25,7 +21,7 @@ class BackgroundRollouts(Generic[T]):
         self._running: int | None = None
         self._newest = -1  # the newest job that has started
         self._pauses = 0
-        self._allowed = -1  # jobs up to that number start although jobs are paused
+        self._allowed = -1  # jobs up to this number start even while paused
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -34,11 +30,7 @@ class BackgroundRollouts(Generic[T]):
         return type(self), (self._name,)
 
     def submit(self, number: int, job: Callable[[], T]) -> None:
-        """Queue a job, unless one with this number is queued, running, or done and not collected.
-
-        Args:
-            number: Number of the job.
-            job: Called once, in the thread.
+        """Queue a job to be called once in the thread, unless its number is :attr:`pending`.
 
         Raises:
             RuntimeError: After :meth:`close`.
@@ -55,16 +47,11 @@ class BackgroundRollouts(Generic[T]):
             self._changed.notify_all()
 
     def result(self, number: int, timeout: float) -> T:
-        """Wait for a job and return its result, which is then forgotten.
-
-        Args:
-            number: Number of a submitted job.
-            timeout: Seconds.
+        """Wait up to ``timeout`` seconds for a job, return its result, and forget it; raises what the job raised.
 
         Raises:
             TimeoutError: If it takes longer; the message says whether it was running or waiting.
             KeyError: If there is no such job.
-            BaseException: What the job raised.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -81,12 +68,10 @@ class BackgroundRollouts(Generic[T]):
 
     @contextmanager
     def paused(self, timeout: float, *, agree: Callable[[int], int] = int) -> Iterator[None]:
-        """Wait for the running job, and start no other one inside the context.
+        """Wait up to ``timeout`` seconds for the running job, and start no other one inside the context.
 
-        Args:
-            timeout: Seconds to wait.
-            agree: Maps the number of the newest job that has started (-1: none) to the number up to which jobs are run
-                before the pause. Processes whose jobs work together agree on the highest number of all.
+        ``agree`` maps the number of the newest started job (-1: none) to that of the last job to run before the pause.
+        Processes whose jobs work together agree on the highest number.
 
         Raises:
             TimeoutError: If the jobs take longer.
@@ -113,26 +98,19 @@ class BackgroundRollouts(Generic[T]):
                 self._changed.notify_all()
 
     def _next_allowed(self) -> int | None:
-        """The number of the next job if it may start."""
+        """Return the number of the next job if it may start."""
         number = next(iter(self._waiting), None)
         return None if number is None or (self._pauses and number > self._allowed) else number
 
     @property
     def pending(self) -> list[int]:
-        """Numbers of the jobs that were submitted and whose results were not collected."""
+        """Numbers of the submitted jobs whose results were not collected, in ascending order."""
         with self._changed:
             running = [] if self._running is None else [self._running]
             return sorted([*self._done, *running, *self._waiting])
 
     def clear(self, timeout: float) -> None:
-        """Wait for the running job, then forget all jobs and results.
-
-        Args:
-            timeout: Seconds.
-
-        Raises:
-            TimeoutError: If the job takes longer.
-        """
+        """Wait up to ``timeout`` seconds for the running job, then forget all; TimeoutError if it takes longer."""
         with self._changed:
             self._waiting.clear()
             if not self._changed.wait_for(lambda: self._running is None, timeout):

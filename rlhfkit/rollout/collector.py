@@ -1,8 +1,7 @@
 """Collect the groups of one iteration: draw prompts, generate, score, select, until enough groups are accepted.
 
-:func:`collect_groups` is the one loop for every way of sampling. Without selection it takes the groups of the
-iteration's prompts. With dynamic sampling a rejected group is replaced by that of the next prompt. With oversampling
-more groups are in flight than are needed, the first to finish are taken, and the prompts of the rest are requeued.
+With dynamic sampling a rejected group is replaced by that of the next prompt. With oversampling more groups are in
+flight than are needed, the first to finish are taken, and the other prompts are requeued.
 """
 
 import math
@@ -22,18 +21,11 @@ class GroupStream(Protocol):
     """Groups that an engine is generating: submit prompts, collect what is finished, close when there is enough."""
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Start the groups of these prompts; a prompt may be submitted once in the life of a stream."""
+        """Start the groups of these prompts; a stream accepts each prompt once."""
         ...
 
     def collect(self, most: int) -> list[Group]:
-        """Wait until at least one group is finished.
-
-        Args:
-            most: Groups to return at most; other finished ones are returned by the next call.
-
-        Returns:
-            Finished groups in the order of their prompts; none when no submitted prompt is left.
-        """
+        """Wait for finished groups; return up to ``most`` in prompt order, or none if no submitted prompt is left."""
         ...
 
     def close(self) -> None:
@@ -45,15 +37,7 @@ class StreamingEngine(Protocol):
     """A :class:`~rlhfkit.rollout.engine.RolloutEngine` whose ``can_stream`` is true."""
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> GroupStream:
-        """Open a stream; one at a time.
-
-        Args:
-            sampling: How to sample.
-            iteration: Part of each sample's seed.
-
-        Raises:
-            RuntimeError: If no weights were loaded yet, or the engine died.
-        """
+        """Open a stream, one at a time; raises RuntimeError if no weights are loaded or the engine died."""
         ...
 
 
@@ -70,7 +54,7 @@ class Ranks(Protocol):
 
 
 class OneRank:
-    """This process collects alone."""
+    """A single process that collects alone."""
 
     def share(self, prompts: list[Prompt]) -> list[Prompt]:
         """All prompts."""
@@ -86,11 +70,11 @@ class CollectedGroups:
     """What :func:`collect_groups` returns."""
 
     groups: list[Group]
-    """As many as were wanted: the accepted ones in the order of their prompts, then rejected ones where some lack."""
+    """As many as were wanted: accepted ones in prompt order, then rejected ones for those that are missing."""
     accepted: int
     """Groups that were accepted."""
     sampled: int
-    """Groups that were sampled to their end, scored and judged."""
+    """Groups that were generated completely, scored, and accepted or rejected."""
     requeued: int
     """Prompts whose groups were started and dropped."""
     reward: float
@@ -111,22 +95,21 @@ def collect_groups(
     spare: int = 0,
     ranks: Ranks | None = None,
 ) -> CollectedGroups:
-    """Draw, generate, score and select until enough groups are accepted, or nothing is left that may be sampled.
+    """Draw, generate, score and select until enough groups are accepted, or no more may be sampled.
 
-    Without ``spare``, which groups are accepted does not depend on which are finished first: the prompts drawn are the
-    shortest prefix of the sequence of prompts that has enough groups to keep. No accepted group is left over: groups
-    are accepted one by one, and after the last one that is needed all other prompts are requeued.
+    Without ``spare`` the accepted groups do not depend on which finish first: the drawn prompts are the shortest prefix
+    with enough groups to keep. Groups are accepted one by one, so none is left over; all other prompts are requeued.
 
     Args:
         wanted: Groups of the iteration.
         queue: The prompts of the iteration.
         stream: Generates the groups of this rank's share of the prompts; closed at the end.
         score: Sets texts and rewards of this rank's samples, in place; ``None``: they have them.
-        score_together: Adds to the rewards of all ranks' samples what only all ranks together can compute.
+        score_together: Adds rewards that need the samples of all ranks, in place.
         keep: Whether to train on a group; ``None``: on every group.
-        most: Prompts to sample at most; ``None``: all there are.
+        most: Maximum number of prompts to sample; ``None``: no limit.
         spare: Groups in flight beyond those that are still missing.
-        ranks: Who generates and scores what; ``None``: this process everything.
+        ranks: Divides the work among ranks; ``None``: this process does all of it.
 
     Raises:
         ValueError: If there are fewer prompts than wanted groups.
@@ -195,11 +178,7 @@ def flatten(groups: Sequence[Group]) -> list[Sample]:
 
 
 class BatchedGroupStream:
-    """A stream for engines that return all groups at once: what was submitted is generated by the next ``collect``.
-
-    Args:
-        generate: Returns the groups of prompts, in their order.
-    """
+    """A stream for engines that return all groups at once; ``generate`` keeps the order of the prompts."""
 
     def __init__(self, generate: Callable[[list[Prompt]], list[Group]]) -> None:
         self._generate = generate
@@ -207,11 +186,11 @@ class BatchedGroupStream:
         self._groups: list[Group] = []
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Remember the prompts."""
+        """Add the prompts to those of the next :meth:`collect`."""
         self._prompts += prompts
 
     def collect(self, most: int) -> list[Group]:
-        """Generate for all prompts that were submitted, unless finished groups are left."""
+        """Generate for all submitted prompts, unless finished groups are left."""
         if not self._groups and self._prompts:
             prompts, self._prompts = self._prompts, []
             self._groups = self._generate(prompts)
@@ -224,14 +203,7 @@ class BatchedGroupStream:
 
 
 def sample_all(stream: GroupStream, prompts: Sequence[Prompt]) -> list[Sample]:
-    """Collect all groups of some prompts from a new stream and close it.
-
-    Returns:
-        Samples group by group, in the order of the prompts.
-
-    Raises:
-        RuntimeError: If the stream ends before all groups were returned.
-    """
+    """Return the samples of all prompts, in prompt order, from a new stream; RuntimeError if groups are missing."""
     groups: list[Group] = []
     try:
         stream.submit(prompts)

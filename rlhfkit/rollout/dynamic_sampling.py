@@ -12,14 +12,10 @@ Criterion = str | Callable[[Sample], float | None] | None
 
 
 def has_signal(group: Sequence[Sample], by: Criterion = None) -> bool:
-    """Whether the samples of a group have different rewards; if not, every advantage is 0.
-
-    Args:
-        group: The samples of one prompt; those without a reward do not count.
-        by: What to compare.
+    """Whether the samples of a group that have a reward differ in ``by``; if not, every advantage is 0.
 
     Raises:
-        ValueError: If no sample has a reward part of that name.
+        ValueError: If no sample has a reward part named ``by``.
     """
     scored = [sample for sample in group if sample.reward is not None]
     if isinstance(by, str):
@@ -43,10 +39,10 @@ class DynamicSampling:
     """Sample further prompts until enough groups have different rewards.
 
     DAPO, Yu et al. (2025, arXiv:2503.14476, section 3.2). Each rejected group is replaced by that of the next prompt,
-    so no accepted group is left over, and prompts are used in their order, each once.
+    so prompts are used in order, each once.
 
-    If the reward has parts, name the one that decides. DAPO and verl select by accuracy: the total of a group whose
-    answers are all correct still differs if it has a length penalty, and the group would be kept.
+    If the reward has parts, name the one to compare; DAPO and verl compare accuracy. With a length penalty, for
+    example, the totals of a group differ even if all its answers are correct.
 
     Example::
 
@@ -73,11 +69,7 @@ class DynamicSampling:
             raise ValueError("DynamicSampling takes by=... or a rule of your own (keep=...), not both")
 
     def accepts(self, group: Sequence[Sample]) -> bool:
-        """Whether to train on a group of scored samples.
-
-        Raises:
-            ValueError: If ``by`` names no part of their rewards.
-        """
+        """Whether to train on a group of scored samples; raises ValueError if ``by`` names no reward part."""
         return has_signal(group, self.by) if self.keep is None else self.keep(group)
 
     def check_parts(self, parts: Collection[str]) -> None:

@@ -1,8 +1,8 @@
 """``RolloutEngine`` and ``SamplingSpec``: what an engine does, and how it is asked to sample.
 
-Engines take token ids and return token ids; text is never tokenized twice. Every rank may have an engine of its own
-(:class:`~rlhfkit.LocalEngine`) or all ranks share one (:class:`~rlhfkit.VLLMPool`). A sample is the same either way,
-because its randomness comes from its own seed.
+Engines take and return token ids, so text is never tokenized twice. Each rank has its own engine
+(:class:`~rlhfkit.LocalEngine`) or all ranks share one (:class:`~rlhfkit.VLLMPool`); the samples are the same, as each
+has its own seed.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class SamplingSpec:
     """Base of all sampling seeds."""
 
     def __post_init__(self) -> None:
-        """Check every field, so that no engine is sent a value that it cannot accept."""
+        """Check every field."""
         check_integer("SamplingSpec.group_size", self.group_size, minimum=1)
         check_integer("SamplingSpec.max_new_tokens", self.max_new_tokens, minimum=1)
         most = int(self.max_new_tokens)
@@ -86,16 +86,13 @@ class SamplingSpec:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens with a positive probability under the policy are never sampled.
-
-        True with ``top_p``, ``top_k`` or ``min_p`` (which greedy sampling ignores) and with ``min_new_tokens``.
-        """
+        """Whether tokens are excluded, by ``top_p``, ``top_k``, ``min_p`` (unused if greedy) or ``min_new_tokens``."""
         tail = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
         return tail or self.min_new_tokens > 0
 
 
 def _is_stop_text(value: Any) -> bool:
-    """Whether a model could produce this text; a lone surrogate (half of a UTF-16 pair) cannot be produced."""
+    """Whether a model could produce this text, which excludes lone surrogates (half of a UTF-16 pair)."""
     return isinstance(value, str) and bool(value) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -104,16 +101,13 @@ def _is_token_id(value: Any) -> bool:
 
 
 def sample_seed(seed: int, iteration: int, prompt_index: int, sample_index: int) -> int:
-    """Return the seed of one sample, which does not depend on rank, engine, batch or order.
+    """Return the seed of one sample, a 63-bit non-negative integer that depends on these arguments only.
 
     Args:
         seed: The run's seed.
-        iteration: Of the training loop.
+        iteration: Iteration of the training loop.
         prompt_index: Row of the prompt in its dataset.
         sample_index: Position in the group.
-
-    Returns:
-        A 63-bit non-negative integer.
     """
     digest = hashlib.blake2b(f"{seed}/{iteration}/{prompt_index}/{sample_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -145,19 +139,15 @@ class WeightSource(Protocol):
         ...
 
     def in_checkpoint_format(self) -> "WeightSource":
-        """Return the same weights with the names and shapes in files of ``save_pretrained``, which vLLM reads.
+        """Return the weights with the names, shapes and buffers of ``save_pretrained`` files, which vLLM reads.
 
-        These files also hold buffers that are not parameters. Returns the source itself if nothing differs.
+        Returns the source itself if nothing differs.
         """
         ...
 
 
 class DrainableWeights:
-    """A weight source of which the rest can be read after an engine has failed, as other ranks wait in its collectives.
-
-    Args:
-        weights: The source.
-    """
+    """A weight source that can be read to its end after an engine failed, as other ranks wait in its collectives."""
 
     def __init__(self, weights: WeightSource) -> None:
         self._weights = weights
@@ -187,8 +177,8 @@ class DrainableWeights:
 class RolloutEngine(Protocol):
     """Samples from the current policy. Derive from this class and override what differs.
 
-    The properties declare what an engine can do besides sampling; their defaults are those of an engine without special
-    capabilities. A wrapper (:class:`~rlhfkit.episodes.engine_wrapper.EngineWrapper`) passes them on.
+    The properties declare what an engine can do besides sampling. A wrapper
+    (:class:`~rlhfkit.episodes.engine_wrapper.EngineWrapper`) passes them on.
     """
 
     version: int | None = None
@@ -196,28 +186,22 @@ class RolloutEngine(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks share one engine, and rank 0 calls ``generate`` and ``score``; else each has its own."""
+        """Whether all ranks share one engine, on which only rank 0 calls ``generate`` and ``score``."""
         return False
 
     @property
     def colocate(self) -> bool:
-        """Whether it uses the GPUs of the training ranks and has to sleep while the policy is trained."""
+        """Whether it uses the training ranks' GPUs and has to sleep while the policy is trained."""
         return False
 
     @property
     def updates_in_flight(self) -> bool:
-        """Whether :meth:`load` may be called while another thread is in :meth:`generate`.
-
-        The samples then continue with the new weights, and record the version of each token.
-        """
+        """Whether :meth:`load` may run while another thread generates; samples record the version of each token."""
         return False
 
     @property
     def can_stream(self) -> bool:
-        """Whether it has ``stream``, which returns groups as they are finished and can drop the rest.
-
-        Such an engine is a :class:`~rlhfkit.rollout.collector.StreamingEngine`.
-        """
+        """Whether it is a :class:`~rlhfkit.rollout.collector.StreamingEngine`, which has ``stream``."""
         return False
 
     @property
@@ -232,7 +216,7 @@ class RolloutEngine(Protocol):
 
     @property
     def shortens_answers(self) -> bool:
-        """Whether completions are shortened to fit into the context, so that a prompt needs room for one token only."""
+        """Whether completions are cut to fit into the context, so that a prompt needs room for only one token."""
         return False
 
     @property
@@ -243,15 +227,14 @@ class RolloutEngine(Protocol):
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
         """Prepare to report log-probs for samples of this kind; called on every rank before :meth:`start`.
 
-        The trainer computes log-probs over the whole vocabulary. Those of a truncated distribution are larger, by the
-        log of the probability that was kept, even if engine and trainer have the same weights.
+        Log-probs of a truncated distribution exceed the trainer's by the log of the probability that was kept.
 
         Args:
             sampling: How training will sample.
 
         Returns:
-            Whether the log-probs will be those of the policy at the sampling temperature before truncation. By default
-            they are if nothing is truncated.
+            Whether the log-probs will be the policy's at the sampling temperature before truncation; by default,
+            whether nothing is truncated.
         """
         return not sampling.truncates
 
@@ -265,8 +248,7 @@ class RolloutEngine(Protocol):
             model: Folder or hub name with the configuration and tokenizer.
             dtype: Type of the weights that will be loaded.
             trust_remote_code: Passed to Transformers.
-            load_weights: Serve the model's own weights, as version 0, for generating without a trainer. Otherwise the
-                weights come with the first :meth:`load`.
+            load_weights: Serve the model's own weights as version 0; otherwise they come with the first :meth:`load`.
         """
         ...
 
@@ -275,31 +257,26 @@ class RolloutEngine(Protocol):
         """Sample ``group_size`` completions of each prompt.
 
         Args:
-            prompts: To complete.
+            prompts: Prompts to complete.
             sampling: How to sample.
-            iteration: Goes into each sample's seed (:func:`sample_seed`).
+            iteration: Part of each sample's seed (:func:`sample_seed`).
 
         Returns:
-            ``len(prompts) * group_size`` samples, the samples of a prompt side by side, in the order of the prompts.
-            Their ``logprobs`` are those of the policy at the sampling temperature **before** truncation
-            (``SamplingSpec.truncates``), or NaN where the engine does not know them.
+            ``len(prompts) * group_size`` samples, prompt by prompt. Their ``logprobs`` are the policy's at the sampling
+            temperature **before** truncation (``SamplingSpec.truncates``), or NaN where the engine does not know them.
 
         Raises:
-            RequestError: If a prompt does not fit into the model's context or has unknown tokens; before anything is
-                sampled.
+            RequestError: If a prompt exceeds the context or has unknown tokens; before anything is sampled.
             RuntimeError: If no weights are loaded, or the engine died.
         """
         ...
 
     @abstractmethod
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probabilities (temperature 1, nothing truncated) of each token after the first.
+        """Return the log-probs (temperature 1, nothing truncated) of each token after the first.
 
         Args:
-            sequences: Token ids, at least two each.
-
-        Returns:
-            For a sequence of n tokens, n - 1 numbers.
+            sequences: Token ids, at least two each; n tokens give n - 1 numbers.
         """
         ...
 
@@ -327,7 +304,7 @@ class RolloutEngine(Protocol):
 
 
 def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) -> None:
-    """Raise RequestError if a prompt and ``max_new_tokens`` do not fit into a context of so many tokens."""
+    """Raise RequestError if a prompt is empty or, with ``max_new_tokens``, exceeds ``context`` tokens."""
     for prompt in prompts:
         if not prompt.token_ids:
             raise RequestError(f"prompt {prompt.index} has no tokens; every prompt needs at least one")
@@ -340,16 +317,7 @@ def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) 
 
 
 def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
-    """Raise unless the model knows all of these tokens.
-
-    Args:
-        what: What has these tokens, for the message.
-        token_ids: To check.
-        vocabulary: Number of tokens of the model.
-
-    Raises:
-        RequestError: For the first unknown token.
-    """
+    """Raise RequestError for the first of ``token_ids`` that the model does not know; ``what`` says what has them."""
     whole = set(map(type, token_ids)) <= {int}
     if token_ids and not (whole and min(token_ids) >= 0 and max(token_ids) < vocabulary):
         wrong = next(one for one in token_ids if type(one) is not int or not 0 <= one < vocabulary)
@@ -360,17 +328,7 @@ def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
 
 
 def check_requests(prompts: Sequence[Prompt], sampling: SamplingSpec, *, context: int, vocabulary: int) -> None:
-    """Raise if an engine cannot sample these prompts.
-
-    Args:
-        prompts: To check.
-        sampling: How they are to be sampled.
-        context: Of the model, in tokens.
-        vocabulary: Number of tokens of the model.
-
-    Raises:
-        RequestError: For the first invalid prompt.
-    """
+    """Raise RequestError for an unknown stop token, or a prompt that has unknown tokens or exceeds the context."""
     check_tokens("SamplingSpec.stop_token_ids", sampling.stop_token_ids, vocabulary)
     check_context(prompts, sampling.max_new_tokens, context)
     for prompt in prompts:

@@ -15,19 +15,14 @@ class EngineError(RuntimeError):
 
 
 class EngineFailure(EngineError):
-    """One engine died, failed, or was interrupted; another may do the same work.
-
-    Args:
-        message: What happened.
-        engine: The :class:`~rlhfkit.rollout.supervision.handle.EngineHandle`.
-    """
+    """One engine (``engine``, an ``EngineHandle``) died, failed, or was interrupted; another may do the same work."""
 
     def __init__(self, message: str, engine: Any = None) -> None:
         super().__init__(message)
         self.engine = engine
 
     def __reduce__(self) -> Any:
-        """Pickle without the handle, which is of use in its own process only."""
+        """Pickle without the handle, which is valid in its own process only."""
         return type(self), (str(self),)
 
 
@@ -38,14 +33,13 @@ class RequestError(EngineError, ValueError):
 class WeightsNeededError(EngineError, RecoverableError):
     """No engine serves, but some are up or starting and will serve once they are sent the trainer's weights.
 
-    Setting ``version = None`` on the engine and calling ``load`` sends them, as ``RolloutCallback`` does; then the
-    request can be repeated.
+    To recover, as ``RolloutCallback`` does: set the engine's ``version`` to ``None``, call ``load``, try again.
     """
 
 
 class StallError(EngineError):
-    """Nothing was finished for too long; the message describes the state of every queue and engine."""
+    """Nothing was finished for too long; the message describes every queue and engine."""
 
 
 class RefusedRequest(Exception):
-    """Raised inside an engine's process for a request that it does not accept; becomes a :class:`RequestError`."""
+    """Raised inside an engine's process for an invalid request; becomes a :class:`RequestError`."""

@@ -18,12 +18,7 @@ def samples_file(folder: str | Path, iteration: int) -> Path:
 
 
 def save_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Write samples as JSON lines, through a temporary file that is renamed when complete.
-
-    Args:
-        path: The file; its folder is created when missing.
-        samples: Metadata that JSON cannot hold is written as text.
-    """
+    """Write samples as JSON lines, atomically; creates the folder, and stores metadata unknown to JSON as text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")
     with partial.open("w") as file:
@@ -35,11 +30,7 @@ def save_samples(path: Path, samples: Iterable[Sample]) -> None:
 
 
 def load_samples(path: Path) -> list[Sample]:
-    """Read a file of :func:`save_samples`.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-    """
+    """Read a file of :func:`save_samples`; raises FileNotFoundError if there is none."""
     samples: list[Sample] = []
     prompts: dict[tuple[int, tuple[int, ...]], Prompt] = {}
     for line in path.read_text().splitlines():
@@ -54,9 +45,9 @@ def load_samples(path: Path) -> list[Sample]:
 class ReplayEngine(RolloutEngine):
     """An engine that returns recorded samples, to debug training without generating.
 
-    With the same prompts, sampling and seeds the run repeats the recorded one; rewards are computed again, so a changed
-    reward can be tried on old samples. There is no model, so weight syncs are not probed. Inside an ``EpisodeEngine``
-    or ``AgentEngine`` it returns the recorded episodes, and neither environments nor agents are called.
+    With the same prompts, sampling and seeds the run repeats the recorded one; rewards are computed again, so that a
+    changed reward can be tried. There is no model, so weight syncs are not probed. Inside an ``EpisodeEngine`` or
+    ``AgentEngine`` it returns the recorded episodes without calling environments or agents.
 
     Example::
 
@@ -90,15 +81,11 @@ class ReplayEngine(RolloutEngine):
         self.version = version
 
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
-        """Always true: the recorded run has checked its log-probs."""
+        """Return true, as the recorded run has checked its log-probs."""
         return True
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        """Return the recorded samples of these prompts.
-
-        Raises:
-            KeyError: If a prompt was not recorded in this iteration, or not with as many samples.
-        """
+        """Return the recorded samples; raises KeyError if a prompt, as it is now, has too few in this iteration."""
         recorded: dict[int, list[Sample]] = {}
         for sample in load_samples(samples_file(self.folder, iteration)):
             recorded.setdefault(sample.prompt.index, []).append(sample)
@@ -117,7 +104,7 @@ class ReplayEngine(RolloutEngine):
 
     @staticmethod
     def _recorded(sample: Sample, prompt: Prompt) -> Sample:
-        """A copy without what scoring added; rewards of an environment are kept."""
+        """Copy a sample without what scoring added; rewards of an environment are kept."""
         earned = sample.token_rewards if _is_episode(sample) else None
         begun = dataclasses.replace(prompt, token_ids=sample.prompt.token_ids) if _is_episode(sample) else prompt
         return dataclasses.replace(sample, prompt=begun, text="", reward=None, reward_parts={}, token_rewards=earned)
@@ -137,5 +124,5 @@ class ReplayEngine(RolloutEngine):
 
 
 def _is_episode(sample: Sample) -> bool:
-    """Whether an environment or agent took part: it may have written the prompt, and it has given the reward."""
+    """Whether an environment or agent gave the reward and may have written the prompt."""
     return "reward" in sample.info

@@ -13,14 +13,8 @@ from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, can_
 class EngineHandle:
     """One process of an engine. When it dies a new process, with a new handle, gets the same number.
 
-    Args:
-        name: Of the engine, for messages: ``"vLLM engine 0 of 2"``.
-        number: Of the engine in its manager.
-        actor: The Ray actor, a :class:`~rlhfkit.rollout.supervision.remote_engine.RemoteEngine`; ``start`` was called.
-        start_ref: Ray's reference to what ``start`` returns.
-        restarts: Processes that this engine has used up before.
-        policy: How it is probed.
-        start_timeout: Seconds that it may take to start.
+    ``actor`` is a :class:`~rlhfkit.rollout.supervision.remote_engine.RemoteEngine` whose ``start`` was called, with the
+    Ray reference ``start_ref``; ``restarts`` counts its earlier processes; ``start_timeout`` is in seconds.
     """
 
     def __init__(
@@ -44,17 +38,17 @@ class EngineHandle:
         self.probe_ref: Any = None
         """Ray's reference to the answer of the open probe."""
         self.seconds_since_step = 0.0
-        """As reported by its last answer."""
+        """From its last answer."""
         self.paused = False
-        """As reported by its last answer."""
+        """From its last answer."""
         self.num_requests = 0
         """Requests in flight, of all callers."""
         self.version: int | None = None
-        """Of the weights it serves."""
+        """Version of the weights it serves."""
         self.has_partial_weights = False
         """Whether its last weight transfer broke off, so that its weights are unusable until the next."""
         self.asleep = False
-        """Whether it has given up memory and must be woken before it is sent weights."""
+        """Whether it has freed memory and must be woken before it is sent weights."""
         self.info: dict[str, Any] = {}
         """What ``start`` returned: ``pid``, ``node``, ``processes``, ``max_model_len``, ``vocabulary``."""
         self.reason = ""
@@ -65,17 +59,13 @@ class EngineHandle:
         return self.name + (f" (process {pid})" if pid else "")
 
     def change_state(self, state: State) -> None:
-        """Change the state.
-
-        Raises:
-            RuntimeError: If there is no such transition, which is a bug.
-        """
+        """Change the state; an invalid transition is a bug and raises RuntimeError."""
         if not can_follow(self.state, state):
             raise RuntimeError(f"{self} is {self.state.value} and cannot become {state.value}")
         self.state = state
 
     def takes_requests(self, now: float) -> bool:
-        """Whether it may be given requests: it serves and has missed no probe."""
+        """Whether it serves and has missed no probe."""
         return self.state is State.SERVING and not self.probes.missed(now)
 
     def describe(self, now: float) -> str:
@@ -91,12 +81,7 @@ class EngineHandle:
 
 
 def fetch(ref: Any, handle: EngineHandle, doing: str) -> Any:
-    """Fetch the result of a remote call that has ended.
-
-    Args:
-        ref: Ray's reference, found ready by :func:`ray.wait`.
-        handle: The engine that was called.
-        doing: For the message.
+    """Return the result of a remote call that has ended; ``doing`` names the work in messages.
 
     Raises:
         RequestError: If the engine refused a request.
@@ -119,12 +104,9 @@ def fetch(ref: Any, handle: EngineHandle, doing: str) -> Any:
 
 
 class RemoteCall:
-    """One method called on several engines, in flight.
+    """One method called on several engines, in flight; ``waiting`` maps Ray's references to the engines.
 
-    Args:
-        waiting: The engine of each of Ray's references.
-        doing: What the engines do, for messages: "loading weights".
-        timeout: Seconds from now.
+    ``doing`` names the work in messages ("loading weights"); ``timeout`` is in seconds from now.
     """
 
     def __init__(self, waiting: dict[Any, EngineHandle], doing: str, timeout: float) -> None:
@@ -138,11 +120,7 @@ class RemoteCall:
         self._collect(0.0)
 
     def result(self) -> list[Any]:
-        """Wait for all results, in the order of the engines.
-
-        Raises:
-            EngineError: If an engine failed, or the time is up.
-        """
+        """Wait for all results, in the order of the engines; EngineError if an engine failed or the time is up."""
         while self._waiting:
             left = self._deadline - time.monotonic()
             if left <= 0:
@@ -171,13 +149,13 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class EngineHandles:
-    """Several engines, as a weight sender sees them: a :class:`~rlhfkit.rollout.weight_sync.sender.Receivers`."""
+    """Several engines as a :class:`~rlhfkit.rollout.weight_sync.sender.Receivers`."""
 
     handles: tuple[EngineHandle, ...]
     workers_per_engine: int
     """Processes of each engine that hold weights."""
     address: str
-    """Where they reach this process."""
+    """Address at which they reach this process."""
     timeout: float
     """Seconds for each step of a weight transfer."""
 
@@ -194,14 +172,9 @@ class EngineHandles:
         timeout: float | None = None,
         each: Sequence[tuple[Any, ...]] | None = None,
     ) -> RemoteCall:
-        """Call a method on every engine.
+        """Call a ``RemoteEngine`` method on every engine, with ``args`` or with the engine's own arguments in ``each``.
 
-        Args:
-            method: Of :class:`~rlhfkit.rollout.supervision.remote_engine.RemoteEngine`.
-            *args: The same for all engines.
-            doing: For messages.
-            timeout: Seconds; ``None``: :attr:`timeout`.
-            each: Arguments of each engine, instead of ``args``.
+        ``doing`` names the work in messages; ``timeout`` is in seconds, by default :attr:`timeout`.
         """
         refs = {}
         for place, handle in enumerate(self.handles):
@@ -211,10 +184,7 @@ class EngineHandles:
     def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> RemoteCall:
         """Have every worker prepare for transfers.
 
-        Args:
-            init_info: The same for all engines.
-            ranked: Whether the workers join a group with ranks. Those of engine i are ranks
-                1 + i * ``workers_per_engine`` on; ``init_info`` gets the first of them as ``rank_offset``.
+        If ``ranked``, the workers of engine i get ranks from 1 + i * ``workers_per_engine``, its ``rank_offset``, on.
         """
         offsets = [{"rank_offset": 1 + i * self.workers_per_engine} if ranked else {} for i in range(len(self.handles))]
         each = [(init_info | offset,) for offset in offsets]
@@ -226,11 +196,7 @@ class EngineHandles:
 
 
 def kill_processes(processes: Iterable[tuple[int, float]]) -> None:
-    """Send SIGKILL to processes of this machine, also to suspended ones.
-
-    Args:
-        processes: Pid and creation time of each; a pid with another creation time belongs to another process by now.
-    """
+    """Send SIGKILL to local processes, also suspended ones, by pid and creation time (a pid may be reused)."""
     import psutil
 
     for pid, created in processes:

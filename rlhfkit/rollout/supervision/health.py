@@ -82,10 +82,9 @@ def can_follow(before: State, after: State) -> bool:
 
 
 class Probes:
-    """The health probes of one engine process. All times are in seconds, from a monotonic clock.
+    """The health probes of one engine process; times are in seconds of a monotonic clock.
 
-    One probe is open at a time. While it stays open every further ``probe_period`` counts as one more missed: a second
-    probe of an engine that does not answer would show nothing new.
+    One probe is open at a time. While it stays open, every further ``probe_period`` counts as one more missed.
     """
 
     def __init__(self, policy: HealthPolicy, now: float) -> None:
@@ -107,7 +106,7 @@ class Probes:
         self._sent_at, self.last_answer = None, now
 
     def discount(self, seconds: float) -> None:
-        """Leave out a time in which this process was itself suspended."""
+        """Ignore the seconds for which this process was itself suspended."""
         self.last_answer += seconds
         if self._sent_at is not None:
             self._sent_at += seconds
@@ -120,5 +119,5 @@ class Probes:
         return 0 if late < 0 else 1 + int(late // self._policy.probe_period)
 
     def failed(self, now: float) -> bool:
-        """Whether so many probes were missed that the engine is to be declared dead."""
+        """Whether enough probes were missed to declare the engine dead."""
         return self.missed(now) >= self._policy.probe_failures

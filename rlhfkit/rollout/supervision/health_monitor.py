@@ -36,18 +36,13 @@ class Monitored(Protocol):
 
 
 def monitor_health(manager_ref: "ref[Monitored]", closed: threading.Event) -> None:
-    """Probe the engines until the manager is closed or garbage collected; the body of a thread.
-
-    Args:
-        manager_ref: A weak reference, so that the thread does not keep the manager alive.
-        closed: Set when the manager is closed.
-    """
+    """Probe the engines until the manager is closed or garbage collected; the body of a thread."""
     before = time.monotonic()
     while not closed.wait(_TICK_SECONDS):
         manager, now = manager_ref(), time.monotonic()
         if manager is None:
             return
-        if now - before > 4 * _TICK_SECONDS:  # this process was suspended, and saw no answers
+        if now - before > 4 * _TICK_SECONDS:  # this process was suspended and could not read answers
             for handle in manager.handles:
                 handle.probes.discount(now - before)
         before = now
@@ -61,7 +56,7 @@ def monitor_health(manager_ref: "ref[Monitored]", closed: threading.Event) -> No
 
 
 def check_engines(manager: Monitored, now: float) -> None:
-    """Take answers that have arrived, send probes that are due, and mark engines dead that did not answer."""
+    """Read answers that have arrived, send probes that are due, and mark engines dead that did not answer."""
     for handle in manager.handles:
         if handle.state is State.DEAD:
             continue
@@ -79,15 +74,7 @@ def check_engines(manager: Monitored, now: float) -> None:
 
 
 def probe_now(manager: Monitored, handles: Sequence[EngineHandle]) -> bool:
-    """Probe engines at once, after something has failed.
-
-    Args:
-        manager: Of the engines.
-        handles: Which to probe.
-
-    Returns:
-        Whether some of them are dead.
-    """
+    """Probe engines at once, after a failure; returns whether any of ``handles`` is dead."""
     import ray
 
     limit = manager.policy.probe_timeout * manager.policy.probe_failures

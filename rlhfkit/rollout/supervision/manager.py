@@ -1,6 +1,6 @@
 """``EngineManager``: starts the engines of a pool, probes them, hands them out, and restarts those that die.
 
-All methods may be called from any thread. A caller whose remote call fails because an engine died handles that itself.
+All methods may be called from any thread. A caller handles the failure of its own remote call to an engine that died.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class EngineManager:
         sync_timeout: Seconds for each step of a weight transfer.
         start_timeout: Seconds for an engine to start or restart.
         policy: How engines are probed and restarted.
-        has_weights: Whether engines start with the weights that they are to serve: the model's own, as version 0.
+        has_weights: Whether engines serve the model's own weights, as version 0, once started.
     """
 
     def __init__(
@@ -71,11 +71,7 @@ class EngineManager:
     # ---------------------------------------------------------------- start and end
 
     def start(self) -> None:
-        """Create the actors, wait until all engines are up, and start to probe them.
-
-        Raises:
-            EngineError: If an engine cannot start, or the time is up.
-        """
+        """Create the actors, wait until all are up, and start to probe them; EngineError if one fails or is late."""
         self._handles.extend(self._launch(number, restarts=0) for number in range(self.num_engines))
         starts = {handle.start_ref: handle for handle in self._handles}
         try:
@@ -91,7 +87,7 @@ class EngineManager:
         threading.Thread(target=monitor_health, args=arguments, name="engine health", daemon=True).start()
 
     def close(self) -> None:
-        """Kill all engines, also when Ray is gone already; whoever waits for one gets an error."""
+        """Kill all engines, even if Ray has shut down; callers that wait for one get an error."""
         self._closed.set()
         with self._changed:
             handles = list(self._handles)
@@ -158,7 +154,7 @@ class EngineManager:
 
     @contextlib.contextmanager
     def reporting(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Make a caller's queue part of :meth:`report` inside the context; ``describe`` is called from any thread."""
+        """Add a caller's queue to :meth:`report` inside the context; ``describe`` is called from any thread."""
         key = id(describe)
         with self._changed:
             self._queues[key] = describe
@@ -174,15 +170,7 @@ class EngineManager:
     # ---------------------------------------------------------------- requests
 
     def acquire(self, requests: int, limit: int) -> EngineHandle | None:
-        """Choose the serving engine with the fewest requests in flight, and count these as in flight.
-
-        Args:
-            requests: How many it will be given.
-            limit: Engines with as many requests in flight are not chosen.
-
-        Returns:
-            ``None`` if there is none.
-        """
+        """Add ``requests`` to the least busy serving engine and return it; ``None`` if all have ``limit`` or more."""
         now = time.monotonic()
         with self._changed:
             able = [handle for handle in self._handles if handle.takes_requests(now) and handle.num_requests < limit]
@@ -199,22 +187,15 @@ class EngineManager:
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
-        """Wait until an engine's state has changed, for at most so many seconds."""
+        """Wait up to ``timeout`` seconds until an engine's state has changed."""
         with self._changed:
             self._changed.wait(timeout)
 
     def call(self, state: State, method: str, *args: Any, doing: str, timeout: float) -> dict[int, Any]:
-        """Call a method on all engines in a state. If some die of it, the others are called again.
+        """Call a ``RemoteEngine`` method on all engines in a state; returns results by engine number.
 
-        Args:
-            state: Of the engines.
-            method: Of :class:`~rlhfkit.rollout.supervision.remote_engine.RemoteEngine`.
-            *args: Its arguments.
-            doing: For messages.
-            timeout: Seconds.
-
-        Returns:
-            Results by the engines' numbers.
+        Engines that fail are marked dead and the others called again. ``timeout`` is in seconds, ``doing`` for
+        messages.
         """
         while True:
             handles = self._group(handle for handle in self.handles if handle.state is state)
@@ -228,10 +209,9 @@ class EngineManager:
     # ---------------------------------------------------------------- weights and sleep
 
     def begin_sync(self, *, wait_for_all: bool = False) -> EngineHandles:
-        """Take the engines that are up out of service, for new weights. Those still starting get the next ones.
+        """Take the engines that are up out of service for new weights.
 
-        Args:
-            wait_for_all: Wait for engines that are starting.
+        Those that are starting get the next weights, or are waited for if ``wait_for_all`` is set.
 
         Raises:
             EngineError: If no engine is up within ``start_timeout``.
@@ -255,12 +235,7 @@ class EngineManager:
         return self._group(up)
 
     def end_sync(self, handles: EngineHandles, version: int | None) -> None:
-        """Put engines back into service, if they have received all weights.
-
-        Args:
-            handles: From :meth:`begin_sync`.
-            version: Of their weights now; ``None``: the transfer failed, and the weights are unusable.
-        """
+        """Return engines to service with ``version``; ``None``: the transfer failed and their weights are unusable."""
         with self._changed:
             for handle in handles.handles:
                 if handle.state is State.SYNCING:
@@ -270,11 +245,7 @@ class EngineManager:
             self._changed.notify_all()
 
     def sleep(self, level: int) -> None:
-        """Have every engine that is up free its GPU memory.
-
-        Args:
-            level: vLLM's: 1 keeps the weights in main memory, 2 drops them.
-        """
+        """Have engines that are up free GPU memory: vLLM's level 1 keeps weights in main memory, 2 drops them."""
         with self._changed:
             self._sleep_level = level
             for handle in self._handles:
@@ -286,7 +257,7 @@ class EngineManager:
         self.call(State.ASLEEP, "sleep", level, doing="falling asleep", timeout=self.sync_timeout)
 
     def wake(self) -> None:
-        """Have every sleeping engine take its memory again; those that kept their weights serve."""
+        """Have every sleeping engine allocate its memory; those that kept their weights serve."""
         with self._changed:
             self._sleep_level = None
         self.call(State.ASLEEP, "wake", doing="waking up", timeout=self.sync_timeout)
@@ -300,12 +271,7 @@ class EngineManager:
     # ---------------------------------------------------------------- deaths
 
     def mark_dead(self, handle: EngineHandle, reason: str) -> None:
-        """Mark an engine dead, kill it, and restart it within ``max_restarts``.
-
-        Args:
-            handle: The engine; nothing happens if it is dead already.
-            reason: For logs and reports.
-        """
+        """Mark an engine dead, kill it, and restart it within ``max_restarts``; no effect if it is dead already."""
         with self._changed:
             if handle.state is State.DEAD:
                 return
@@ -335,7 +301,7 @@ def _kill_all(handles: list[EngineHandle], closed: threading.Event) -> None:
 
 
 def _kill(handle: EngineHandle) -> None:
-    """Kill an engine's processes, whatever state they are in, without waiting."""
+    """Kill an engine's processes in any state, without waiting."""
     import ray
 
     if not ray.is_initialized():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 Request = tuple[list[int], dict[str, Any]]
-"""Prompt token ids and sampling parameters, in the engine's own words."""
+"""Prompt token ids and the engine's own sampling parameters."""
 Completion = tuple[list[int], list[float], str, list[tuple[str, int, int]]]
 """Token ids, log-probs, finish reason, and spans of tokens by weight version: (version, first token, end)."""
 
@@ -18,33 +18,28 @@ ActorFactory = Callable[[int], Any]
 class RemoteEngine(Protocol):
     """One engine. All methods are coroutines, so that a busy engine still answers :meth:`health`.
 
-    Only plain values and plain exceptions may leave the actor: the training process does not import the engine's
-    package. A request that the engine does not accept raises :class:`~rlhfkit.rollout.errors.RefusedRequest`.
+    Only plain values and exceptions may leave the actor, as the training process does not import the engine's package.
+    A request that the engine does not accept raises :class:`~rlhfkit.rollout.errors.RefusedRequest`.
     """
 
     async def start(self) -> dict[str, Any]:
-        """Build the engine.
+        """Build the engine and return its properties.
 
-        Returns:
-            ``max_model_len`` and ``vocabulary`` in tokens, ``pid``, ``node`` (Ray's id) and ``processes``, the pid and
-            creation time of each of its processes.
+        ``max_model_len`` and ``vocabulary`` in tokens, ``pid``, ``node`` (Ray's id), and ``processes``: pid and
+        creation time of each of its processes.
         """
         ...
 
     async def health(self) -> dict[str, Any]:
-        """Report that the engine lives.
-
-        Returns:
-            ``seconds_since_step``, 0 while it has nothing to compute, and ``paused``.
-        """
+        """Return ``seconds_since_step`` (0 while there is nothing to compute) and ``paused``."""
         ...
 
     async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one completion per request. ``key`` is what :meth:`abort` is given."""
+        """Sample one completion per request; :meth:`abort` takes the ``key``."""
         ...
 
     async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probs of every token after the first, at temperature 1."""
+        """Return the log-probs of every token after the first, at temperature 1."""
         ...
 
     async def abort(self, keys: Sequence[str]) -> None:
