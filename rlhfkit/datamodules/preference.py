@@ -1,7 +1,7 @@
 """``PreferenceDataModule``: pairs of answers of which one is preferred, for DPO, its relatives and reward models.
 
-Both answers of a pair keep the same prompt tokens. Truncation cuts the ends of answers, never the prompt. A pair is
-dropped if an answer has no token left, or if both answers are the same tokens.
+Both answers of a pair have the same prompt tokens; only answers are truncated. Pairs with an empty answer or with two
+equal answers are dropped.
 """
 
 import copy
@@ -38,8 +38,8 @@ _LEFT_OUT = {
 class PreferenceDataModule(SFTDataModule):
     """Tokenised preference pairs, in optimizer steps that are the same on any number of ranks.
 
-    Answers are text or chat messages. The prompt is a column of its own, or the common beginning of both answers: whole
-    messages of conversations, characters of texts (up to white space; such texts are not put into a chat template).
+    The prompt is a separate column, or the common beginning of both answers: whole messages of conversations,
+    characters of texts (up to white space; no chat template is applied to such texts).
 
     Example::
 
@@ -63,11 +63,11 @@ class PreferenceDataModule(SFTDataModule):
             chosen: Column of the preferred answers: text or chat messages.
             rejected: Column of the other answers: text or chat messages.
             prompt: Column of the prompts: text or chat messages; answers may repeat the prompt's messages. ``None``:
-                ``"prompt"`` if the data has that column, else the prompt is the common beginning of both answers.
-            margin: Column of numbers, by how much the chosen answer is better, for reward models. ``None``:
-                ``"margin"`` if the data has that column.
-            **kwargs: Arguments of :class:`SFTDataModule`: validation data, splits, lengths, chat template.
-                ``micro_batch_size`` counts pairs; ``max_length`` counts the tokens of a prompt with one answer.
+                ``"prompt"`` if there is such a column, else the common beginning of both answers.
+            margin: Column of numbers, for reward models: how much better the chosen answer is. ``None``: ``"margin"``
+                if there is such a column.
+            **kwargs: Arguments of :class:`SFTDataModule`. ``micro_batch_size`` counts pairs; ``max_length`` counts the
+                tokens of a prompt with one answer.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -116,9 +116,6 @@ class PreferenceBuilder(ExampleBuilder):
     ) -> PreferenceExamples:
         """Tokenise rows; log how many were truncated or dropped.
 
-        Returns:
-            At least one pair.
-
         Raises:
             ValueError: If a value has the wrong type, a pair is too long under ``overlong="error"`` or for the model's
                 context, or no pair is left.
@@ -153,7 +150,7 @@ class PreferenceBuilder(ExampleBuilder):
         return float(value)
 
     def _pair(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> list[Recipe]:
-        """The recipes of both answers of a row."""
+        """Return the recipes of both answers of a row."""
         prompt = columns["prompt"]
         better, worse = (row[str(columns[name])] for name in ("chosen", "rejected"))
         chats = is_chat(better), is_chat(worse)
@@ -185,7 +182,7 @@ class PreferenceBuilder(ExampleBuilder):
         return [plain.completion(text[:start], text[start:], where) for text in (better, worse)]
 
     def _dialogue(self, messages: Sequence[Any], turns: int, where: str) -> Recipe:
-        """The recipe of a conversation whose first turns are the prompt."""
+        """Return the recipe of a conversation whose first ``turns`` messages are the prompt."""
         written = self.formatter.messages(messages)  # may have added a system message
         return self.conversation(written, where, first=turns + len(written) - len(messages))
 
@@ -229,8 +226,7 @@ def _without_prompt(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tupl
 def _same_prompt(chosen: TokenExample, rejected: TokenExample) -> list[TokenExample]:
     """Make both answers begin at the same token.
 
-    If the first token of one answer contains the end of the prompt, the other answer begins one token later: that token
-    is then learned in both.
+    A token that contains the end of the prompt and the beginning of one answer is learned in both answers.
     """
     pair = [chosen, rejected]
     if not all(answer.targets for answer in pair):

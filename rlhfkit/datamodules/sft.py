@@ -36,8 +36,7 @@ Builder = TypeVar("Builder", bound=ExampleBuilder)
 class SFTDataModule(L.LightningDataModule):
     """Tokenised examples for supervised fine-tuning, in optimizer steps that are the same on any number of ranks.
 
-    Reads files, saved data sets, hub names and rows in memory. The columns decide which of three kinds of data it is;
-    columns with other names are given as arguments:
+    The columns decide the kind of data; columns with other names are given as arguments:
 
     - ``messages`` (or ``conversations``): chat messages, through the tokenizer's template; only the assistant's turns
       are learned;
@@ -50,7 +49,7 @@ class SFTDataModule(L.LightningDataModule):
     """
 
     keeps_tokens: ClassVar[bool] = True
-    """Whether tokenised examples can be cached, so that ``prepare_data`` makes them once for all ranks."""
+    """Whether tokenised examples can be cached; ``prepare_data`` then tokenises once for all ranks."""
 
     def __init__(
         self,
@@ -84,28 +83,28 @@ class SFTDataModule(L.LightningDataModule):
         Args:
             data: The examples, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`; or several sources with
                 their weights, ``{"a.jsonl": 0.7, "b.jsonl": 0.3}``, see :class:`~rlhfkit.Mixture`.
-            prompt: Column of the prompts: text or chat messages, formatted as ``PromptDataModule`` formats them.
-                ``None`` here and for the columns below: found by its usual name.
+            prompt: Column of the prompts: text or chat messages, formatted as in ``PromptDataModule``. ``None`` here
+                and for the columns below: found by its usual name.
             completion: Column of the completions: text, or the chat messages of the answer.
             messages: Column of whole conversations: chat messages, or ShareGPT's turns (``from`` and ``value``).
             text: Column of plain text.
             validation_data: The validation examples, in the same columns.
-            split: Split of ``data``, where it has several.
-            validation_split: Split of ``validation_data``, where it has several.
+            split: Split of ``data``, if it has several.
+            validation_split: Split of ``validation_data``, if it has several.
             subset: Configuration of a hub data set.
             micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts);
                 8 if ``max_tokens_per_micro_batch`` is not given.
             max_tokens_per_micro_batch: Fill micro-batches up to this many tokens instead; at least ``max_length``.
             max_length: Tokens per sequence.
-            overlong: What to do with longer sequences; ``"truncate"`` cuts their end. Counts are logged, and examples
-                with no token left to learn are dropped.
+            overlong: What to do with longer sequences; ``"truncate"`` cuts their end. Counts are logged; examples with
+                no token left to learn are dropped.
             drop_last: Drop the last optimizer step of an epoch if it is not full.
             shuffle: Shuffle each epoch; the order of the file when false.
             seed: Seed of the shuffling.
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
-            system: System message put in front; needs the chat template.
+            system: System message before each conversation; needs the chat template.
             chat_template_kwargs: Passed to the template.
-            special_tokens_in_text: What to do with control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
+            special_tokens_in_text: What to do with control tokens such as ``<eos>`` in the data: ``"keep"``,
                 ``"refuse"`` or ``"escape"``. ``None``: escape them in chat messages, where they could end or forge a
                 turn, and keep them in plain text; see
                 :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
@@ -163,7 +162,7 @@ class SFTDataModule(L.LightningDataModule):
         """The validation examples, after ``setup``."""
 
     def prepare_data(self) -> None:
-        """Download, convert and tokenise once per machine, so that the other ranks find it done."""
+        """Download, convert and tokenise once per machine."""
         sources = [(source, self.split) for source in list_sources(self.data)]
         if self.validation_data is not None:
             sources.append((self.validation_data, self.validation_split))
@@ -174,9 +173,6 @@ class SFTDataModule(L.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read and tokenise the data; a second call does nothing.
-
-        Args:
-            stage: Not used.
 
         Raises:
             ValueError: If a column is missing, a value has the wrong type, a row is longer than the model's context, or
@@ -206,7 +202,7 @@ class SFTDataModule(L.LightningDataModule):
         return self._builder(ExampleBuilder, source, tokenizer).build(rows, **columns)
 
     def _builder(self, kind: type[Builder], source: Source, tokenizer: Any) -> Builder:
-        """Make a builder with the arguments of this DataModule and the context length of the model."""
+        """Make a builder from the arguments and the model's context length."""
         formatter = PromptFormatter(
             tokenizer,
             apply_chat_template=self.apply_chat_template,
@@ -224,7 +220,7 @@ class SFTDataModule(L.LightningDataModule):
         )
 
     def _context_length(self) -> int | None:
-        """Tokens that the model can see; ``None``: any number, or not known."""
+        """Tokens that the model can see; ``None``: unlimited or unknown."""
         module = None if self.trainer is None else self.trainer.lightning_module
         return module.context_length if isinstance(module, HasModelLimits) else None
 
@@ -246,7 +242,7 @@ class SFTDataModule(L.LightningDataModule):
         return self._loader(self.validation_examples, accumulate=1, shuffle=False, whole_epoch=True)
 
     def predict_dataloader(self) -> StepLoader[Any]:
-        """Micro-batches of ``data``; on one rank and without a token budget, its rows in their order."""
+        """Micro-batches of ``data``; in the order of its rows on one rank without a token budget."""
         return self._loader(self.examples, accumulate=1, shuffle=False)
 
     def _loader(self, examples: TokenizedDataset | None, **arguments: Any) -> StepLoader[Any]:

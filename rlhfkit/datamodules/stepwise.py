@@ -26,14 +26,12 @@ _WORDS = {"+": 1.0, "good": 1.0, "true": 1.0, "1": 1.0, "-": 0.0, "bad": 0.0, "f
 class StepwiseDataModule(SFTDataModule):
     r"""Reasoning steps with labels, in optimizer steps that are the same on any number of ranks.
 
-    Reads two formats:
-
     - prompt, completions and labels (the default, TRL's format): a list of steps and a list of as many labels. Each
-      step is followed by ``separator``, and predicted at the last token of it;
+      step is followed by ``separator`` and predicted at its last token;
     - ``text="input"`` with ``step_token`` (OpenRLHF's format): one text in which that token ends each step.
 
-    A label is a boolean, 0 or 1, one of the words ``+``, ``-``, good, bad, true and false, or a number between 0 and 1,
-    the probability that the step leads to a correct answer (a soft label).
+    A label is a boolean, 0 or 1, one of the words ``+``, ``-``, good, bad, true and false, or a soft label between 0
+    and 1, the probability that the step leads to a correct answer.
 
     Example::
 
@@ -64,8 +62,7 @@ class StepwiseDataModule(SFTDataModule):
             separator: Text after each step (a line break, TRL's default); may be a special token.
             text: Column of whole texts, instead of ``prompt``, ``completions`` and ``separator``.
             step_token: The token that ends a step in ``text``.
-            **kwargs: Arguments of :class:`SFTDataModule`: validation data, splits, micro-batch size, lengths, chat
-                template.
+            **kwargs: Arguments of :class:`SFTDataModule`.
 
         Raises:
             ValueError: If an argument is out of range, or only one of ``text`` and ``step_token`` is given.
@@ -107,9 +104,6 @@ class StepwiseBuilder(ExampleBuilder):
     def build_steps(self, rows: "Dataset", columns: Mapping[str, str], ends: str) -> StepwiseExamples:
         """Tokenise rows; log how many were truncated or dropped.
 
-        Returns:
-            At least one answer.
-
         Raises:
             ValueError: If a value has the wrong type, steps and labels differ in number, ``ends`` is not one token of
                 a text, an answer is longer than the model's context, or no answer is left.
@@ -130,7 +124,7 @@ class StepwiseBuilder(ExampleBuilder):
         return StepwiseExamples(answers, kept)
 
     def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
-        """The recipe of one answer, which must have as many steps as labels."""
+        """Return the recipe of one answer, which must have as many steps as labels."""
         labels = row[self.columns["labels"]]
         if "text" in self.columns:
             return self._ended_by_token(
@@ -140,7 +134,7 @@ class StepwiseBuilder(ExampleBuilder):
         return self._steps(row[self.columns["prompt"]], row[self.columns["completions"]], labels, where)
 
     def _ended_by_token(self, text: str, labels: Sequence[Any], where: str) -> Recipe:
-        """The recipe of a text in which the step token ends each step."""
+        """Return the recipe of a text in which the step token ends each step."""
 
         def finish(parts: list[list[int]]) -> TokenExample:
             mask = [token == self.step_token_id for token in parts[0]]
@@ -150,7 +144,7 @@ class StepwiseBuilder(ExampleBuilder):
         return Recipe([text], False, finish)
 
     def _steps(self, prompt: Any, steps: Any, labels: Sequence[Any], where: str) -> Recipe:
-        """The recipe of a list of steps; their last tokens are found by common token prefixes."""
+        """Return the recipe of a list of steps; the last token of each is found by common token prefixes."""
         column = self.columns["completions"]
         if not isinstance(steps, list):
             raise ValueError(f"column {column!r} of {where} must hold a list of steps, it holds {steps!r}")
@@ -179,7 +173,7 @@ class StepwiseBuilder(ExampleBuilder):
         return token_id
 
     def _labels(self, values: Any, row: int) -> list[float]:
-        """The labels of a row as probabilities that the steps are correct."""
+        """Return the labels of a row as probabilities that the steps are correct."""
         where = f"column {self.columns['labels']!r} of {self.source}, row {row},"
         if not isinstance(values, list):
             raise ValueError(f"{where} must hold a list of labels, it holds {values!r}")

@@ -1,8 +1,7 @@
 """``StreamingSFTDataModule``: supervised data that is read during training, for files too large to tokenise before.
 
-A position in a stream is plain numbers (pass over the data, row). A resumed run opens the files, skips the rows it has
-seen and continues with the same examples. A stream cannot be shuffled as a whole, so rows are shuffled within blocks,
-as a function of (seed, pass, block).
+A position in a stream is plain numbers (pass over the data, row); resuming skips the rows before it. Rows are shuffled
+within blocks, as a function of (seed, pass, block).
 """
 
 import itertools
@@ -26,9 +25,9 @@ log = logging.getLogger(__name__)
 class StreamingSFTDataModule(SFTDataModule):
     """:class:`SFTDataModule` over streams: nothing is converted, tokenised or counted before training.
 
-    An epoch is a number of optimizer steps; the next epoch continues where the last one ended, and a new pass begins
-    where the data ends. Every rank reads and tokenises the whole stream, in the training process. Rows are shuffled
-    within blocks only, so shuffle sorted files before.
+    An epoch is a number of optimizer steps; the next one continues in the data, and a new pass begins at its end. Every
+    rank reads and tokenises the whole stream, in the training process. Rows are shuffled within blocks only: shuffle
+    sorted files beforehand.
 
     Example::
 
@@ -42,8 +41,8 @@ class StreamingSFTDataModule(SFTDataModule):
 
         Args:
             data: A path, hub name, ``datasets.IterableDataset``, or several with their weights.
-            steps_per_epoch: Optimizer steps per Lightning epoch, the unit of validation, schedules and checkpoints.
-            shuffle_block: Rows that are read into memory at once and shuffled.
+            steps_per_epoch: Optimizer steps per Lightning epoch.
+            shuffle_block: Rows that are read into memory and shuffled together.
             **kwargs: Arguments of :class:`SFTDataModule`. ``validation_data`` is read as a whole.
 
         Raises:
@@ -72,9 +71,6 @@ class StreamingSFTDataModule(SFTDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the streams and find their columns; a second call does nothing.
 
-        Args:
-            stage: Not used.
-
         Raises:
             ValueError: If a column is missing or the first row has a value of the wrong type.
         """
@@ -86,17 +82,14 @@ class StreamingSFTDataModule(SFTDataModule):
         self._streams = [_SourceStream(self, source, tokenizer) for source in list_sources(self.data)]
 
     def predict_dataloader(self) -> Any:
-        """Raise RuntimeError: a stream need not end, and its rows are shuffled."""
+        """Raise RuntimeError: a stream has no end, and its rows are shuffled."""
         raise RuntimeError("a stream has no end and no order to predict in: use SFTDataModule")
 
     def open_stream(self, place: Any = None) -> Stream:
-        """Yield examples without end, interleaved so that each source stays as close as possible to its share.
+        """Yield (position after the example, example) without end, interleaving the sources by weight.
 
         Args:
-            place: Where to begin, a place that the stream has yielded; ``None``: at the beginning.
-
-        Yields:
-            The place after an example, and the example.
+            place: Position to begin at, as yielded earlier; ``None``: the beginning.
         """
         assert self._streams is not None
         weights = self.data.weights if isinstance(self.data, Mixture) else [1.0]
@@ -127,7 +120,7 @@ class StreamingSFTDataModule(SFTDataModule):
         return self._stream_loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the stream; saved here, because Lightning saves the state of a loader inside an epoch only."""
+        """Position in the stream; saved here because Lightning saves a loader's state only inside an epoch."""
         return {} if self._stream_loader is None else {"stream": self._stream_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -159,7 +152,7 @@ class _SourceStream:
         self.seed = options.seed if options.shuffle else None
 
     def examples(self, number: int, row: int) -> Iterator[tuple[int, int, TokenExample]]:
-        """Yield (pass, row after the example, example) without end, from a row of a pass on."""
+        """Yield (pass, row after the example, example) without end, starting at a row of pass ``number``."""
         while True:
             kept = 0
             for next_row, example in self._pass(number, row):
@@ -171,7 +164,7 @@ class _SourceStream:
             log.info("%s: pass %d begins", self.source, number + 1)
 
     def _pass(self, number: int, row: int) -> Iterator[tuple[int, TokenExample]]:
-        """Yield (row after the example, example) until the end of one pass."""
+        """Yield (row after the example, example) until the end of the pass."""
         first = row // self.block * self.block
         rows = iter(self.rows.skip(first))
         while block := self._block(rows):

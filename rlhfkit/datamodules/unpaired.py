@@ -19,7 +19,7 @@ _TRUE, _FALSE = ("true", "yes", "1", "desirable", "chosen"), ("false", "no", "0"
 class UnpairedPreferenceDataModule(SFTDataModule):
     """Prompts with labelled completions, in optimizer steps that are the same on any number of ranks.
 
-    The columns decide which of two kinds of data it is; columns with other names are given as arguments:
+    The columns decide the kind of data; columns with other names are given as arguments:
 
     - ``prompt``, ``completion`` and ``label``: true, 1 or "desirable" for wanted completions;
     - ``prompt``, ``chosen`` and ``rejected``: each row becomes a desirable and an undesirable answer.
@@ -51,8 +51,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
                 opposites.
             chosen: Column of the preferred completions.
             rejected: Column of the other completions.
-            **kwargs: Arguments of :class:`SFTDataModule`: validation data, splits, micro-batch size, lengths, chat
-                template.
+            **kwargs: Arguments of :class:`SFTDataModule`.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -87,7 +86,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         return UnpairedExamples(answers, desirable, seed=self.seed, max_length=limit)
 
     def val_dataloader(self) -> Any:
-        """All validation micro-batches as one step, so that the KL estimate is taken over all of them."""
+        """All validation micro-batches as one step, so that one KL estimate covers all of them."""
         if self.validation_examples is None:
             return no_loader()
         micro_batches = len(self._loader(self.validation_examples, accumulate=1, shuffle=False))
@@ -98,7 +97,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
 
 
 def _is_desirable(value: Any, where: str) -> bool:
-    """Convert a label to a boolean; scores such as 0.7 and other words are errors."""
+    """Convert a label to a boolean; ValueError for scores such as 0.7 and other words."""
     word = str(int(value) if value in (0, 1) else value).strip().lower()
     if word not in _TRUE + _FALSE:
         raise ValueError(

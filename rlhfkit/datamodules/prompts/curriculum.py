@@ -1,9 +1,7 @@
 """Curricula: functions that order a pass over the prompts, or leave prompts out, by what is known of them.
 
-``PromptDataModule(curriculum=...)`` takes any function of a :class:`PromptPass` that returns rows. It is called once
-per pass, when the first prompt of the pass is drawn, with the rewards of all iterations drawn before. So the result
-depends on the sequence of samples alone, however far sampling is ahead of training. Result and rewards are in
-checkpoints.
+A curriculum is called once per pass, when its first prompt is drawn, with the rewards of all iterations drawn before.
+The result therefore does not depend on how far sampling is ahead of training. Result and rewards are in checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +23,16 @@ class PromptStats(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptPass:
-    """A pass over the prompts that is to be ordered; a row is a prompt's position among those that are used."""
+    """A pass over the prompts, to be ordered by a curriculum; a row is a position among the prompts in use."""
 
     number: int
     """Passes before this one."""
     rows: Sequence[int]
-    """All rows in the order that they would have without a curriculum: shuffled, sources mixed."""
+    """All rows in their order without a curriculum: shuffled, sources mixed."""
     history: Mapping[int, PromptStats]
     """Statistics by row, of the prompts that were sampled."""
     column: Callable[[str], Sequence[Any]]
-    """The values of a column of the data, by row."""
+    """Returns the values of a data column, by row."""
 
 
 Curriculum = Callable[[PromptPass], Sequence[int]]
@@ -45,7 +43,7 @@ twice in one iteration."""
 
 @runtime_checkable
 class DeclaresHistoryUse(Protocol):
-    """A curriculum that says whether it reads ``PromptPass.history``; one that does not say so is assumed to."""
+    """A curriculum that declares whether it reads ``PromptPass.history``; others are assumed to read it."""
 
     uses_rewards: bool
 
@@ -87,8 +85,8 @@ class ByColumn:
 class BySuccess:
     """Leave out most prompts whose latest samples were all right or all wrong, which give no policy gradient.
 
-    Selects by success rate as SPEED does (Zhang et al., 2025, arXiv:2506.09016), and DAPO's dynamic sampling, but
-    before anything is sampled. A share of these prompts is kept, because policies improve and forget.
+    Selects by success rate, as SPEED (Zhang et al., 2025, arXiv:2506.09016) and DAPO's dynamic sampling do, but before
+    anything is sampled. A share of these prompts is kept, because policies improve and forget.
 
     Example::
 
@@ -102,7 +100,7 @@ class BySuccess:
     keep: float = 0.1
     """Probability that a solved or hopeless prompt is in a pass."""
     seed: int = 0
-    """Seed of that choice, which is a function of (seed, pass, row)."""
+    """Seed of the random choice, a function of (seed, pass, row)."""
 
     def __post_init__(self) -> None:
         """Check the bounds."""

@@ -1,8 +1,7 @@
 """The endless sequence of shuffled passes over the prompts, and how an iteration draws prompts from it.
 
-Every pass has each row once, no iteration has a row twice, and prompts that an iteration drew and did not use come
-first in the next one. Drawing changes no state that is saved: a cursor says where the sequence continues, and it is
-moved only when the iteration was trained on.
+Each pass has every row once, no iteration has a row twice, and prompts that were drawn but not used come first in the
+next iteration. Drawing does not move the saved cursor; it moves once an iteration was trained on.
 """
 
 import logging
@@ -25,7 +24,7 @@ class PromptCursor(NamedTuple):
     offset: int = 0
     """Rows of the current pass that were taken or postponed."""
     postponed: tuple[int, ...] = ()
-    """Rows before the offset that come first in the next batch: the last one had them already, or requeued them."""
+    """Rows before the offset that come first in the next batch: requeued, or already in the last batch."""
     rows: Sequence[int] | None = None
     """The current pass as a curriculum has ordered it; ``None`` without a curriculum."""
     history: Mapping[int, PromptStats] | None = None
@@ -42,7 +41,7 @@ class PromptCursor(NamedTuple):
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Self:
-        """Inverse of :meth:`state_dict`; other entries of ``state`` are ignored."""
+        """Inverse of :meth:`state_dict`; ignores other entries of ``state``."""
         saved = state.get("history")
         history = None if saved is None else {row: PromptStats(*stats) for row, *stats in saved}
         return cls(state["pass"], state["offset"], tuple(state["postponed"]), state.get("rows"), history)
@@ -53,9 +52,9 @@ class PromptOrder:
 
     Args:
         total: Number of rows.
-        seed: Seed of the shuffling, which is a function of (seed, pass) alone.
-        shuffle: Shuffle each pass; the order of the rows when false.
-        plain: Returns the rows of a pass by its number, in place of all rows, shuffled.
+        seed: The shuffling is a function of (seed, pass) alone.
+        shuffle: Shuffle each pass.
+        plain: Returns the rows of a pass by its number; ``None``: all rows, shuffled.
         curriculum: Selects and orders the rows of a pass; ``None``: all rows.
         column: Returns the values of a column by row, for the curriculum.
     """
@@ -81,18 +80,15 @@ class PromptOrder:
     def take(
         self, count: int, cursor: PromptCursor, *, without: Collection[int] = ()
     ) -> tuple[list[int], PromptCursor]:
-        """Take different rows from the cursor on.
+        """Take ``count`` different rows starting at the cursor; return them and the cursor after them.
 
-        A batch that spans two passes may meet a row that it has from the first of them. That row is postponed to the
-        front of the next batch, so that no batch has a row twice and no pass loses one.
+        A batch that spans two passes may meet a row twice. The second occurrence is postponed to the front of the next
+        batch, so that no pass loses a row.
 
         Args:
             count: Rows to take.
             cursor: Where to begin.
-            without: Rows that the batch has already, from an earlier call.
-
-        Returns:
-            The rows, and the cursor after them.
+            without: Rows already in the batch, from an earlier call.
 
         Raises:
             ValueError: If ``count`` is below 1, or there are not as many different rows.
@@ -128,7 +124,7 @@ class PromptOrder:
         return taken, PromptCursor(number, offset, (*skipped, *cursor.postponed[first:]), kept, cursor.history)
 
     def _rows(self, number: int, cursor: PromptCursor) -> Sequence[int]:
-        """The rows of one pass, ordered by the curriculum from what is known now."""
+        """Return the rows of one pass, ordered by the curriculum from the current history."""
         if self.curriculum is None:
             return self._permutation(number)
         history = {} if cursor.history is None else cursor.history
@@ -142,7 +138,7 @@ class PromptOrder:
         return list(map(int, rows))  # NumPy's integers are not plain values for a checkpoint
 
     def _with_left_out_rows(self, number: int, rows: Sequence[int]) -> Sequence[int]:
-        """A pass that is too short to fill a batch, followed by the rows that its curriculum leaves out."""
+        """Append the rows that the curriculum leaves out to a pass that is too short to fill a batch."""
         log.warning(
             "pass %d over the prompts has %d rows, too few for an iteration: those that its order leaves out follow",
             *(number, len(set(rows))),
@@ -150,7 +146,7 @@ class PromptOrder:
         return list(dict.fromkeys([*rows, *self._permutation(number), *range(self.total)]))
 
     def _permutation(self, number: int) -> Sequence[int]:
-        """Order of one pass, cached for the last two. Thread-safe: the dictionary is replaced, not changed."""
+        """Return the order of one pass, cached for two passes. Thread-safe: the dictionary is replaced, not changed."""
         cached = self._permutations
         if number not in cached:
             order: Sequence[int]
@@ -170,7 +166,7 @@ class IterationQueue:
         order: The sequence of rows.
         prompt: Returns the prompt of a row.
         cursor: Where the iteration begins.
-        fingerprint: Digest of the data, a part of :attr:`after`.
+        fingerprint: Digest of the data, included in :attr:`after`.
     """
 
     def __init__(
@@ -196,7 +192,7 @@ class IterationQueue:
         return prompts
 
     def requeue(self, prompts: Iterable[Prompt]) -> None:
-        """Put prompts that were drawn here at the front of the next iteration, in the order of drawing."""
+        """Put drawn prompts at the front of the next iteration, in the order of drawing."""
         self._requeued |= {prompt.index for prompt in prompts}
 
     def record(self, groups: Iterable[Sequence[Sample]]) -> None:
@@ -214,7 +210,7 @@ class IterationQueue:
 
     @property
     def after(self) -> dict[str, Any]:
-        """Where the next iteration begins, as plain values: the cursor after this one, and the fingerprint."""
+        """Cursor after this iteration and the fingerprint, as plain values."""
         requeued = [row for index, row in self._rows.items() if index in self._requeued]
         cursor = self._cursor._replace(postponed=(*requeued, *self._cursor.postponed))
         return {**cursor.state_dict(), "fingerprint": self._fingerprint}

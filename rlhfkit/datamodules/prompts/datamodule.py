@@ -1,7 +1,6 @@
 """``PromptDataModule``: the prompts of reinforcement learning, and the cursor that says which come next.
 
-The cursor lives here and not in the loader, because Lightning always restores the state of a DataModule, but that of a
-loader only in the middle of an epoch.
+The cursor is state of the DataModule because Lightning restores a loader's state only in the middle of an epoch.
 """
 
 import logging
@@ -43,10 +42,9 @@ def final_answer(answer: Any) -> Any:
 class PromptDataModule(L.LightningDataModule):
     """Prompts from files, saved data sets, the hub or memory, for modules that learn from their own samples.
 
-    ``train_dataloader`` yields the experience that the Trainer's rollout callback makes of the prompts. The callback
-    takes an iteration's prompts from :meth:`prompt_queue` and calls :meth:`set_cursor` when it was trained on. Prompts
-    are shuffled anew in each pass over the data, as a function of (seed, pass) alone, and each is used exactly once per
-    pass.
+    The Trainer's rollout callback takes the prompts of an iteration from :meth:`prompt_queue`, and calls
+    :meth:`set_cursor` once it was trained on; ``train_dataloader`` yields the callback's experience. Each pass over the
+    data uses every prompt once, in an order that is a function of (seed, pass) alone.
 
     Example::
 
@@ -87,12 +85,12 @@ class PromptDataModule(L.LightningDataModule):
             prompt: Column of the prompts: text, or a list of chat messages ``{"role": ..., "content": ...}``.
             answer: Column of the reference answers; ``None``: there are none.
             answer_extractor: Applied to each value of the answer column.
-            validation_data: The validation prompts, in the same columns. All prompts of each source are used, and
-                metrics are logged per source too.
+            validation_data: The validation prompts, in the same columns; all are used, and metrics are logged per
+                source too.
             pretraining_data: Text for modules with a ``ptx_coef``: ``micro_batch_size`` of its examples beside each
                 micro-batch of samples.
-            split: Split of ``data``, where it has several.
-            validation_split: Split of ``validation_data``, where it has several.
+            split: Split of ``data``, if it has several.
+            validation_split: Split of ``validation_data``, if it has several.
             subset: Configuration of a hub data set.
             rollout_batch_size: Prompts per iteration, all ranks together.
             micro_batch_size: Sequences per micro-batch on average.
@@ -105,9 +103,9 @@ class PromptDataModule(L.LightningDataModule):
                 :mod:`rlhfkit.datamodules.prompts.curriculum`.
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template. Chat
                 messages always go through the template.
-            system: System message put in front; needs the chat template.
+            system: System message before each prompt; needs the chat template.
             chat_template_kwargs: Passed to the template, for example ``{"enable_thinking": False}``.
-            special_tokens_in_text: What to do with control tokens in texts of the data, such as ``<eos>``: ``"keep"``,
+            special_tokens_in_text: What to do with control tokens such as ``<eos>`` in the data: ``"keep"``,
                 ``"refuse"`` or ``"escape"``. ``None``: escape them in chat messages, where they could end or forge a
                 turn, and keep them in plain text; see
                 :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
@@ -157,7 +155,7 @@ class PromptDataModule(L.LightningDataModule):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download and convert once per machine, so that the other ranks find it done."""
+        """Download and convert once per machine."""
         for source in list_sources(self.data):
             read_rows(source, split=self.split, subset=self.subset)
         for source in [] if self.validation_data is None else list_sources(self.validation_data):
@@ -168,9 +166,6 @@ class PromptDataModule(L.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open the data and check it; a second call does nothing.
-
-        Args:
-            stage: Not used: ``fit`` needs the prompts of training and of validation.
 
         Raises:
             ValueError: If a column is missing, a prompt is too long, or there are fewer prompts than a batch needs.
@@ -237,12 +232,12 @@ class PromptDataModule(L.LightningDataModule):
         Args:
             longest: Tokens that a prompt may have.
             reason: Where that limit comes from, for messages.
-            vocabulary: Number of tokens of the model; ``None``: not known.
+            vocabulary: Number of tokens of the model; ``None``: unknown.
             validation: Check the validation prompts instead of the training prompts.
 
         Raises:
-            ValueError: If a prompt is longer and ``overlong_prompts`` is ``"error"``, too few are left when overlong
-                ones are dropped, or one has a token that the model does not know.
+            ValueError: If a prompt is too long and ``overlong_prompts`` is ``"error"``, too few prompts are left, or
+                one has a token outside the vocabulary.
         """
         rows = self._opened(self._validation_rows if validation else self._rows)
         for part in rows.parts if isinstance(rows, MixedPrompts) else [rows]:
@@ -274,10 +269,10 @@ class PromptDataModule(L.LightningDataModule):
         return curriculum is not None and (not isinstance(curriculum, DeclaresHistoryUse) or curriculum.uses_rewards)
 
     def prompt_queue(self, after: dict[str, Any] | None = None) -> IterationQueue:
-        """Make the queue of an iteration's prompts; the cursor of the DataModule stays where it is.
+        """Make the queue of an iteration's prompts, without moving the cursor.
 
         Args:
-            after: Where to begin: :attr:`IterationQueue.after` of the iteration before; ``None``: at the cursor.
+            after: Where to begin: :attr:`IterationQueue.after` of the previous iteration; ``None``: at the cursor.
         """
         rows = self._opened(self._rows)
         if self._order is None:
@@ -294,16 +289,12 @@ class PromptDataModule(L.LightningDataModule):
         return IterationQueue(self._order, rows.__getitem__, cursor, rows.fingerprint())
 
     def set_cursor(self, after: dict[str, Any]) -> None:
-        """Move the cursor to the end of an iteration that was trained on, unless it was drawn from other data.
-
-        Args:
-            after: :attr:`IterationQueue.after` of the iteration.
-        """
+        """Move the cursor to :attr:`IterationQueue.after` of a trained iteration, unless the data differs."""
         if after["fingerprint"] == self._opened(self._rows).fingerprint():
             self._cursor = PromptCursor.from_state_dict(after)
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """Return the next prompts, no two of them the same row, without moving the cursor.
+        """Return the next prompts, all of different rows, without moving the cursor.
 
         Raises:
             ValueError: If ``count`` is below 1 or above the number of prompts.
@@ -376,11 +367,7 @@ class PromptDataModule(L.LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved prompt; if the data has changed, warn and begin a new pass.
-
-        Args:
-            state_dict: From :meth:`state_dict`.
-        """
+        """Continue at the saved prompt; if the data has changed, warn and begin a new pass."""
         self._cursor = PromptCursor.from_state_dict(state_dict)
         self._saved_fingerprint = state_dict["fingerprint"]
         if self._rows is not None:

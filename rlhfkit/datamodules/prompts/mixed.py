@@ -12,7 +12,7 @@ from rlhfkit.datamodules.tokenization.mixture import Mixture
 
 
 class MixedPrompts:
-    """The prompts of several sources, one source after the other, and passes that interleave them by weight."""
+    """The prompts of several sources, concatenated, with passes that interleave them by weight."""
 
     def __init__(self, mixture: Mixture, parts: Sequence[PromptRows]) -> None:
         self.mixture = mixture
@@ -25,7 +25,7 @@ class MixedPrompts:
         return sum(map(len, self.parts))
 
     def __getitem__(self, position: int) -> Prompt:
-        """One prompt. Its ``index`` counts on from source to source; its metadata gets a ``source`` if it has none."""
+        """Return a prompt whose ``index`` counts on over the sources; ``metadata["source"]`` is set if missing."""
         first = 0
         for name, part in zip(self.names, self.parts, strict=True):
             if position < len(part):
@@ -37,13 +37,13 @@ class MixedPrompts:
         raise IndexError(f"there are {len(self)} prompts")
 
     def column(self, name: str) -> list[Any]:
-        """The values of a column that every source must have."""
+        """Return the values of a column that every source must have."""
         return [value for part in self.parts for value in part.column(name)]
 
     def pass_order(self, number: int, *, seed: int, shuffle: bool) -> list[int]:
-        """Positions of one pass: each source's share, evenly spread.
+        """Return the positions of one pass: each source's share, evenly spread.
 
-        A source continues where it was in the pass before, so that each of its prompts is used as often as the others.
+        A source continues where the previous pass left it, so that all of its prompts are used equally often.
         """
         places: list[tuple[float, int, int]] = []
         first = 0
@@ -59,11 +59,7 @@ class MixedPrompts:
         return [row for _, _, row in sorted(places, key=lambda place: place[:2])]
 
     def check_share(self, batch_size: int) -> None:
-        """Raise if a source has fewer prompts than its share of an iteration, which must not have one twice.
-
-        Raises:
-            ValueError: Naming the source.
-        """
+        """Raise ValueError if a source has fewer prompts than its share of an iteration, which has no prompt twice."""
         for name, part, count in zip(self.names, self.parts, self.counts, strict=True):
             share = batch_size * count / sum(self.counts)
             if share > len(part):
@@ -79,7 +75,7 @@ class MixedPrompts:
 
 
 def source_names(sources: Sequence[Any]) -> list[str]:
-    """Names of sources for metrics: of files without folder and suffix, where that tells them apart."""
+    """Return the names of sources for metrics: file names without folder and suffix if these are unique."""
     paths = [isinstance(source, str | os.PathLike) for source in sources]
     whole = [os.fspath(one) if path else f"rows{i}" for i, (one, path) in enumerate(zip(sources, paths, strict=True))]
     short = [Path(name).name.split(".")[0] for name in whole]

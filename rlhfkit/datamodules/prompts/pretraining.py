@@ -9,13 +9,10 @@ from rlhfkit.datamodules.sft import SFTDataModule
 
 
 class PretrainingText:
-    """Micro-batches of text by number: the n-th of a run is always the same, so there is no cursor to save.
+    """Micro-batches of text by number, a function of the number alone, so no cursor is saved.
 
-    A pass over the text takes whole optimizer steps; examples that are left over are in later passes, which have other
-    orders.
-
-    Args:
-        data: Attached to a Trainer, and set up.
+    A pass over the text takes whole optimizer steps; left-over examples come in later passes, which have other orders.
+    ``data`` must be attached to a Trainer and set up.
 
     Raises:
         ValueError: If the text does not fill one optimizer step.
@@ -43,7 +40,7 @@ class PretrainingText:
         self._batches: Iterator[TokenBatch] = iter(())
 
     def batch(self, number: int) -> TokenBatch:
-        """This rank's micro-batch of that number, counted from the start of the run, with its step's token counts."""
+        """Return this rank's micro-batch ``number``, counted from the run's start, with its step's token counts."""
         if number != self._next:
             self._batches = self._iterate_from(number)
         self._next = number + 1

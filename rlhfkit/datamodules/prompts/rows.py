@@ -32,10 +32,7 @@ class PromptSequence(Protocol):
 
 
 class PromptRows:
-    """Rows of a data set as prompts, tokenised when they are asked for.
-
-    All prompts are checked when the object is made, because an invalid one found later would end a run in the middle.
-    """
+    """Rows of a data set as prompts, tokenised on access; all are checked at construction, before training."""
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class PromptRows:
         Args:
             rows: The data.
             source: Where the rows come from, for messages.
-            formatter: How prompts are written and tokenised.
+            formatter: Renders and tokenises prompts.
             prompt: Column of the prompts.
             answer: Column of the reference answers; ``None``: there are none.
             answer_extractor: Applied to each value of that column.
@@ -90,7 +87,7 @@ class PromptRows:
         return len(self.kept)
 
     def __getitem__(self, position: int) -> Prompt:
-        """The prompt at a position among those that are used; its ``index`` is the row in the file."""
+        """Return the prompt at a position among those in use; its ``index`` is the row in the file."""
         index = self.kept[position]
         row = self.rows[index]
         formatter = self.formatter.for_row(row)
@@ -102,17 +99,13 @@ class PromptRows:
         return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=row)
 
     def column(self, name: str) -> list[Any]:
-        """The values of a column, by position.
-
-        Raises:
-            ValueError: If there is no such column, or values are missing.
-        """
+        """Return the values of a column, by position; ValueError if it does not exist or has missing values."""
         check_columns(self.rows, self.source, curriculum=name)
         values = self.rows[name]
         return [values[index] for index in self.kept]
 
     def _tokenize_all(self) -> None:
-        """Tokenise every prompt once, to check it and to note its length."""
+        """Tokenise every prompt once, to check it and to record its length."""
         name = describe(self.source)
         for start in range(0, len(self.rows), _CHUNK):
             chunk = self.rows.select(range(start, min(start + _CHUNK, len(self.rows))))
@@ -138,11 +131,7 @@ class PromptRows:
             raise ValueError(f"{where} {error}") from None
 
     def check_vocabulary(self, vocabulary: int | None) -> None:
-        """Raise if a prompt has a token that the model has no embedding of.
-
-        Raises:
-            ValueError: Naming the token and the row.
-        """
+        """Raise ValueError if a prompt has a token that the model has no embedding of."""
         token, row = self._largest_token
         if vocabulary is not None and token >= vocabulary:
             text = self.formatter.tokenizer.convert_ids_to_tokens(token)
@@ -153,7 +142,7 @@ class PromptRows:
             )
 
     def limit_lengths(self, limit: int, reason: str) -> None:
-        """Refuse or drop the prompts that are too long.
+        """Refuse or drop the prompts with more than ``limit`` tokens.
 
         Raises:
             ValueError: If there are some and ``overlong`` is ``"error"``, or no prompt is left.
@@ -175,7 +164,7 @@ class PromptRows:
         self._fingerprint = ""
 
     def fingerprint(self) -> str:
-        """Digest that changes when rows are added, dropped or reordered, or one of about 1,000 sampled prompts does."""
+        """Return a digest of the length, the rows in use, and the text of about 1,000 sampled prompts."""
         if not self._fingerprint:
             digest = blake2b(str(len(self)).encode(), digest_size=16)
             stride = max(1, len(self) // 1000)
@@ -187,12 +176,12 @@ class PromptRows:
 
 
 class PromptBatches:
-    """A loader of validation prompts: each batch is spread over the ranks, whose last shares may be empty.
+    """Loads validation prompts; rank r takes every ``world_size``-th prompt of a batch, so last shares may be empty.
 
     Args:
         prompts: All prompts.
         batch_size: Prompts per batch, all ranks together.
-        rank: This rank, which takes every ``world_size``-th prompt of a batch.
+        rank: This rank.
         world_size: Number of ranks.
     """
 
