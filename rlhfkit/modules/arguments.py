@@ -13,7 +13,7 @@ Options = TypeVar("Options")
 def function_name(function: Callable[..., Any]) -> str:
     """The dotted name by which :func:`resolve_function` finds a function, e.g. ``"my_package.my_loss"``.
 
-    For a lambda, a local function or a partial it is a description in angle brackets, which cannot be resolved.
+    Lambdas, local functions and partials give a description in angle brackets, which cannot be resolved.
     """
     if isinstance(function, functools.partial):
         return f"<functools.partial of {function_name(function.func)}: not importable>"
@@ -28,12 +28,9 @@ def function_name(function: Callable[..., Any]) -> str:
 def resolve_function(
     function: str | Callable[..., Any], argument: str, *, home: str | None = None
 ) -> Callable[..., Any]:
-    """Return a function that was given as itself or by its name.
+    """Return a function that was given as itself or by its dotted name, e.g. ``"my_package.my_loss"``.
 
-    Args:
-        function: A callable, or its name as in YAML: ``"my_package.my_loss"``.
-        argument: Name of the argument, for error messages.
-        home: Package in which names without a dot are looked up, e.g. ``"rlhfkit.losses"`` for ``"cispo_loss"``.
+    ``argument`` is for error messages; names without a dot are looked up in the package ``home``.
 
     Raises:
         ValueError: If nothing callable has that name.
@@ -56,11 +53,7 @@ def resolve_function(
 
 
 def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> Options:
-    """Return an options dataclass that was given as itself, as a mapping of its fields, or not at all.
-
-    Args:
-        kind: The dataclass; all of its fields have defaults.
-        value: An instance, the mapping of its fields that a checkpoint holds, or ``None`` for the defaults.
+    """Return an options dataclass given as an instance, as a mapping of its fields (from a checkpoint), or as ``None``.
 
     Raises:
         ValueError: If the mapping has other names.
@@ -77,14 +70,9 @@ def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> O
 
 
 def refuse_without_effect(given: Mapping[str, bool], beside: str) -> None:
-    """Raise if arguments were given that have no effect because of another one.
+    """Raise ValueError if arguments were given that have no effect because of another one.
 
-    Args:
-        given: Whether each argument was given, by name.
-        beside: The other argument, as the user wrote it.
-
-    Raises:
-        ValueError: If any was given.
+    ``given`` says by name whether each was given; ``beside`` is the other argument, as the user wrote it.
     """
     names = [name for name, chosen in given.items() if chosen]
     if names:
@@ -92,7 +80,7 @@ def refuse_without_effect(given: Mapping[str, bool], beside: str) -> None:
 
 
 def _suggestion(name: str, home: str | None) -> str:
-    """A hint for an error message if the name resembles that of a public function of the home."""
+    """A hint for an error message if the name resembles a public function of the home."""
     if home is None or not name.startswith(f"{home}."):
         return ""
     public = pkgutil.resolve_name(home).__all__

@@ -38,11 +38,9 @@ from rlhfkit.validation import check_integer, check_number
 class PolicyModule(CheckpointMixin):
     """A LightningModule around one causal language model, ``self.policy``.
 
-    Subclasses write ``training_step`` and usually a short ``loss``. Optimization is automatic. The network is built in
-    ``configure_model``, so that sharded strategies can build it sharded.
-
-    Each argument is an attribute of the same name (``model`` and other names of models: ``model_name``, ...), which the
-    code reads; ``hparams`` hold plain copies for checkpoints and loggers.
+    Subclasses write ``training_step`` and usually a short ``loss``; optimization is automatic. ``configure_model``
+    builds the network, so that sharded strategies can build it sharded. Arguments are attributes of the same name
+    (names of models: ``model_name``, ...); ``hparams`` hold plain copies for checkpoints and loggers.
 
     Args:
         model: Folder or hub name of the policy. If the folder holds an adapter, training continues with it.
@@ -126,14 +124,14 @@ class PolicyModule(CheckpointMixin):
 
     @property
     def model_config(self) -> Any:
-        """The model's configuration, read when first needed; no weights are loaded for it."""
+        """The model's configuration, read when first needed without loading weights."""
         if self._model_config is None:
             self._model_config = load_config(self.model_name, trust_remote_code=self.trust_remote_code)
         return self._model_config
 
     @property
     def vocabulary_size(self) -> int | None:
-        """Number of tokens that the model has embeddings of; ``None``: not in its configuration."""
+        """Number of tokens with embeddings; ``None``: not in the model's configuration."""
         return getattr(self.model_config.get_text_config(), "vocab_size", None)
 
     @property
@@ -187,7 +185,7 @@ class PolicyModule(CheckpointMixin):
 
     @contextmanager
     def reference_model(self) -> Iterator[nn.Module]:
-        """Give access to the model that training started from: a frozen copy, or the policy without its adapters.
+        """Give access to the initial model: a frozen copy, or the policy without its adapters.
 
         Example::
 
@@ -203,13 +201,11 @@ class PolicyModule(CheckpointMixin):
     # ------------------------------------------------------------------ checks of the data
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Check the type of the batch, and, of the first one, that its rows do not attend to one another.
-
-        An ``SFTModule`` that accepted batches of pairs would learn rejected answers.
+        """Check the type of the batch and, for the first batch, :meth:`row_problems`.
 
         Raises:
-            TypeError: If the type of the batch is not in ``batch_types``.
-            RuntimeError: If log-probs of a row depend on the other rows, see :meth:`row_problems`.
+            TypeError: If the type of the batch is not in ``batch_types``; ``SFTModule`` would learn rejected answers.
+            RuntimeError: If the log-probs of a row depend on the other rows.
         """
         if self.batch_types and type(batch) not in self.batch_types:
             known = " or ".join(kind.__name__ for kind in self.batch_types)
@@ -224,15 +220,10 @@ class PolicyModule(CheckpointMixin):
                 raise RuntimeError(f"{'; '.join(problems)}. Load the model with attention='sdpa' to train it")
 
     def row_problems(self, batch: PaddedBatch) -> list[str]:
-        """Compare the policy's output for a random row alone with that for the row in its batch.
+        """Compare the policy's output for a random row alone with that for the row in its batch (at least one row).
 
-        A collective of two forward passes.
-
-        Args:
-            batch: This rank's batch, of at least one row.
-
-        Returns:
-            A description for each rank on which the two differ: which row, and by how much. The same on every rank.
+        A collective of two forward passes. Returns a description for each rank on which they differ, the same on every
+        rank.
         """
         # The first row of a packed batch comes before all others and cannot have seen them.
         row = random.Random(f"{self.trainer.global_step} {self.global_rank}").randrange(1, max(len(batch), 2))
@@ -290,8 +281,8 @@ class PolicyModule(CheckpointMixin):
     ) -> None:
         """Clip the gradient of each child by its own norm, and log the norms as ``grad_norm/<child>``.
 
-        An actor's update then does not shrink because its critic's gradient is large. DeepSpeed's engines do this and
-        log the norms by themselves. Without a ``gradient_clip_val`` nothing is clipped or logged.
+        A large gradient of a critic then does not shrink the actor's update. DeepSpeed's engines do this themselves.
+        Without a ``gradient_clip_val`` nothing is clipped or logged.
         """
         if not gradient_clip_val or isinstance(self.trainer.precision_plugin, DeepSpeedPrecision):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -312,8 +303,8 @@ class PolicyModule(CheckpointMixin):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the module, but keep float32 buffers and float32 adapters in float32, as DeepSpeed does.
 
-        Lightning's ``bf16-true`` also casts buffers, among them the frequencies of rotary embeddings: in 16 bits the
-        angle of token 1,000 is wrong by whole radians, and an engine, which casts no buffers, would disagree.
+        Lightning's ``bf16-true`` also casts the frequencies of rotary embeddings: in 16 bits the angle of token 1,000
+        is wrong by whole radians, and engines, which cast no buffers, would disagree.
         """
         before = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
         adapters = [(one, one.data) for name, one in self.named_parameters() if ".lora_" in name]
@@ -333,7 +324,7 @@ class PolicyModule(CheckpointMixin):
 
     @property
     def balances_routers(self) -> bool:
-        """Whether forward passes must return the router's loss: in training, if it has a weight."""
+        """Whether forward passes must return the router's loss: in training, if its weight is not 0."""
         return bool(self.router_aux_loss_coef) and torch.is_grad_enabled()
 
     def with_router_loss(
@@ -341,8 +332,7 @@ class PolicyModule(CheckpointMixin):
     ) -> LossOutput:
         """Add the load-balancing loss of a mixture of experts, in training and if it has a weight.
 
-        It is a mean over the tokens of a micro-batch and not linear in them, so, unlike the losses it is added to, it
-        depends on how an optimizer step is split into micro-batches.
+        It is a mean over a micro-batch's tokens and not linear in them, so it depends on the split into micro-batches.
 
         Args:
             result: A loss and its metrics.
@@ -365,26 +355,17 @@ class PolicyModule(CheckpointMixin):
         return LossOutput(loss, {**result.metrics, name: router_loss.detach()})
 
     def token_mean(self, values: Tensor, batch: Experience) -> Tensor:
-        """This batch's share of the mean over the trained tokens of the optimizer step, all micro-batches and ranks.
+        """This micro-batch's share of the mean of ``values``, (B, T-1), over the trained tokens of the optimizer step.
 
-        Args:
-            values: (B, T-1).
-            batch: The micro-batch, which has the mask and the count of tokens.
-
-        Returns:
-            Scalar, whose average over micro-batches and ranks, which Lightning takes, is the exact mean.
+        Lightning's average of these scalars over micro-batches and ranks is the exact mean.
         """
         return aggregate(values, batch.action_mask, "token-mean", batch.token_denominator)
 
     @torch.no_grad()
     def token_logprobs(self, token_ids: Tensor) -> Tensor:
-        """Log-probs at temperature 1 of sequences. A collective under sharded strategies.
+        """(B, T-1) float32 log-probs on the CPU, at temperature 1, of sequences (B, T) int64 without padding.
 
-        Args:
-            token_ids: (B, T) int64, no padding.
-
-        Returns:
-            (B, T-1) float32 on the CPU.
+        A collective under sharded strategies.
         """
         batch = UnpaddedBatch(token_ids.to(self.device))
         training = self.policy.training
@@ -395,12 +376,9 @@ class PolicyModule(CheckpointMixin):
         return out.logprobs.cpu()
 
     def log_means(self, metrics: Mapping[str, Tensor]) -> None:
-        """Log scalars as plain means over micro-batches and ranks of the epoch (in reinforcement learning: iteration).
+        """Log detached scalars as plain means over micro-batches and ranks of the epoch (in RL: iteration).
 
         Exact for losses and other values that are divided by the ``denominator`` of their optimizer step.
-
-        Args:
-            metrics: Detached scalars by name.
         """
         self.log_dict(dict(metrics), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
 
@@ -430,14 +408,11 @@ class PolicyModule(CheckpointMixin):
             self.log(key, epoch_metric, on_step=False, on_epoch=True, batch_size=1, metric_attribute="_epoch_metrics")
 
     def log_step(self, metrics: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
-        """Log metrics of a micro-batch, reduced over the micro-batches of its optimizer step and all ranks.
-
-        They are logged just before the optimizer's step.
+        """Log metrics before the optimizer's step, reduced over the step's micro-batches and all ranks.
 
         Args:
             metrics: Detached scalars by name, the same names in every micro-batch; ``loss`` is on the progress bar.
-            weight: Weight of this micro-batch in the average of plain scalars; 1 for the loss and other shares of a
-                mean over the step.
+            weight: Weight of this micro-batch in the average of plain scalars; 1 for shares of a mean over the step.
         """
         if self._trainer is not None:
             step = (id(self.trainer), self.trainer.global_step)

@@ -25,7 +25,7 @@ CLASSES = "module_classes"
 class CheckpointMixin(L.LightningModule):
     """Checkpoints and exports of a module whose children are Hugging Face models, built in ``configure_model``.
 
-    Weights that can be loaded again by name are left out of checkpoints.
+    Checkpoints leave out weights that can be loaded again by name.
     """
 
     frozen_children: ClassVar[tuple[str, ...]] = ("reference",)
@@ -38,22 +38,19 @@ class CheckpointMixin(L.LightningModule):
 
     @property
     def hparams_initial(self) -> Any:
-        """The hyperparameters that loggers write: as in checkpoints, all plain values."""
+        """The hyperparameters that loggers write: plain values, as in checkpoints."""
         return copy.deepcopy(self.hparams)
 
     def save_pretrained(
         self, folder: str | Path, *, child: str = "policy", adapter: bool = False, dtype: torch.dtype | None = None
     ) -> Path:
-        """Save a child and its tokenizer for ``from_pretrained`` and engines. A collective.
+        """Save a child and its tokenizer for ``from_pretrained`` and engines, and return the folder. A collective.
 
         Args:
-            folder: Made when missing.
+            folder: Created when missing.
             child: Name of the child.
             adapter: Save only its LoRA adapter, for peft, instead of merging it into the weights.
             dtype: Type of the saved weights; ``None``: their own.
-
-        Returns:
-            The folder.
 
         Raises:
             ValueError: If there is no such child, or its adapter is missing or not all that was trained.
@@ -80,7 +77,7 @@ class CheckpointMixin(L.LightningModule):
         return Path(folder)
 
     def loaded_by_name(self) -> Callable[[str], bool]:
-        """Return a test whether a name in the state dict is of a frozen child or of a frozen weight beside adapters."""
+        """Return a test whether a state-dict name is of a frozen child or of a frozen weight beside adapters."""
         children = tuple(f"{child}." for child in self.frozen_children)
         frozen = {f"{child}.{name}" for child, m in self.named_children() for name in frozen_weight_names(m)}
 
@@ -91,10 +88,7 @@ class CheckpointMixin(L.LightningModule):
         return by_name
 
     def configure_callbacks(self) -> list[Callback]:
-        """Add :class:`~rlhfkit.checkpoints.ExactResume`, which makes resumed runs exact.
-
-        A subclass with callbacks of its own returns ``[*super().configure_callbacks(), ...]``.
-        """
+        """Add :class:`~rlhfkit.checkpoints.ExactResume`; overrides return ``[*super().configure_callbacks(), ...]``."""
         there = any(isinstance(callback, ExactResume) for callback in callbacks_of(self.trainer))
         return [] if there else [ExactResume()]
 
@@ -121,7 +115,7 @@ class CheckpointMixin(L.LightningModule):
         self.configure_model()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; those that are loaded by name may be missing. Arguments are those of ``torch.nn.Module``.
+        """Load weights; those that are loaded by name may be missing.
 
         Raises:
             RuntimeError: If ``strict`` and names are missing or unknown; it lists them.

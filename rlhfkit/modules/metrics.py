@@ -16,8 +16,7 @@ _START: dict[Combination, float] = {"sum": 0.0, "max": -torch.inf, "min": torch.
 class EpochMetric(torchmetrics.Metric):
     """A :class:`~rlhfkit.losses.Metric` reduced over the micro-batches of an epoch, for ``LightningModule.log``.
 
-    Args:
-        example: The metric of the first micro-batch, which has the reduction and the device.
+    ``example``, the metric of the first micro-batch, gives the reduction and the device.
     """
 
     full_state_update = False
@@ -46,11 +45,9 @@ class StepMetrics:
         self._step: object = None
 
     def add(self, step: object, metrics: Mapping[str, Metric]) -> None:
-        """Add one micro-batch.
+        """Add one micro-batch, with the same names in each.
 
-        Args:
-            step: Identifies the optimizer step; metrics of another one, which was interrupted, are dropped.
-            metrics: Metrics by name, the same names in every micro-batch.
+        ``step`` identifies the optimizer step; metrics of another, interrupted step are dropped.
         """
         if step != self._step:
             self._step, self._metrics = step, {}
@@ -59,7 +56,7 @@ class StepMetrics:
             self._metrics[name] = metric if before is None else before.merge(metric)
 
     def take(self) -> dict[str, Tensor]:
-        """Return the values over all ranks and reset. A collective: one exchange for each kind of reduction."""
+        """Return the values over all ranks and reset. A collective with one exchange per kind of reduction."""
         metrics, self._metrics = self._metrics, {}
         values: dict[str, Tensor] = {}
         for combine in _START:
@@ -73,13 +70,7 @@ class StepMetrics:
 
 
 def as_metrics(metrics: Mapping[str, Any], weight: Tensor | float, device: torch.device) -> dict[str, Metric]:
-    """Make metrics of plain scalars, which are averaged, and move all of them to a device.
-
-    Args:
-        metrics: Scalars and metrics by name.
-        weight: Scalar, weight of the plain scalars in their averages (tokens, pairs).
-        device: Where they are reduced.
-    """
+    """Make metrics of plain scalars, averaged with ``weight`` (tokens, pairs), and move all metrics to a device."""
     found = {}
     for name, value in metrics.items():
         metric = cast(Metric, value if isinstance(value, Metric) else weighted_metric(value, weight))
@@ -90,5 +81,5 @@ def as_metrics(metrics: Mapping[str, Any], weight: Tensor | float, device: torch
 
 
 def _precise(state: Tensor) -> Tensor:
-    """Convert to float64, where the device has it: an epoch has many tokens."""
+    """Convert to float64 where the device has it, as an epoch has many tokens."""
     return state if state.device.type == "mps" else state.double()

@@ -8,20 +8,11 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_steps: int | None) -> float:
-    """Factor of the peak learning rate at a step, the same as in Transformers' schedules of these names.
+    """Factor in [0, 1] of the peak learning rate after ``step`` optimizer steps, as in Transformers' schedules.
 
-    It rises linearly from 0 to 1 during warm-up. Then it stays 1 (``constant``), or falls to 0 at the end of the run
-    along a line (``linear``) or half a cosine (``cosine``: Loshchilov and Hutter, 2017, arXiv:1608.03983, without
-    restarts).
-
-    Args:
-        step: Optimizer steps taken so far.
-        schedule: ``constant``, ``linear`` or ``cosine``.
-        warmup_steps: Optimizer steps of warm-up.
-        total_steps: Optimizer steps of the run; not needed for ``constant``.
-
-    Returns:
-        In [0, 1].
+    It rises linearly from 0 to 1 during warm-up, then stays 1 (``constant``; ``total_steps`` may be ``None``), or falls
+    to 0 at the end of the run along a line (``linear``) or half a cosine (``cosine``: Loshchilov and Hutter, 2017,
+    arXiv:1608.03983, without restarts).
     """
     if step < warmup_steps:
         return step / warmup_steps

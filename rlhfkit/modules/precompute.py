@@ -1,7 +1,6 @@
 """Outputs of a frozen model over a whole data set, computed once before training and cached on disk.
 
-They are the same in every epoch, so the model need not be held during training. The name of the cache file is a hash of
-everything that the numbers depend on.
+The name of the cache file is a hash of everything that the numbers depend on.
 """
 
 import logging
@@ -33,10 +32,9 @@ def tokens_fingerprint(examples: Iterable[TokenExample]) -> str:
 
 
 def model_fingerprint(model: str) -> str:
-    """Hash of a model folder (names and sizes of files, and both ends of each), or name and commit of a hub model.
+    """Hash of a model folder (names, sizes and both ends of its files), or name and commit of a hub model.
 
-    Args:
-        model: Folder or hub name; the folder of an adapter includes its base model.
+    The folder of an adapter includes its base model.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -56,12 +54,7 @@ def model_fingerprint(model: str) -> str:
 
 
 def token_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Indices of examples, longest first, in batches of at most ``max_tokens`` tokens or a single example.
-
-    Args:
-        lengths: Tokens of each example.
-        max_tokens: Tokens of a batch.
-    """
+    """Indices of examples, longest first, in batches of at most ``max_tokens`` tokens or a single example."""
     batches: list[list[int]] = []
     left = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -79,14 +72,11 @@ def load_or_compute(
     """Read tensors from disk, or compute and save them. A collective; only rank 0 reads and writes.
 
     Args:
-        key: Returns everything that the tensors depend on, identified by its ``repr``; called on rank 0.
-        folder: Where the files are; made when missing.
+        key: Called on rank 0; the ``repr`` of its result identifies the tensors.
+        folder: Created when missing.
         trainer: The running Trainer.
         compute: A collective that returns the same tensors on every rank.
-        what: What the tensors are, for the log.
-
-    Returns:
-        What ``compute`` returns.
+        what: Description of the tensors, for the log.
     """
     file, found = Path(), None
     if trainer.is_global_zero:

@@ -18,8 +18,8 @@ class PreferenceModule(PolicyModule):
     Losses are means over the pairs of the whole optimizer step, independent of micro-batches, ranks, padding and
     packing. Logged for the pairs of each step: ``loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``,
     ``rewards/accuracies`` (share of pairs whose chosen answer has the larger reward), ``logps/chosen``,
-    ``logps/rejected`` (nats per answer); with the suffix ``_epoch`` as exact means over the pairs of the epoch, and
-    with the prefix ``val/`` over the validation pairs.
+    ``logps/rejected`` (nats per answer). The suffix ``_epoch`` marks exact means over the epoch, the prefix ``val/``
+    those over the validation pairs.
     """
 
     batch_types = (PreferenceBatch,)
@@ -33,27 +33,19 @@ class PreferenceModule(PolicyModule):
     # ------------------------------------------------------------------ one micro-batch
 
     def prepare(self, batch: PreferenceBatch) -> PreferenceBatch:
-        """Add what the loss needs besides the policy's log-probs, e.g. those of a reference; here nothing."""
+        """Add inputs of the loss besides the policy's log-probs, e.g. those of a reference; none here."""
         return batch
 
     def policy_output(self, batch: PreferenceBatch) -> PolicyOutput:
-        """Log-probs of the tokens of both answers; tokens that both begin with go through the model once."""
+        """Log-probs of the tokens of both answers; their shared prefix goes through the model once."""
         return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
 
     def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
-        """Log-prob of each answer from those of its tokens, under the policy or a reference.
-
-        Args:
-            batch: B pairs.
-            logprobs: (2B, T-1).
-
-        Returns:
-            (2B,) sums over the tokens of each answer.
-        """
+        """(2B,) log-probs of the answers of B pairs, summed over their tokens from ``logprobs``, (2B, T-1)."""
         return sequence_logprobs(logprobs, batch.loss_mask)
 
     def pair_arguments(self, batch: PreferenceBatch, out: PolicyOutput) -> dict[str, Any]:
-        """Keyword arguments that all losses of pairs take, for example :func:`~rlhfkit.losses.simpo_loss`.
+        """Keyword arguments that all losses of pairs take, e.g. :func:`~rlhfkit.losses.simpo_loss`.
 
         Log-probs and lengths of both answers, and the number of pairs of the optimizer step.
         """
@@ -69,12 +61,7 @@ class PreferenceModule(PolicyModule):
         }
 
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
-        """The loss of one micro-batch; the one method to override for another objective.
-
-        Args:
-            batch: B pairs, after :meth:`prepare`.
-            out: Result of :meth:`policy_output`.
-        """
+        """The loss of one micro-batch of B pairs, after :meth:`prepare`; override it for another objective."""
         return self._pair_loss(**self.pair_arguments(batch, out))
 
     def _pair_loss(self, **arguments: Any) -> LossOutput:
@@ -82,7 +69,7 @@ class PreferenceModule(PolicyModule):
         raise NotImplementedError(f"{type(self).__name__} has to define loss()")
 
     def _check_loss(self, **arguments: Any) -> None:
-        """Compute the loss of one pair, which shows bad arguments now instead of an hour into the run."""
+        """Compute the loss of one pair, so that bad arguments raise before training."""
         zero, one = torch.zeros(1), torch.ones(1)
         self._pair_loss(chosen=zero, rejected=zero, chosen_lengths=one, rejected_lengths=one, **arguments)
 

@@ -22,11 +22,8 @@ from rlhfkit.validation import check_number
 class DPOModule(PreferenceModule, ReferenceModule):
     """Direct preference optimization: learning from preference pairs, regularized towards a reference model.
 
-    The reference is the model that training starts from: a frozen copy, the policy without its adapters, or log-probs
-    computed once before training, see :class:`ReferenceModule`. :class:`PreferenceModule` lists the metrics.
-
-    Override :meth:`loss` for another objective, or pass a function of :class:`~rlhfkit.losses.PreferencePairs` as
-    ``loss_type``::
+    :class:`ReferenceModule` describes the reference, :class:`PreferenceModule` the metrics. Override :meth:`loss` for
+    another objective, or pass a function of :class:`~rlhfkit.losses.PreferencePairs` as ``loss_type``::
 
         DPOModule("Qwen/Qwen3-0.6B", loss_type={"sigmoid": 1.0, "sft": 0.2}, precompute_ref_log_probs=True)
 
@@ -56,8 +53,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: More about the reference, see :class:`ReferenceModule`, and rarer settings of optimizer and model, see
-            :class:`PolicyModule`.
+        **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or two of them contradict each other.
@@ -149,7 +145,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         return super().uses_reference and not self.reference_free
 
     def precompute(self, examples: Any) -> None:
-        """Give preference pairs their reference log-probs, unless they have them."""
+        """Give preference pairs reference log-probs, unless they have them."""
 
         def logprobs(model: nn.Module, batch: PreferenceBatch) -> Tensor:
             return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
@@ -161,15 +157,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
     # ------------------------------------------------------------------ one micro-batch
 
     def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
-        """Log-prob of each answer, in which tokens beyond the shorter answer's length have the weight ``ld_alpha``.
-
-        Args:
-            batch: B pairs.
-            logprobs: (2B, T-1).
-
-        Returns:
-            (2B,).
-        """
+        """(2B,) log-probs of the answers; tokens beyond the shorter answer's length have the weight ``ld_alpha``."""
         alpha = self.ld_alpha
         if alpha is None:
             return super().answer_logprobs(batch, logprobs)
@@ -181,7 +169,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         """Add the reference's log-probs, unless they came with the data.
 
         Raises:
-            RuntimeError: If they were to be computed before training and the pairs do not have them.
+            RuntimeError: With ``precompute_ref_log_probs``, if the pairs do not have them.
         """
         if self.reference_free or batch.ref_logprobs is not None:
             return batch
@@ -202,20 +190,14 @@ class DPOModule(PreferenceModule, ReferenceModule):
     def pair_weights(self, batch: PreferenceBatch, out: PolicyOutput) -> Tensor:
         """(B,) weights of WPO: the policy's probability per token of writing both answers.
 
-        They need ``log Σ_v p_v²`` over the vocabulary, which is ``2 log p_t - log p'_t`` for any token t, where p' is
-        the distribution at temperature 1/2.
+        ``log Σ_v p_v²`` over the vocabulary is ``2 log p_t - log p'_t`` for any token t, with p' at temperature 1/2.
         """
         logprobs = out.logprobs.detach()
         weights = wpo_weights(logprobs, batch.loss_mask, 2 * logprobs - self.sharpened_logprobs(batch))
         return batch.chosen(weights) * batch.rejected(weights)
 
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
-        """The loss of one micro-batch; the one method to override for another objective.
-
-        Args:
-            batch: B pairs, after :meth:`prepare`.
-            out: Result of :meth:`policy_output`.
-        """
+        """The loss of one micro-batch of B pairs, after :meth:`prepare`; override it for another objective."""
         arguments = self.pair_arguments(batch, out)
         if batch.ref_logprobs is not None and not self.reference_free:
             arguments["ref_chosen"] = batch.chosen(batch.ref_logprobs)

@@ -31,8 +31,6 @@ class KTOModule(ReferenceModule):
     the mismatched pairs of the whole step, which go through the policy once without gradient and are summed over all
     ranks before the first loss. So neither it nor the gradient depends on micro-batches, ranks, padding or packing.
 
-    Override :meth:`loss` for another objective on the same log-probs.
-
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's default).
@@ -40,18 +38,16 @@ class KTOModule(ReferenceModule):
         desirable_weight: λ_D, weight of the desirable answers. For unbalanced data a warning suggests a value.
         undesirable_weight: λ_U, weight of the other answers.
         loss_type: ``kto``, or ``apo_zero_unpaired`` (D'Oosterlinck et al., 2024, arXiv:2408.06266), which needs no
-            reference point and so no mismatched pairs.
+            mismatched pairs.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
-            A step then costs the gradient pass and one pass without gradient for the reference point.
         weight_decay: AdamW's decoupled weight decay.
         warmup_steps: Optimizer steps of linear warm-up.
         lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: More about the reference, see :class:`ReferenceModule`, and rarer settings of optimizer and model, see
-            :class:`PolicyModule`.
+        **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -116,7 +112,7 @@ class KTOModule(ReferenceModule):
     # ------------------------------------------------------------------ the reference
 
     def precompute(self, examples: Any) -> None:
-        """Give answers and their mismatched ones reference log-probs; the prompt of both is computed once."""
+        """Give answers and their mismatched ones reference log-probs; their shared prompt is computed once."""
         if isinstance(examples, UnpairedExamples) and examples.ref_logprobs is None:
             measure = function_name(type(self).answer_logprobs)
             examples.ref_logprobs = self.computed_reference(_WithMismatched(examples), self._answer_logprobs, measure)
@@ -124,7 +120,7 @@ class KTOModule(ReferenceModule):
     # ------------------------------------------------------------------ forward
 
     def answer_logprobs(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
-        """(B,) log-prob of each completion from those of its tokens, (B, T-1); override it for another measure."""
+        """(B,) log-probs of completions from those of their tokens, (B, T-1); override it for another measure."""
         return sequence_logprobs(logprobs, batch.loss_mask)
 
     def _answer_logprobs(self, model: nn.Module, batch: TokenBatch) -> Tensor:
@@ -133,10 +129,10 @@ class KTOModule(ReferenceModule):
 
     @torch.no_grad()
     def reference_logprobs(self, batch: ReferencedBatch) -> Tensor:
-        """(B,) log-prob of each completion under the reference model, taken from the batch if it has them.
+        """(B,) log-probs of completions under the reference model, taken from the batch if it has them.
 
         Raises:
-            RuntimeError: If they were to be computed before training and the batch does not have them.
+            RuntimeError: With ``precompute_ref_log_probs``, if the batch does not have them.
         """
         if batch.ref_logprobs is not None:
             return batch.ref_logprobs
@@ -150,13 +146,7 @@ class KTOModule(ReferenceModule):
 
     @torch.no_grad()
     def kl_estimate(self, mismatched: Sequence[ReferencedBatch]) -> Tensor:
-        """The reference point of the loss, over all ranks. A collective.
-
-        Args:
-            mismatched: This rank's mismatched pairs of an optimizer step.
-
-        Returns:
-            Scalar, nats per sequence, 0 or more.
+        """The reference point (nats per sequence, at least 0) from the mismatched pairs of all ranks. A collective.
 
         Raises:
             ValueError: If there are none.
@@ -174,7 +164,7 @@ class KTOModule(ReferenceModule):
         return kto_kl_estimate(all_reduce(sums))
 
     def loss(self, batch: UnpairedBatch, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> LossOutput:
-        """The loss of one micro-batch; the one method to override for another objective.
+        """The loss of one micro-batch; override it for another objective.
 
         Args:
             batch: B labelled answers.
@@ -212,19 +202,14 @@ class KTOModule(ReferenceModule):
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self) -> None:
-        """Compute the reference's log-probs if they are precomputed, and check the weights of the two classes."""
+        """Precompute the reference's log-probs if asked to, and check the weights of the two classes."""
         super().on_train_start()
         parts = [part for part in data_sets(self.trainer.train_dataloader) if isinstance(part, UnpairedExamples)]
         labels = [wanted for part in parts for wanted in part.desirable]
         self.check_weights(sum(labels), len(labels) - sum(labels))
 
     def check_weights(self, desirable: int, undesirable: int) -> None:
-        """Warn if one class outweighs the other by more than the paper advises.
-
-        Args:
-            desirable: Number of desirable answers in the data.
-            undesirable: Number of the other answers.
-        """
+        """Warn if one class outweighs the other by more than the paper advises, given the numbers of their answers."""
         good, bad = self.desirable_weight, self.undesirable_weight
         if not (desirable and undesirable and good and bad):
             return
@@ -240,7 +225,7 @@ class KTOModule(ReferenceModule):
         )
 
     def training_step(self, batch: UnpairedBatch, batch_idx: int) -> Tensor:
-        """Compute and log the loss of one micro-batch; the first of an optimizer step estimates its reference point."""
+        """Compute and log the loss of one micro-batch; the first of a step estimates the reference point."""
         if self._has_reference_point and batch_idx % self.trainer.accumulate_grad_batches == 0:
             self.kl.copy_(self.kl_estimate(batch.mismatched))
         out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
@@ -257,11 +242,11 @@ class KTOModule(ReferenceModule):
         self.log_dict(self._class_metrics(self.kl), on_step=True, on_epoch=False, batch_size=1)
 
     def on_validation_epoch_start(self) -> None:
-        """Set the sums of training aside."""
+        """Save the sums of training until validation ends."""
         self._training_sums, self._sums = self._sums, torch.zeros(6)
 
     def validation_step(self, batch: UnpairedBatch, batch_idx: int) -> None:
-        """Log the mean loss over the validation answers; the first batch estimates the reference point of all."""
+        """Log the mean loss over the validation answers; the first batch estimates the reference point."""
         if self._has_reference_point and batch_idx == 0:
             self._validation_kl = self.kl_estimate(batch.mismatched)
         logprobs = self._answer_logprobs(self.policy, batch)

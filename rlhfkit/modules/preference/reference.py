@@ -41,10 +41,9 @@ AnswerLogprobs = Callable[[nn.Module, PreferenceBatch], Tensor]
 class ReferenceModule(PolicyModule):
     """A :class:`PolicyModule` that is compared with a reference model on data that is known before training.
 
-    The reference is the model that training starts from, in one of three forms: a frozen copy (the default), the policy
-    with its adapters switched off (with ``lora=...``; no copy), or log-probs computed once before training and cached
-    on disk (``precompute_ref_log_probs``; no copy). ``ref_model`` names another reference, and
-    ``ref_model_sync_steps`` moves the copy towards the policy.
+    The reference is the initial policy, in one of three forms: a frozen copy (the default), the policy with its
+    adapters switched off (with ``lora=...``), or log-probs computed once before training and cached on disk
+    (``precompute_ref_log_probs``).
 
     Args:
         model: Folder or hub name of the policy.
@@ -100,7 +99,7 @@ class ReferenceModule(PolicyModule):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether that is the model that training starts from."""
+        """Whether a reference model is used during training and is the initial policy."""
         return self.uses_reference and self.ref_model_name is None
 
     def configure_model(self) -> None:
@@ -132,20 +131,16 @@ class ReferenceModule(PolicyModule):
     def precompute(self, examples: Any) -> None:
         """Give a data set its reference log-probs by :meth:`computed_reference`; subclasses override it.
 
-        Args:
-            examples: Data set of a loader, or one source of a mixture; one of another type is left as it is.
+        ``examples`` is the data set of a loader, or one source of a mixture; other types are left unchanged.
         """
 
     def computed_reference(self, pairs: Pairs, logprobs: AnswerLogprobs, *details: Any) -> Tensor:
-        """Log-probs of all answers under the reference, from the cache if they are there. A collective.
+        """(N, 2) float32 reference log-probs of all answers on the CPU, computed or from the cache. A collective.
 
         Args:
             pairs: N pairs of answers, the same on every rank.
             logprobs: Computes those of a batch under a model.
-            *details: Whatever else the numbers depend on, identified by its ``repr``.
-
-        Returns:
-            (N, 2) float32 on the CPU.
+            *details: What else the numbers depend on, identified by ``repr``.
         """
 
         def key() -> list[Any]:
@@ -193,13 +188,13 @@ class ReferenceModule(PolicyModule):
             mix_into(self.reference, self.policy, self.ref_model_mixup_alpha)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the reference if it moves; otherwise it is loaded again by name."""
+        """Save a reference that moves; others are loaded again by name."""
         super().on_save_checkpoint(checkpoint)
         if self.ref_model_sync_steps is not None:
             checkpoint["reference"] = reference_weights(self.reference, keep=self.global_rank == 0)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network if it is not built yet, and restore a reference that moves."""
+        """Build the network if needed, and restore a reference that moves."""
         super().on_load_checkpoint(checkpoint)
         self._policy_is_initial = False
         if self.ref_model_sync_steps is not None and "reference" in checkpoint:
@@ -207,7 +202,7 @@ class ReferenceModule(PolicyModule):
 
 
 def data_sets(loaders: Any) -> list[Any]:
-    """The data sets of one StepLoader or several, as the Trainer holds them; for a mixture, its sources."""
+    """The data sets of the Trainer's StepLoader(s); for a mixture, its sources."""
     found: list[Any] = []
     for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
         if isinstance(loader, StepLoader):
@@ -219,17 +214,10 @@ def data_sets(loaders: Any) -> list[Any]:
 def compute_reference(
     examples: Pairs, model: nn.Module, logprobs: AnswerLogprobs, trainer: L.Trainer, *, max_tokens: int
 ) -> Tensor:
-    """Log-probs of all answers under a model, each rank computing its share. A collective.
+    """Log-probs of all answers of N pairs under a model, each rank computing its share. A collective.
 
-    Args:
-        examples: N pairs, the same on every rank.
-        model: The reference.
-        logprobs: Computes those of a batch under a model.
-        trainer: The running Trainer.
-        max_tokens: Tokens per forward pass.
-
-    Returns:
-        (N, 2) float32 on the CPU, chosen and rejected, the same on every rank.
+    ``max_tokens`` is the number of tokens per forward pass. Returns (N, 2) float32 on the CPU, chosen and rejected, the
+    same on every rank.
     """
     from tqdm.auto import tqdm
 
@@ -252,25 +240,14 @@ def compute_reference(
 
 @torch.no_grad()
 def mix_into(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
-    """``reference ← alpha * policy + (1 - alpha) * reference``, one weight at a time. A collective when sharded.
-
-    Args:
-        reference: Changed in place; bare or wrapped.
-        policy: A model of the same architecture.
-        alpha: In [0, 1].
-    """
+    """``reference ← alpha * policy + (1 - alpha) * reference``, in place. A collective when sharded."""
     for old, new in zip(unwrap(reference).parameters(), unwrap(policy).parameters(), strict=True):
         with full_parameters([new]), full_parameters([old], modifier_rank=0):
             old.lerp_(new.to(old.dtype), alpha)
 
 
 def reference_weights(reference: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Full weights on the CPU. A collective when sharded.
-
-    Args:
-        reference: Bare or wrapped.
-        keep: Whether this rank gets them; the others only take part.
-    """
+    """Full weights on the CPU, on ranks with ``keep``; the others only take part. A collective when sharded."""
     weights = {}
     for name, tensor in ModuleWeights(reference, check_finite=False):
         if keep:
@@ -280,12 +257,7 @@ def reference_weights(reference: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_reference_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Set the weights that :func:`reference_weights` returned, on all ranks. A collective.
-
-    Args:
-        reference: Changed in place; bare or wrapped.
-        weights: Those of rank 0 are used; the other ranks' may be empty.
-    """
+    """Set the weights that :func:`reference_weights` returned on rank 0, in place on all ranks. A collective."""
     for name, parameter in unwrap(reference).named_parameters():
         with full_parameters([parameter], modifier_rank=0):
             if name in weights:

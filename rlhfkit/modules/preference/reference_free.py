@@ -22,7 +22,7 @@ class SimPOModule(PreferenceModule):
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's default for DPO).
         beta: β; the paper uses 2.0 to 2.5. TRL's class default, 0.1, is DPO's.
-        gamma: γ, the margin in units of the reward (TRL's ``simpo_gamma``); the paper's values lie between 0.3 and 1.6.
+        gamma: γ, the margin in units of the reward (TRL's ``simpo_gamma``); 0.3 to 1.6 in the paper.
         alpha: Shape of the reward in AlphaPO (Gupta et al., 2025, arXiv:2501.03884); 0 is SimPO.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
         nll_coef: Weight of the mean negative log-likelihood per token of the chosen answers; above 0: CPO-SimPO.
@@ -32,7 +32,7 @@ class SimPOModule(PreferenceModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
+        **kwargs: See :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -108,7 +108,7 @@ class CPOModule(PreferenceModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
+        **kwargs: See :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -162,9 +162,9 @@ class CPOModule(PreferenceModule):
 
 
 class ORPOModule(PreferenceModule):
-    """ORPO (Hong et al., 2024, arXiv:2403.07691): supervised fine-tuning with a penalty on the odds ratio.
+    """ORPO (Hong et al., 2024, arXiv:2403.07691): supervised fine-tuning of a base model with an odds-ratio penalty.
 
-    It starts from a base model, without a stage of fine-tuning before. See :func:`~rlhfkit.losses.orpo_loss`.
+    See :func:`~rlhfkit.losses.orpo_loss`.
 
     Args:
         model: Folder or hub name of the policy.
@@ -176,7 +176,7 @@ class ORPOModule(PreferenceModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
+        **kwargs: See :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -20,8 +20,8 @@ BINS = 20
 class ScalarModule(PolicyModule):
     """Training and validation of a :class:`~rlhfkit.models.ScalarModel`, whose outputs are numbers instead of tokens.
 
-    The model is ``self.policy``, the name by which strategies and exporters know it. A subclass defines which outputs
-    are used (:meth:`scores`), the :meth:`loss`, and the probabilities that they predict (:meth:`predictions`).
+    The model is ``self.policy``, the name that strategies and exporters use. A subclass defines which outputs are used
+    (:meth:`scores`), the :meth:`loss`, and the probabilities that they predict (:meth:`predictions`).
 
     Args:
         model: Folder or hub name of a causal language model, or of a classifier of the right kind.
@@ -58,14 +58,9 @@ class ScalarModule(PolicyModule):
         return model
 
     def read(self, batch: TokenBatch, mask: Tensor) -> Tensor:
-        """Raw outputs of the model at some tokens; in training also computes the router's loss.
+        """(B, T) float32 raw outputs at the tokens of ``mask``, (B, T) bool; 0 at other tokens.
 
-        Args:
-            batch: B sequences.
-            mask: (B, T) bool, the tokens.
-
-        Returns:
-            (B, T) float32; 0 at other tokens.
+        In training it also computes the router's loss.
         """
         out = scalar_forward(self.policy, batch, mask, router_aux_loss=self.balances_routers)
         self._router_loss = out.router_aux_loss
@@ -79,12 +74,7 @@ class ScalarModule(PolicyModule):
         raise NotImplementedError(f"{type(self).__name__} has to define scores()")
 
     def loss(self, batch: Any, out: Tensor) -> LossOutput:
-        """The loss of one micro-batch.
-
-        Args:
-            batch: B sequences.
-            out: Result of :meth:`scores`.
-        """
+        """The loss of one micro-batch; ``out`` is the result of :meth:`scores`."""
         raise NotImplementedError(f"{type(self).__name__} has to define loss()")
 
     def predictions(self, batch: Any, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,19 +100,14 @@ class ScalarModule(PolicyModule):
         self._calibration = Calibration(self.device)
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Log the mean loss over the validation data, and count the rest."""
+        """Log the mean loss over the validation data, and update the other metrics."""
         out = self.scores(batch)
         self.update_metrics(batch, out)
         result = self.loss(batch, out)
         self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
 
     def update_metrics(self, batch: Any, out: Tensor) -> None:
-        """Add a validation batch to accuracy and calibration, which are logged at the end of the epoch.
-
-        Args:
-            batch: B sequences.
-            out: Result of :meth:`scores`.
-        """
+        """Add a validation batch, with its :meth:`scores`, to accuracy and calibration."""
         self._calibration.add(*self.predictions(batch, out))
 
     def on_validation_epoch_end(self) -> None:
@@ -135,8 +120,8 @@ class Calibration:
     """Accuracy, expected calibration error and Brier score of predicted probabilities.
 
     The expected calibration error is that of Guo et al. (2017, arXiv:1706.04599, equation 3) with 20 equal bins of the
-    predicted probability; the Brier score (1950) is ``mean (p - y)²``. All are computed from sums, so adding the sums
-    of all ranks gives the values over all data.
+    predicted probability; the Brier score (1950) is ``mean (p - y)²``. Adding the sums of all ranks gives the values
+    over all data.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -144,12 +129,7 @@ class Calibration:
         """(20, 5): in each bin the number of cases, and the sums of p, y, (p - y)² and of correct predictions."""
 
     def add(self, probability: Tensor, outcome: Tensor) -> None:
-        """Count cases.
-
-        Args:
-            probability: (N,) predicted p.
-            outcome: (N,) y: 0 or 1, or a known probability.
-        """
+        """Count cases with predicted probabilities p (N,) and outcomes y (N,): 0 or 1, or known probabilities."""
         p, y = probability.detach().double(), outcome.detach().double()
         correct = ((p >= 0.5) == (y > 0.5)).double()
         case = torch.stack([torch.ones_like(p), p, y, (p - y).square(), correct], -1)

@@ -19,9 +19,8 @@ class ProcessRewardModule(ScalarModule):
     (2023, arXiv:2312.08935), with soft ones. The loss is the mean over the steps of the whole optimizer step.
 
     The model is saved as a token classifier with two labels, of which 1 is *good* (TRL's format). It is trained on the
-    difference of the two outputs, which is all that their softmax depends on, so value and gradient are those of
-    cross-entropy on two labels. Unlike OpenRLHF's models, it does not use words of the vocabulary as labels, so the
-    (N, V) logits of a language model are never computed, and it can score a step at any token.
+    difference of the two outputs, with value and gradient of cross-entropy on two labels. Unlike OpenRLHF's models, its
+    labels are no words of the vocabulary, so (N, V) logits are never computed, and it can score a step at any token.
 
     Args:
         model: Folder or hub name of a causal language model, or of a token classifier with two labels.
@@ -33,7 +32,7 @@ class ProcessRewardModule(ScalarModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
+        **kwargs: See :class:`PolicyModule`.
     """
 
     stepwise: ClassVar[bool] = True
@@ -72,12 +71,7 @@ class ProcessRewardModule(ScalarModule):
         return self.read(batch, batch.step_ends)[:, 1:]
 
     def loss(self, batch: StepwiseBatch, out: Tensor) -> LossOutput:
-        """The loss of one micro-batch; the one method to override for another objective.
-
-        Args:
-            batch: B sequences.
-            out: Result of :meth:`scores`.
-        """
+        """The loss of one micro-batch of B sequences and their :meth:`scores`; override it for another objective."""
         return process_reward_loss(out, batch.labels, batch.loss_mask, denominator=batch.token_denominator)
 
     def predictions(self, batch: StepwiseBatch, out: Tensor) -> tuple[Tensor, Tensor]:

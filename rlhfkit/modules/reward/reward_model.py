@@ -26,9 +26,8 @@ class RewardModule(ScalarModule):
     Touvron et al., 2023, arXiv:2307.09288, section 3.2.2).
 
     Every validation epoch stores mean and standard deviation of the rewards of all validation answers in the model's
-    configuration (``mean`` and ``std``, OpenRLHF's names). They are saved with the model and normalize the rewards of
-    :meth:`predict_step` and :class:`~rlhfkit.rewards.models.ModelReward`; loss and metrics are of raw rewards. Without
-    validation data, rewards stay raw.
+    configuration (``mean`` and ``std``, OpenRLHF's names). They normalize the rewards of :meth:`predict_step` and
+    :class:`~rlhfkit.rewards.models.ModelReward`; loss and metrics are of raw rewards.
 
     Args:
         model: Folder or hub name of a causal language model, or of a reward model to continue with.
@@ -42,7 +41,7 @@ class RewardModule(ScalarModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
+        **kwargs: See :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -88,12 +87,7 @@ class RewardModule(ScalarModule):
         return self.read(batch, last_tokens(batch)).sum(-1)
 
     def loss(self, batch: PreferenceBatch, out: Tensor) -> LossOutput:
-        """The loss of one micro-batch; the one method to override for another objective.
-
-        Args:
-            batch: B pairs in 2B rows.
-            out: (2B,) raw rewards.
-        """
+        """The loss of B pairs with (2B,) raw rewards; override it for another objective."""
         return bradley_terry_loss(
             batch.chosen(out),
             batch.rejected(out),
@@ -140,7 +134,7 @@ class RewardModule(ScalarModule):
 
     @property
     def constants(self) -> tuple[float, float] | None:
-        """Mean and standard deviation in the model's configuration, which normalize rewards; ``None``: none yet."""
+        """Mean and standard deviation in the model's configuration, which normalize rewards; ``None``: not set."""
         config: Any = unwrap(self.policy).config
         mean, std = getattr(config, "mean", None), getattr(config, "std", None)
         return None if mean is None or std is None else (mean, std)
@@ -151,7 +145,7 @@ class RewardModule(ScalarModule):
         config.mean, config.std = values or (None, None)
 
     def on_fit_start(self) -> None:
-        """Remove the constants of an earlier training, unless it is resumed: they do not fit the new weights."""
+        """Remove the constants of an earlier training, unless it is resumed."""
         if self.trainer.ckpt_path is None:
             self.constants = None
 

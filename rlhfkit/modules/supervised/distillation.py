@@ -29,11 +29,8 @@ class DistillationModule(PolicyModule):
 
     The loss is ``(1 - c) * cross-entropy + c * divergence``, each the mean over the trained tokens of the whole
     optimizer step, independent of micro-batches, ranks, padding and packing. The teacher is a frozen model beside the
-    student, or its K likeliest tokens are computed once before training and cached on disk (``precompute_teacher``; the
-    teacher is not kept then). Student and teacher must have the same tokens. Logits exist for ``chunk_size`` tokens at
-    a time.
-
-    Override :meth:`compare` for another objective on the logits of both.
+    student, or its K likeliest tokens are computed once before training and cached on disk (``precompute_teacher``).
+    Student and teacher must have the same tokens. Override :meth:`compare` for another objective on the logits of both.
 
     Args:
         model: Folder or hub name of the student.
@@ -46,7 +43,7 @@ class DistillationModule(PolicyModule):
         distillation_coef: c in [0, 1]; 1 leaves the cross-entropy out (OpenRLHF's ``kd_coef`` is 0.4).
         top_k: Compare only the teacher's K likeliest tokens; ``None``: all.
         remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
-        precompute_teacher: Compute the teacher's K likeliest tokens of all examples before training; needs ``top_k``.
+        precompute_teacher: Compute the teacher's K likeliest tokens before training; needs ``top_k``.
         teacher_cache: Folder for them; ``None``: ``teacher_logprobs`` in the Trainer's ``default_root_dir``.
         chunk_size: Trained tokens whose logits exist at a time; changes memory and speed, not the result.
         max_tokens_per_forward: Tokens per forward pass of ``precompute_teacher``.
@@ -56,7 +53,7 @@ class DistillationModule(PolicyModule):
         attention: Transformers' ``attn_implementation``, of student and teacher.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
+        **kwargs: See :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range; when the models are loaded, if their tokens differ.
@@ -134,11 +131,7 @@ class DistillationModule(PolicyModule):
             self.teacher = self.build_teacher()
 
     def build_teacher(self) -> nn.Module:
-        """Load the teacher, frozen.
-
-        Raises:
-            ValueError: If it has other tokens than the student.
-        """
+        """Load the teacher, frozen; raises ValueError if its tokens differ from the student's."""
         return load_teacher(self.teacher_name, self)
 
     # ------------------------------------------------------------------ the loss
@@ -146,16 +139,15 @@ class DistillationModule(PolicyModule):
     def compare(
         self, student: Tensor, teacher: tuple[Tensor, Tensor | None], tokens: Tensor, denominator: float | None
     ) -> Tensor:
-        """Divergence and cross-entropy of some tokens; the one method to override for another objective.
+        """(2,) sums over tokens of divergence and cross-entropy, divided; override it for another objective.
+
+        Cross-entropy is 0 if it has no part in the loss.
 
         Args:
             student: (m, V) logits.
             teacher: (m, V) logits and ``None``; or (m, K) log-probs and their token ids.
             tokens: (m,) int64, the tokens of the data.
-            denominator: What the sums over tokens are divided by.
-
-        Returns:
-            (2,) the summed divergence and cross-entropy, both divided; the latter is 0 if it has no part in the loss.
+            denominator: What the sums are divided by.
         """
         values, ids = teacher
         if ids is None:  # models of one family pad their vocabulary to different sizes; no token has these ids
@@ -180,7 +172,7 @@ class DistillationModule(PolicyModule):
         return torch.stack([divergence, cross_entropy_loss(logprobs[None], mask, denominator=denominator).loss])
 
     def loss(self, batch: TokenBatch) -> LossOutput:
-        """The loss of one micro-batch; its metrics are divergence and cross-entropy, as shares of the step's means."""
+        """The loss of one micro-batch; its metrics are shares of the step's mean divergence and cross-entropy."""
         mask = batch.loss_mask
         teacher = self.teacher_rows(batch)
         denominator = batch.token_denominator or max(float(mask.sum()), 1.0)
@@ -203,7 +195,7 @@ class DistillationModule(PolicyModule):
         """The teacher's outputs for the trained tokens of a batch.
 
         Raises:
-            RuntimeError: If they were to be computed before training and the batch does not have them.
+            RuntimeError: With ``precompute_teacher``, if the batch does not have them.
         """
         if isinstance(batch, DistilledBatch):
             return lambda part: (batch.teacher_logprobs[part], batch.teacher_ids[part])
@@ -217,7 +209,7 @@ class DistillationModule(PolicyModule):
     # ------------------------------------------------------------------ the teacher, before training
 
     def _precompute(self, loaders: Any) -> None:
-        """Replace the examples of our loaders by ones with the teacher's likeliest tokens. A collective."""
+        """Replace the examples of rlhfkit's loaders by ones with the teacher's likeliest tokens. A collective."""
         if not self.precompute_teacher:
             return
         for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
@@ -227,7 +219,7 @@ class DistillationModule(PolicyModule):
                 loader.collate = collate_distilled
 
     def _load_or_compute(self, examples: TokenizedDataset) -> tuple[Tensor, Tensor]:
-        """:meth:`teacher_top_k`, from the cache if it is there; else by a teacher that is loaded for this pass only."""
+        """:meth:`teacher_top_k` from the cache, or by a teacher that is loaded for this pass only."""
         count = len(examples.lengths)
 
         def key() -> list[Any]:
@@ -246,13 +238,8 @@ class DistillationModule(PolicyModule):
     def teacher_top_k(self, examples: TokenizedDataset, teacher: nn.Module) -> tuple[Tensor, Tensor]:
         """The teacher's K likeliest tokens at every trained token, each rank computing its share. A collective.
 
-        Args:
-            examples: Tokenised sequences, the same on every rank.
-            teacher: A frozen model.
-
-        Returns:
-            (all trained tokens, K) float32 log-probs over the whole vocabulary and int32 ids, on the CPU, the same on
-            every rank.
+        ``examples`` are the same on every rank. Returns (all trained tokens, K) float32 log-probs over the whole
+        vocabulary and int32 ids, on the CPU, the same on every rank.
         """
         from tqdm.auto import tqdm
 

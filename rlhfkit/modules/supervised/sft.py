@@ -1,7 +1,6 @@
 """``SFTModule`` and ``DFTModule``: supervised fine-tuning on the tokens that the data marks.
 
-The data decides which tokens those are (:class:`rlhfkit.SFTDataModule`): completions, the assistant's turns, or whole
-texts as in pretraining.
+:class:`rlhfkit.SFTDataModule` marks completions, the assistant's turns, or whole texts as in pretraining.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ class SFTModule(PolicyModule):
     """Supervised fine-tuning by cross-entropy.
 
     The loss is the mean over the trained tokens of the whole optimizer step, independent of micro-batches, ranks,
-    padding and packing. Override :meth:`loss` for another objective on the same log-probs, as :class:`DFTModule` does.
+    padding and packing. Override :meth:`loss` for another objective on the same log-probs.
 
     Args:
         model: Folder or hub name of the policy.
@@ -31,7 +30,7 @@ class SFTModule(PolicyModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: Rarer settings of optimizer and model, see :class:`PolicyModule`.
+        **kwargs: See :class:`PolicyModule`.
     """
 
     batch_types = (TokenBatch,)
@@ -66,12 +65,7 @@ class SFTModule(PolicyModule):
         return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
 
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
-        """The loss of one micro-batch; the one method to override for another objective.
-
-        Args:
-            batch: B sequences.
-            out: Result of :meth:`policy_output`.
-        """
+        """The loss of one micro-batch of B sequences; override it for another objective."""
         return cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
@@ -83,7 +77,7 @@ class SFTModule(PolicyModule):
         return result.loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Log mean loss and negative log-likelihood over the validation tokens, however they are split into batches."""
+        """Log mean loss and negative log-likelihood over all validation tokens."""
         out = self.policy_output(batch)
         nll = cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator).loss
         losses = {"val/loss": self.loss(batch, out).loss, "val/nll": nll}
@@ -109,5 +103,5 @@ class DFTModule(SFTModule):
     """
 
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
-        """The loss of one micro-batch, see :meth:`SFTModule.loss`."""
+        """The loss of one micro-batch of B sequences; override it for another objective."""
         return dft_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)

@@ -8,11 +8,7 @@ from rlhfkit.modules.base import PolicyModule, freeze
 
 
 def load_teacher(name: str, student: PolicyModule) -> nn.Module:
-    """Load a teacher, frozen and without dropout.
-
-    Args:
-        name: Folder or hub name.
-        student: The module that learns from it; has the tokenizer, the type of the weights and the attention.
+    """Load a teacher, frozen and without dropout, with the weight type and attention of the student.
 
     Raises:
         ValueError: If the teacher has other tokens than the student.
