@@ -1,10 +1,9 @@
 """What a reward is, and how samples are scored with one.
 
-A reward is any callable that takes samples and returns one number for each, in order, or ``None`` where it cannot tell
-(such a sample is not trained on). It may be a plain function, an object with ``__call__``, or ``async``.
-
-Async rewards have a time limit. A synchronous reward runs in the caller's thread, where Python cannot stop it: a
-warning names one that runs long, and :class:`~rlhfkit.rewards.SandboxedReward` runs it in a process that can be killed.
+A reward is a callable, plain or async, that returns for each sample, in order, a number, or ``None`` if it cannot score
+it (the sample is then not trained on). Async rewards have a time limit. A synchronous reward runs in the caller's
+thread and cannot be stopped: a warning names one that runs long, and :class:`~rlhfkit.rewards.SandboxedReward` runs it
+in a process that can be killed.
 """
 
 import asyncio
@@ -42,13 +41,13 @@ number: its reward."""
 
 _LARGEST = torch.finfo(torch.float32).max
 
-_CANCEL_SECONDS = 5.0  # that a cancelled async reward has to return
+_CANCEL_SECONDS = 5.0  # for a cancelled async reward to return
 
 
 class Reward(Protocol):
-    """Anything that scores samples.
+    """A callable that scores samples.
 
-    A class may implement more: :class:`NamedReward`, :class:`RewardWithMetrics`, :class:`CompositeReward`,
+    A class may also implement :class:`NamedReward`, :class:`RewardWithMetrics`, :class:`CompositeReward` or
     :class:`TimeBoundedReward`.
 
     Example::
@@ -64,14 +63,14 @@ class Reward(Protocol):
 
 @runtime_checkable
 class NamedReward(Protocol):
-    """A reward with a name of its own for logs, see :func:`reward_name`."""
+    """A reward with its own name in logs, see :func:`reward_name`."""
 
     name: str
 
 
 @runtime_checkable
 class _FunctionLike(Protocol):
-    """A function, a class, or a callable that was decorated with ``functools.wraps``."""
+    """A function, a class, or a callable decorated with ``functools.wraps``."""
 
     __name__: str
 
@@ -96,7 +95,7 @@ class CompositeReward(Protocol):
 
 @runtime_checkable
 class TimeBoundedReward(Protocol):
-    """A reward whose calls always return in time, or that calls another one with :func:`evaluate`."""
+    """A reward whose calls always return in time, or that calls another reward with :func:`evaluate`."""
 
     time_bounded: bool
     """If true, no warning is given for a call that runs long."""
@@ -107,11 +106,7 @@ class RewardError(RuntimeError):
 
 
 def check_on_failure(on_failure: OnFailure) -> OnFailure:
-    """Return ``on_failure``, a number as float.
-
-    Raises:
-        ValueError: If it is another word, or a number that is not finite.
-    """
+    """Return ``on_failure``, a number as float; raises ``ValueError`` for other words and non-finite numbers."""
     if isinstance(on_failure, int | float) and not isinstance(on_failure, bool) and math.isfinite(on_failure):
         return float(on_failure)
     if on_failure in ("mask", "stop"):
@@ -123,11 +118,7 @@ def check_on_failure(on_failure: OnFailure) -> OnFailure:
 
 
 def reward_after_failure(on_failure: OnFailure, message: str) -> float | None:
-    """Return the reward of a sample whose scoring failed: ``None`` for ``"mask"``, else the number.
-
-    Raises:
-        RewardError: With the message, if ``on_failure`` is ``"stop"``.
-    """
+    """Return the reward after a failure, ``None`` for ``"mask"``; raises :class:`RewardError` for ``"stop"``."""
     if on_failure == "stop":
         raise RewardError(message)
     return None if on_failure == "mask" else float(on_failure)
@@ -145,10 +136,7 @@ def reward_name(reward: Any) -> str:
 
 
 def part_names(reward: Any) -> list[str] | None:
-    """Return the names that a reward will leave in ``reward_parts``; ``None`` if only its calls can tell.
-
-    ``None`` for a reward means that nothing is scored.
-    """
+    """Return a reward's keys in ``reward_parts``: none for ``None``; ``None`` if only a call can tell."""
     if reward is None:
         return []
     if not isinstance(reward, CompositeReward):
@@ -158,15 +146,12 @@ def part_names(reward: Any) -> list[str] | None:
 
 
 def reward_metrics(reward: Reward) -> dict[str, float]:
-    """Return what a reward reports about its calls since it was last asked, such as the fraction that failed.
-
-    Empty for a reward without a method ``metrics()``.
-    """
+    """Return a reward's metrics since the last call; empty if it has no method ``metrics()``."""
     return dict(reward.metrics()) if isinstance(reward, RewardWithMetrics) and callable(reward.metrics) else {}
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average metrics over the ranks that have them. A rank that scored nothing has none."""
+    """Average each metric over the ranks that have it; a rank that scored nothing has none."""
     names = sorted({name for part in parts for name in part})
     return {name: fmean(part[name] for part in parts if name in part) for name in names}
 
@@ -176,8 +161,8 @@ def score_samples(
 ) -> None:
     """Score samples in place: set ``reward`` and ``reward_parts`` of each.
 
-    A reward that is not composite is its own only part. A part that could not be scored is NaN in ``reward_parts``, so
-    that all samples have parts of the same names.
+    A reward that is not composite is its own only part. A part that could not be scored is NaN, so that all samples
+    have the same parts.
 
     Args:
         reward: What to score with.
@@ -209,12 +194,9 @@ def evaluate(
     timeout: float = TIMEOUT,
     warn_after: float = WARN_AFTER,
 ) -> dict[str, list[float | None]]:
-    """Call several rewards on the same samples, the async ones concurrently, and check what they return.
+    """Call several rewards on the same samples, the async ones concurrently, and return the checked values by name.
 
-    Arguments and errors are those of :func:`score_samples`; ``timeout`` holds for each async reward.
-
-    Returns:
-        Checked values by the rewards' names.
+    Arguments and errors are those of :func:`score_samples`; ``timeout`` applies to each async reward.
     """
     before = _fingerprints(samples)
     results = {name: _call(name, reward, samples, warn_after) for name, reward in rewards.items()}
@@ -238,8 +220,8 @@ def _fingerprints(samples: Sequence[Sample]) -> list[tuple[int, int]]:
 
 
 def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: float) -> Any:
-    """Call a reward, with a warning if it runs long, unless it bounds its own time."""
-    given = list(samples)  # a list of its own: sorting it or removing from it does not change the caller's
+    """Call a reward; warn if it runs long, unless it bounds its own time."""
+    given = list(samples)  # a copy: the reward may sort it or remove from it
     bounded = isinstance(reward, TimeBoundedReward) and reward.time_bounded
     if bounded or isinstance(reward, CompositeReward):
         return _call_with_context(name, reward, given)
@@ -252,7 +234,7 @@ def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: floa
 
 
 def _call_with_context(name: str, reward: Reward, samples: list[Sample]) -> Any:
-    """Call a reward; add its name to errors, and replace those that say too little or would end the process."""
+    """Call a reward; add its name to errors, and replace ``SystemExit`` and ``KeyError`` by :class:`RewardError`."""
     try:
         return _materialize(reward(samples), len(samples))
     except SystemExit as error:
@@ -272,17 +254,14 @@ def _call_with_context(name: str, reward: Reward, samples: list[Sample]) -> Any:
 
 
 def _materialize(values: Any, count: int) -> Any:
-    """Turn a generator into a list of at most ``count + 1`` values.
-
-    Iterating runs the reward's code, so it belongs to the call; and a generator may never end.
-    """
+    """Turn a generator into a list of at most ``count + 1`` values, since it may be endless; its code runs here."""
     if inspect.isawaitable(values) or isinstance(values, Sized) or not isinstance(values, Iterable):
         return values
     return list(itertools.islice(values, count + 1))
 
 
 def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float, count: int) -> dict[str, Any]:
-    """Await results in an event loop in a thread of its own: the caller's loop (a notebook's) is already running."""
+    """Await results in an event loop in a new thread: the caller's loop (a notebook's) is already running."""
 
     async def one(name: str, awaitable: Awaitable[Any]) -> Any:
         try:
@@ -316,7 +295,7 @@ def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float, count: int) -> 
 
 
 def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | None]:
-    """Return the values as floats and ``None``; an error names the value that is wrong."""
+    """Return the values as floats and ``None``; errors name the wrong value."""
     rule = "a reward returns one finite number or None for each sample, in order"
     try:
         ordered = isinstance(values, Sized) and not isinstance(values, str | bytes | Mapping | Set)
@@ -352,18 +331,10 @@ def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | 
 
 @contextmanager
 def warn_if_slow(what: str, advice: str, *, after: float = WARN_AFTER) -> Iterator[None]:
-    """Warn, from another thread, while the block runs: after ``after`` seconds, and each time that has doubled.
+    """While the block runs, warn from another thread after ``after`` seconds, and each time that has doubled.
 
-    Python cannot stop a thread, so a call that hangs blocks its caller for good. The warning shows the line that it is
-    at.
-
-    Args:
-        what: What is being called, for the message.
-        advice: What to do about it, for the message.
-        after: Seconds until the first warning.
-
-    Raises:
-        ValueError: If ``after`` is not positive.
+    The warning shows the line that is running. ``what`` is being called, ``advice`` says what to do; both are for the
+    message. Raises ``ValueError`` if ``after`` is not positive.
     """
     check_number("after", after, above=0, why="it is in seconds")
     caller = threading.get_ident()
@@ -373,7 +344,7 @@ def warn_if_slow(what: str, advice: str, *, after: float = WARN_AFTER) -> Iterat
     def watch() -> None:
         interval = after
         while not finished.wait(interval):
-            interval = time.monotonic() - started  # the next warning comes when this time has passed again
+            interval = time.monotonic() - started  # warn again after the same time
             frame = sys._current_frames().get(caller)
             lines = "".join(traceback.format_stack(frame)[-2:]) if frame is not None else ""
             log.warning("%s has been running for %.3g s. %s\nIt is at:\n%s", what, interval, advice, lines)

@@ -9,7 +9,7 @@ from rlhfkit.rewards.sandbox.process import CallResult
 
 
 class CallMetrics:
-    """Count calls, from any thread, until :meth:`take` is called; ``name`` is the prefix of each metric."""
+    """Count calls, from any thread, until :meth:`take`; ``name`` is the prefix of each metric."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,11 +26,10 @@ class CallMetrics:
             self._outcomes.append((outcome.status, outcome.seconds))
 
     def take(self) -> dict[str, float]:
-        """Return the metrics since the last call of this method.
+        """Return the metrics since the last call of this method; empty if nothing was counted.
 
-        Returns:
-            ``<name>/timeout_fraction``, ``<name>/failed_fraction`` (timeouts included), ``<name>/seconds_p50`` and
-            ``<name>/seconds_p99`` (quantiles); empty if there was no call.
+        ``<name>/timeout_fraction``, ``<name>/failed_fraction`` (timeouts included), and the quantiles
+        ``<name>/seconds_p50`` and ``<name>/seconds_p99``.
         """
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []

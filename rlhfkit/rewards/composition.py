@@ -16,7 +16,7 @@ Normalization = Callable[[Tensor, Tensor], Tensor]
 
 
 class WeightedSum:
-    """The weighted sum of named rewards; each part is logged by its name, before weighting.
+    """The weighted sum of named rewards; each part is logged by name, before weighting.
 
     Example::
 
@@ -37,15 +37,13 @@ class WeightedSum:
         """Create the reward.
 
         Args:
-            parts: Name to ``(reward, weight)``, or to a reward, whose weight is then 1.
-            missing: What a ``None`` in a part does: ``"none"`` makes the sample's total ``None`` too, ``"skip"`` leaves
-                the part out of the sum (a sample without any part is ``None`` either way).
-            normalize: Applied to the values of each part before weighting, so that a part with large values does not
-                dominate: :func:`~rlhfkit.losses.group_advantages` gives each part mean 0 and standard deviation 1
-                    within
-                the samples of a prompt. With ``GRPOModule(advantage_scale="batch")`` that is GDPO (Liu et al., 2026,
-                arXiv:2601.05242). Values of a prompt with a single sample, as in greedy validation, stay as they are.
-                ``None``: no normalisation.
+            parts: Name to ``(reward, weight)``, or to a reward with weight 1.
+            missing: Effect of a ``None`` in a part: ``"none"``: the total is ``None`` too; ``"skip"``: the part is left
+                out of the sum (a sample without any part gets ``None`` either way).
+            normalize: Applied to the values of each part before weighting; ``None``: no normalisation.
+                :func:`~rlhfkit.losses.group_advantages` gives each part mean 0 and standard deviation 1 within the
+                samples of a prompt; with ``GRPOModule(advantage_scale="batch")`` that is GDPO (Liu et al., 2026,
+                arXiv:2601.05242). Values of a prompt with a single sample, as in greedy validation, are not normalised.
             timeout: Time limit of each async part in seconds.
             **more: Further parts.
 
@@ -97,7 +95,7 @@ class WeightedSum:
         return {name: value for reward in self.rewards.values() for name, value in reward_metrics(reward).items()}
 
     def _normalized(self, name: str, column: list[float | None], samples: Sequence[Sample]) -> list[float | None]:
-        """Normalise a part's values where a prompt has several samples; missing values stay missing."""
+        """Normalise a part's values for prompts with several samples; missing values stay missing."""
         assert self.normalize is not None
         group = torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64)
         _, place, members = torch.unique(group, return_inverse=True, return_counts=True)

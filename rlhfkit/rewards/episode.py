@@ -25,8 +25,8 @@ class EpisodeReward:
         """Create the reward.
 
         Args:
-            truncated: The reward of an episode that reached its limit of turns or tokens: ``"keep"``: what it has
-                earned so far; ``"mask"``: ``None`` (it is not trained on).
+            truncated: Reward of an episode that reached its limit of turns or tokens: ``"keep"``: the sum so far;
+                ``"mask"``: ``None`` (it is not trained on).
 
         Raises:
             ValueError: If ``truncated`` is neither.
@@ -56,10 +56,9 @@ class EpisodeReward:
 
 
 class OnLastTurn:
-    """Apply another reward to the policy's last turn as the completion.
+    """Apply another reward to the policy's last turn only.
 
-    The text of a whole episode contains what the environment wrote, where a reward could find an answer that the policy
-    has not given.
+    The text of a whole episode includes what the environment wrote, in which a reward could find the answer.
 
     Example::
 
@@ -67,7 +66,7 @@ class OnLastTurn:
     """
 
     time_bounded: ClassVar[bool] = True
-    """No warning for this class: ``evaluate`` gives one for the inner reward, under its name."""
+    """No warning for this class: ``evaluate`` warns about the inner reward by its name."""
 
     def __init__(self, reward: Reward) -> None:
         """Wrap a reward.

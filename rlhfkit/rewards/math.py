@@ -2,8 +2,7 @@
 
 math-verify (Kydlíček and Gandenberger, https://github.com/huggingface/Math-Verify) finds the answer in the text and
 compares it with SymPy. Its time limits are signal alarms, which work in a main thread only, and parts of SymPy cannot
-be interrupted at all. So it runs in child processes (:mod:`rlhfkit.rewards.sandbox`), which are killed and replaced
-when they do not answer.
+be interrupted at all, so it runs in child processes (:mod:`rlhfkit.rewards.sandbox`) that can be killed.
 """
 
 import importlib.util
@@ -34,11 +33,11 @@ class MathMatch:
     """Every call returns in time."""
 
     def __init__(self, *, timeout: int = 5, workers: int | None = None) -> None:
-        """Set the limits; nothing is started before the first call.
+        """Set the limits; no process is started before the first call.
 
         Args:
-            timeout: Time limit in seconds for each of three steps: parse the reference, parse the completion, compare
-                (math-verify's default).
+            timeout: Time limit in seconds of each of three steps: parse the reference, parse the completion, compare
+                (default: math-verify's).
             workers: Number of processes; ``None``: one per core, at most 4.
 
         Raises:
@@ -106,7 +105,7 @@ def _shared() -> MathMatch:
 def math_match(samples: Sequence[Sample]) -> list[float | None]:
     """1 where the completion's final answer equals the reference answer mathematically, else 0.
 
-    :class:`MathMatch` is the same with other limits.
+    :class:`MathMatch` does the same with other limits.
 
     Raises:
         ImportError: If math-verify is not installed.

@@ -1,8 +1,7 @@
 """The grader that runs in the child processes of :mod:`rlhfkit.rewards.math`; imports math-verify only.
 
-Symbolic algebra can take forever on what a policy writes (``9^{9^{9^9}}``), partly in C code that no signal interrupts.
-So each call has three limits: math-verify's own alarm, which works because this is a main thread; then a watchdog
-thread in C that ends the process; then the sandbox.
+Symbolic algebra can take forever (``9^{9^{9^9}}``), partly in C code that no signal interrupts. So each call has three
+limits: math-verify's alarm, which works in this main thread; a watchdog thread in C that ends the process; the sandbox.
 """
 
 import faulthandler
@@ -18,7 +17,7 @@ def gold_text(answer: str) -> str:
 def grade(answer: str, text: str, timeout: int) -> float | None:
     """1 if the text's final answer equals ``answer``, 0 if not, ``None`` if ``answer`` cannot be parsed.
 
-    ``timeout`` is in seconds, for each of the three steps.
+    ``timeout`` is the limit of each of the three steps in seconds.
     """
     from math_verify import parse, verify
 
@@ -29,14 +28,14 @@ def grade(answer: str, text: str, timeout: int) -> float | None:
 
 
 def make_grader(timeout: int) -> Callable[[dict[str, str]], float | None]:
-    """Return the function that grades one job; ``timeout`` is that of :func:`grade`."""
+    """Return the function that grades one job; ``timeout`` as in :func:`grade`."""
     grade("1", "$1$", timeout)  # imports and warms up
 
     def graded(job: dict[str, str]) -> float | None:
         faulthandler.dump_traceback_later(3 * timeout + 1, exit=True, file=sys.stderr)
         try:
             return grade(job["answer"], job["text"], timeout)
-        except Exception:  # math-verify catches its own; whatever is left is no match
+        except Exception:  # math-verify catches its own errors; any other is no match
             return 0.0
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -1,7 +1,7 @@
 """``ModelReward`` and ``ProcessModelReward``: the scores of trained reward models.
 
-The models read the token ids that were sampled: text is not tokenised again unless the reward model has another
-tokenizer or dialogue format, which ``text=`` handles.
+The models read the sampled token ids, unless ``text=`` writes a text for a reward model with another tokenizer or
+dialogue format.
 """
 
 import math
@@ -57,14 +57,13 @@ class ModelReward:
         Args:
             model: Folder or hub name.
             normalized: Shift and scale by the mean and standard deviation in the model's configuration, if it has them.
-            text: Writes what the model reads, for models with another tokenizer or chat template than the policy's.
-                ``None``: prompt and completion as the token ids they are.
+            text: Writes the text that the model reads, for models with another tokenizer or chat template than the
+                policy's; ``None``: the token ids of prompt and completion.
             max_tokens_per_forward: Tokens per forward pass.
-            dtype: Type of the weights: ``"float32"``, ``"bfloat16"`` ...; the head computes in float32 always.
-            device: Where it runs; ``None``: the process's accelerator, which a Trainer sets to the rank's own, else
-                the CPU.
+            dtype: Type of the weights: ``"float32"``, ``"bfloat16"`` ...; the head always computes in float32.
+            device: Where it runs; ``None``: the process's accelerator (set to the rank's by a Trainer), else the CPU.
             attention: Transformers' ``attn_implementation``; ``None``: packed attention where the model allows it.
-            trust_remote_code: Run Python code that comes with the model. Off unless asked.
+            trust_remote_code: Run Python code that comes with the model.
             name: Name in logs.
 
         Raises:
@@ -89,8 +88,8 @@ class ModelReward:
         """Return the reward of each sample.
 
         Raises:
-            ValueError: If the samples are of another tokenizer than the model's, or have no token ids, and there is no
-                ``text``; or one is longer than the model's context.
+            ValueError: If there is no ``text`` and samples have no token ids or another tokenizer than the model's, or
+                if one is longer than the model's context.
         """
         if not samples:
             return []
@@ -144,7 +143,7 @@ class ModelReward:
         self._loaded = model.requires_grad_(False).eval().to(device)
 
     def _sampled(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Return the sampled token ids, if the reward model's tokenizer decodes them to the same text."""
+        """Return the sampled token ids; raises ``ValueError`` if there are none or they are of another tokenizer."""
         known = self._loaded.config.get_text_config().vocab_size
         texts = self._tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
         for sample, text in zip(samples, texts, strict=True):
@@ -164,8 +163,8 @@ class ModelReward:
 class ProcessModelReward(ModelReward):
     r"""Scores samples with a process reward model: a token classifier with two labels, of which 1 is *good*.
 
-    A step ends at the token that completes a separator, as in ``StepwiseDataModule``; a last step that was sampled
-    without one gets one, in place of the end-of-sequence token.
+    A step ends at the token that completes a separator, as in ``StepwiseDataModule``. If the last step has no
+    separator, one replaces the end-of-sequence token.
 
     Example::
 
@@ -188,10 +187,10 @@ class ProcessModelReward(ModelReward):
 
         Args:
             model: Folder or hub name.
-            separator: What a step ends with in the data that the model was trained on.
+            separator: End of a step in the model's training data.
             reduction: ``min`` (Math-Shepherd, Wang et al., 2023, arXiv:2312.08935), ``prod`` (Lightman et al., 2023,
                 arXiv:2305.20050), ``mean`` or ``last``.
-            text: See :class:`ModelReward`; steps are then found in all of the text, the prompt included.
+            text: See :class:`ModelReward`; steps are then found in the whole text, the prompt included.
             name: Name in logs.
             **kwargs: Arguments of :class:`ModelReward`.
 
@@ -213,7 +212,7 @@ class ProcessModelReward(ModelReward):
         return [self._in_steps(one.input_ids, start) for one, start in zip(read, starts, strict=True)]
 
     def _in_steps(self, token_ids: list[int], start: int) -> TokenExample:
-        """Mark where steps end after the first ``start`` tokens, which are the prompt."""
+        """Mark where steps end, after the ``start`` tokens of the prompt."""
         special = set(self._tokenizer.all_special_ids) - {*self._separator_ids}
         while len(token_ids) > start and token_ids[-1] in special:
             token_ids = token_ids[:-1]
@@ -225,12 +224,9 @@ class ProcessModelReward(ModelReward):
         return TokenExample(token_ids, [position in marked for position in range(len(token_ids))])
 
     def _step_ends(self, token_ids: list[int]) -> list[int]:
-        """Find the tokens that complete a separator.
-
-        Tokens are decoded one by one: one may hold a part of a separator, or several.
-        """
+        """Find the tokens that complete a separator, each decoded alone: it may hold a part of one, or several."""
         pieces = self._tokenizer.batch_decode([[token] for token in token_ids])
-        behind = list(accumulate(len(piece) for piece in pieces))  # characters up to and with each token
+        behind = list(accumulate(len(piece) for piece in pieces))  # number of characters up to and including each token
         found = re.finditer(re.escape(self.separator), "".join(pieces))
         return sorted({bisect_left(behind, match.end()) for match in found})
 

@@ -10,11 +10,7 @@ from rlhfkit.validation import check_integer
 
 
 def required_answer(sample: Sample, reward: str) -> Any:
-    """Return the reference answer of a sample's prompt; ``reward`` is the caller's name, for the message.
-
-    Raises:
-        ValueError: If the prompt has no answer.
-    """
+    """Return the reference answer of a sample's prompt; raises ``ValueError`` for ``reward`` if it has none."""
     if sample.prompt.answer is None:
         raise ValueError(
             f"{reward} compares with the prompt's answer, but prompt {sample.prompt.index} has none: name the column "
@@ -39,10 +35,10 @@ class ExactMatch:
         ignore_punctuation: bool = False,
         collapse_spaces: bool = False,
     ) -> None:
-        """Set how completion and answer are normalised. White space at both ends never counts.
+        """Set how completion and answer are normalised; white space at both ends never counts.
 
         Args:
-            pattern: Regular expression; its last match (the first group, if it has one) is compared, and a completion
+            pattern: Regular expression whose last match (the first group, if it has one) is compared; a completion
                 without a match is wrong. ``None``: the whole completion.
             ignore_case: Compare case-folded.
             ignore_punctuation: Remove punctuation (Unicode categories P*).

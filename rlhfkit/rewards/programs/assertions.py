@@ -1,9 +1,8 @@
 """Tests that are evaluated outside of the program: the calls they make, and the conditions on the results.
 
-A test is an expression over calls, such as ``add(1, 2) == 3`` or ``sorted(primes(10)) == [2, 3, 5, 7]``. The program
-gets the arguments of one call at a time and returns a value as plain data. Everything else is computed here, by an
-evaluator that knows a few operators and functions on plain data and executes no code of the test or the program. The
-program never sees the expected values.
+A test is an expression over calls, such as ``sorted(primes(10)) == [2, 3, 5, 7]``. The program gets the arguments of
+one call at a time and returns plain data; it never sees expected values. The evaluator here knows a few operators and
+functions on plain data, and executes no code of the test or the program.
 """
 
 import ast
@@ -25,12 +24,12 @@ class Call(Protocol):
     """Calls a function of the program."""
 
     def __call__(self, function: str, method: str | None, arguments: list[Any], keywords: dict[str, Any], /) -> Any:
-        """Return its value; raises :class:`TestFailed` if there is none."""
+        """Return its value; raises :class:`TestFailed` if it has none."""
         ...
 
 
 class TestFailed(Exception):
-    """The test does not hold: the program raised, or Python would have raised."""
+    """The test fails: the program raised, or Python would have raised."""
 
     __test__ = False  # not collected by pytest
 
@@ -38,7 +37,7 @@ class TestFailed(Exception):
 def equal_values(left: Any, right: Any) -> bool:
     """Whether two plain values have the same types and are equal, at every level.
 
-    Numbers that are not booleans compare by value (``2 == 2.0``, which tests rely on), sets and frozensets by elements.
+    Numbers other than booleans compare by value (``2 == 2.0``, as tests expect), sets and frozensets by elements.
     """
     if isinstance(left, OpaqueValue) or isinstance(right, OpaqueValue):
         return False
@@ -73,18 +72,14 @@ def _typed(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A function of the program, arguments, and the expected value."""
+    """A call of the program's function, and the expected value."""
 
     function: str
     arguments: tuple[Any, ...]
     expected: Any = field(hash=False)
 
     def passes(self, call: Call) -> bool:
-        """Whether the call returns the expected value.
-
-        Raises:
-            TestFailed: If it returns nothing.
-        """
+        """Whether the call returns the expected value; raises :class:`TestFailed` if it returns nothing."""
         return equal_values(call(self.function, None, list(self.arguments), {}), self.expected)
 
 
@@ -94,16 +89,12 @@ class ParsedAssertions:
 
     conditions: tuple[ast.expr, ...]
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Functions of the program, by their names in the test where those differ."""
+    """Name in the test to the function's name in the program, where they differ."""
     shadowed: str = ""
-    """The name of a function of the program that is also the name of a built-in."""
+    """A function of the program with the name of a built-in."""
 
     def passes(self, call: Call) -> bool:
-        """Whether all assertions hold.
-
-        Raises:
-            TestFailed: If one cannot be evaluated.
-        """
+        """Whether all assertions hold; raises :class:`TestFailed` if one cannot be evaluated."""
         return all(_truth(_Evaluator(self, call).value(condition)) for condition in self.conditions)
 
 
@@ -115,8 +106,7 @@ def _truth(value: Any) -> bool:
 def parse_assertions(test: str) -> ParsedAssertions | None:
     """Parse a test into assertions that can be evaluated outside; ``None`` if it contains anything else.
 
-    Args:
-        test: Assert statements, or ``def check(candidate): ...`` of such statements and a call of it (HumanEval).
+    Accepts assert statements, or ``def check(candidate): ...`` of these and a call of it (HumanEval).
     """
     try:
         statements = _relevant(ast.parse(test).body)
@@ -145,7 +135,7 @@ def parse_assertions(test: str) -> ParsedAssertions | None:
 
 
 def _relevant(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Remove statements that test nothing: docstrings, ``pass``, ``import math`` and HumanEval's ``METADATA``."""
+    """Remove docstrings, ``pass``, ``import math`` and HumanEval's ``METADATA``, which test nothing."""
 
     def idle(one: ast.stmt) -> bool:
         match one:
@@ -317,16 +307,12 @@ class _Evaluator:
     call: Call
 
     def value(self, node: ast.AST) -> Any:
-        """Return the value of an expression.
-
-        Raises:
-            TestFailed: If it has none.
-        """
+        """Return the value of an expression; raises :class:`TestFailed` if it has none."""
         try:
             return self._value(node)
         except TestFailed:
             raise
-        except Exception as error:  # a wrong type, a missing key: what the same test would have raised
+        except Exception as error:  # a wrong type or missing key, as in Python
             raise TestFailed(f"{type(error).__name__}: {error}") from None
 
     def _value(self, node: ast.AST | None) -> Any:

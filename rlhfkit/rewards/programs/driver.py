@@ -1,14 +1,13 @@
 """The interpreter that a program runs in. Run as a program by :mod:`rlhfkit.rewards.programs.worker`.
 
-It is started without ``site``, whose import can take longer than the program, and sets up what programs expect from it.
-What it needs after the program has started is bound to local names before, so that a program that patches modules
-affects only itself. Modes:
+It starts without ``site``, which can take longer to import than the program, and sets up what programs expect from it.
+Names used after the program has started are bound before, so that a program that patches modules affects only itself.
 
 - ``run``: the program is ``__main__``, with its standard input and output.
-- ``calls``: the program is a module. Requests on one pipe name a function and its arguments; values are returned on
-  another. The expected values are neither in this process nor inside the sandbox.
-- ``assertions``: test code runs in the program's interpreter. This is the only way to run tests that are more than
-  calls, and a hostile program can forge their result (see ``CodeExecution``).
+- ``calls``: the program is a module. One pipe brings function names and arguments, another returns values. Expected
+  values are neither in this process nor inside the sandbox.
+- ``assertions``: test code runs in the program's interpreter, for tests that are more than calls; a hostile program can
+  forge their result (see ``CodeExecution``).
 """
 
 import importlib.util

@@ -1,7 +1,6 @@
 """Evaluate a program from outside the sandbox: send inputs and arguments, and compare what it returns.
 
-The program gets inputs and arguments only. The expected values stay on this side, which reads the program's answers as
-plain data.
+Expected values stay on this side, which reads the program's answers as plain data.
 """
 
 import secrets
@@ -23,7 +22,7 @@ CallWorker = Callable[[Any, float], CallResult]
 
 
 class SandboxError(Exception):
-    """The sandbox gave no answer, so nothing is known about the program; ``outcome`` says what happened instead."""
+    """The sandbox gave no answer, so nothing is known about the program; ``outcome`` says why."""
 
     def __init__(self, outcome: CallResult) -> None:
         super().__init__(outcome.message)
@@ -32,13 +31,10 @@ class SandboxError(Exception):
 
 @dataclass(slots=True)
 class ProgramEvaluation:
-    """Evaluates one program on its tests.
+    """Evaluates one program (``program``: its source) on its tests, with calls of its sandbox's worker.
 
-    Args:
-        call_worker: Calls the worker of its sandbox.
-        program: Source code.
-        timeout: Time limit in seconds of one run: one input, or all calls or assertions together.
-        own_pid_namespace: Whether the sandbox has a PID namespace.
+    ``timeout`` is the limit of one run in seconds: one input, or all calls or assertions together.
+    ``own_pid_namespace`` says whether the sandbox has a PID namespace.
     """
 
     call_worker: CallWorker
@@ -51,10 +47,9 @@ class ProgramEvaluation:
     _deadline: float = 0.0
 
     def count_passed(self, tests: ProgramTests, compare: Callable[[str, str], bool]) -> int:
-        """Run the tests and return how many pass; ``compare`` says whether an output equals the expected one.
+        """Run the tests and count those that pass; raises :class:`SandboxError` if the sandbox gives no answer.
 
-        Raises:
-            SandboxError: If the sandbox gives no answer.
+        ``compare`` says whether an output equals the expected one.
         """
         started = time.monotonic()
         try:
@@ -67,18 +62,18 @@ class ProgramEvaluation:
             self.seconds = time.monotonic() - started
 
     def _count_outputs(self, tests: ProgramTests, compare: Callable[[str, str], bool]) -> int:
-        """Count the passed inputs, each in a run of its own."""
+        """Count the inputs that pass, each in a separate run."""
         count = 0
         for text, expected in zip(tests.inputs, tests.outputs, strict=True):
             self._deadline = time.monotonic() + self.timeout
             output = self._text({"do": "run", "program": self.program, "input": text})
             count += output is not None and compare(output, expected)
-            if self.timed_out:  # a program that hangs on one input mostly hangs on the others
+            if self.timed_out:  # a program that hangs on one input usually hangs on others
                 break
         return count
 
     def _count_calls(self, tests: list[ParsedAssertions | CallTest]) -> int:
-        """Count the passed tests that are evaluated here, with one interpreter for all calls."""
+        """Count the tests that pass, evaluated here, with one interpreter for all calls."""
         if not self._open("calls"):
             return 0
         count = 0
@@ -91,7 +86,7 @@ class ProgramEvaluation:
         return count
 
     def _count_in_process(self, tests: list[str]) -> int:
-        """Count the passed assertions that run in the program's interpreter; success is reported by a random token."""
+        """Count the assertions that pass in the program's interpreter, which reports success by a random token."""
         if not self._open("assertions"):
             return 0
         count = 0

@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 class CodeExecution:
     """The fraction of a row's tests that the Python program in the completion passes.
 
-    Each program has a sandbox of its own that ends with it, and each of its runs a new interpreter. A program that
-    hangs, crashes or exceeds a limit fails its tests, as does a completion without a program.
+    Each program has its own sandbox, and each of its runs a new interpreter. A program that hangs, crashes or exceeds a
+    limit fails its tests, as does a completion without a program.
 
     Tests are evaluated outside of the sandbox: the program gets inputs, or the arguments of one call at a time, and its
-    results are compared here, as plain data, by type and value. Expected values never enter the sandbox. Assertions of
-    the form ``assert f(arguments) == expected`` (and sets, ``sorted``, ``abs(... - x) < e``, ``math.isclose``,
-    HumanEval's ``check``) are evaluated this way. **Any other assertion runs inside the program's interpreter, where a
+    results are compared as plain data, by type and value. Expected values never enter the sandbox. This covers
+    assertions of the form ``assert f(arguments) == expected`` (and sets, ``sorted``, ``abs(... - x) < e``,
+    ``math.isclose``, HumanEval's ``check``). **Any other assertion runs inside the program's interpreter, where a
     program can forge its result**; a warning names the first such test.
 
-    A program runs on this machine's kernel, so a vulnerability of the kernel is one of the sandbox: run the trainer in
-    a container or virtual machine that holds nothing of value if the trained model may attack it. ``docs/security.md``
-    says which machine provides which isolation.
+    Programs use this machine's kernel and can exploit its vulnerabilities: if the trained model may attack the trainer,
+    run it in a container or virtual machine that holds nothing of value. ``docs/security.md`` lists the isolation that
+    each machine provides.
 
     Example::
 
@@ -69,29 +69,28 @@ class CodeExecution:
         allow_partial_isolation: bool = False,
         name: str = "code_execution",
     ) -> None:
-        """Set the columns and limits; nothing is started before the first call.
+        """Set the columns and limits; no process is started before the first call.
 
         Args:
             tests: Column of the tests, in a form that :func:`~rlhfkit.rewards.programs.parsing.parse_tests` reads.
-            setup: Column of code that runs before the program, such as imports, in the same interpreter.
+            setup: Column of code, such as imports, that runs before the program in the same interpreter.
             extract: Finds the program in the completion; returns ``None`` if there is none.
             compare: Whether an output equals the expected one.
             all_or_nothing: 1 if all tests pass, else 0, instead of the fraction.
             max_tests: Use the first tests only; ``None``: all.
-            timeout: Time limit in seconds of one run: one input, or all calls together. After a run that took longer
-                the other tests of the program count as failed.
+            timeout: Time limit in seconds of one run: one input, or all calls together. After a timeout the program's
+                other tests count as failed.
             workers: Programs that run concurrently; ``None``: one per core.
-            on_failure: What happens to samples whose program could not be run or whose result was lost, which a program
-                can cause: a number (their reward), ``"mask"`` or ``"stop"``.
+            on_failure: Reward where a program could not be run or its result was lost, which a program can cause: a
+                number, ``"mask"`` (not trained on) or ``"stop"`` (an error).
             memory_gib: Address space of each process in GiB, and memory of all processes of a program together.
             processes: Processes and threads of a program.
             file_mib: MiB that a program may write.
             output_mib: MiB that a run may print, and size limit of a returned value as text.
             network: Whether programs may use the network.
             backend: What sets up the isolation, see :data:`~rlhfkit.rewards.sandbox.isolation.Backend`.
-            allow_partial_isolation: Run programs also where this machine cannot isolate them from the files that the
-                trainer reads, from the trainer, or from the network. Otherwise that is an error that names the missing
-                layer.
+            allow_partial_isolation: Run programs even if this machine cannot isolate them from the trainer, the files
+                it reads, or the network, instead of raising an error that names the missing layer.
             name: Name in logs.
 
         Raises:
@@ -166,7 +165,7 @@ class CodeExecution:
         return [0.0 if program is None else next(evaluated) for program in programs]
 
     def _evaluate(self, sample: Sample, tests: ProgramTests, program: str, call_worker: CallWorker) -> float | None:
-        """Return the reward of one program; called in a thread of its own, with a sandbox of its own."""
+        """Return the reward of one program; runs in a thread and a sandbox of its own."""
         own_pid_namespace = "processes" in (self.sandbox.isolation or ())
         setup = str(sample.prompt.metadata.get(self.setup) or "") if self.setup is not None else ""
         code = f"{setup}\n{program}" if setup else program
@@ -180,7 +179,7 @@ class CodeExecution:
         return float(passed == tests.count) if self.all_or_nothing else passed / tests.count
 
     def _warn_of_forgeable_tests(self, samples: Sequence[Sample], tests: Sequence[ProgramTests]) -> None:
-        """Warn once that there are tests whose result the program can forge."""
+        """Warn once if there are tests whose result the program can forge."""
         for sample, test in zip(samples, tests, strict=True):
             free = [code for code, assertions in zip(test.assertions, test.parsed, strict=True) if assertions is None]
             if free and not self._warned:
@@ -194,10 +193,7 @@ class CodeExecution:
                 )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since this was last called: fraction of programs that timed out or failed, and seconds, per program.
-
-        See :class:`~rlhfkit.rewards.call_metrics.CallMetrics`.
-        """
+        """Metrics per program since the last call, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""
         return self._metrics.take()
 
     def close(self) -> None:
@@ -205,7 +201,7 @@ class CodeExecution:
         self.sandbox.close()
 
     def _after_failure(self, sample: Sample, outcome: CallResult) -> float | None:
-        """Return the reward of a sample whose program could not be run to its end."""
+        """Return the reward of a sample whose program could not be run to the end."""
         which = f"prompt {sample.prompt.index}, sample {sample.sample_index}"
         how = f"could not be run to its end: {outcome.status}: {outcome.message}"
         message = f"reward {self.name!r}: the program of {which} {how}"

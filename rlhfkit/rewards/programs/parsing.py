@@ -16,13 +16,13 @@ _PYTHON = ("", "python", "python3", "py")
 
 
 def last_code_block(text: str) -> str | None:
-    """Return the last closed block between fences of three backticks whose language is Python or not given."""
+    """Return the last closed block in fences of three backticks whose language is Python or missing."""
     programs = [block for language, block in _blocks(text) if language.strip().lower() in _PYTHON]
     return programs[-1] if programs else None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield language and content of closed blocks, in one pass over the lines: a policy may write many fences."""
+    """Yield language and content of closed blocks in one pass over the lines, since a policy may write many fences."""
     language: str | None = None
     content: list[str] = []
     for line in text.split("\n"):
@@ -61,7 +61,7 @@ class ProgramTests:
 
     @property
     def parsed(self) -> tuple[ParsedAssertions | None, ...]:
-        """Each assertion as one that is evaluated outside of the program; ``None`` if it has to run inside."""
+        """Each assertion parsed for evaluation outside of the program; ``None`` if it has to run inside."""
         return tuple(map(parse_assertions, self.assertions))
 
     def first(self, count: int | None) -> "ProgramTests":
@@ -72,13 +72,9 @@ class ProgramTests:
 def parse_tests(given: Any) -> ProgramTests:
     """Parse tests as data sets write them: MBPP and HumanEval (code), APPS, TACO and CodeContests (inputs and outputs).
 
-    Args:
-        given: A list of assert statements, a list of ``{"input": ..., "output": ...}``, ``{"inputs": [...], "outputs":
-            [...]}``, a list of ``{"function": ..., "arguments": [...], "expected": ...}``, JSON text of one of these,
-            or the code of one test.
-
-    Raises:
-        ValueError: If it is something else, or empty.
+    ``given`` is a list of assert statements, a list of ``{"input": ..., "output": ...}``, ``{"inputs": [...],
+    "outputs": [...]}``, a list of ``{"function": ..., "arguments": [...], "expected": ...}``, JSON text of one of
+    these, or the code of one test. Raises ``ValueError`` if it is empty or anything else.
     """
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
         try:

@@ -1,9 +1,8 @@
 """Python values as plain data, exchanged between a program and its tests; parsing them executes no code.
 
-JSON has ``None``, booleans, numbers, texts and lists. All else is an object with a single key: ``{"tuple": [...]}``,
+JSON has ``None``, booleans, numbers, texts and lists. All else is an object with one key: ``{"tuple": [...]}``,
 ``{"set": [...]}``, ``{"frozenset": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"bytes": hexadecimal}``,
-``{"complex": [real, imaginary]}``, ``{"range": [start, stop, step]}``, and ``{"other": [type name, truth value]}`` for
-any other object.
+``{"complex": [real, imaginary]}``, ``{"range": [start, stop, step]}``, or ``{"other": [type name, truth value]}``.
 
 Loaded by path beside programs; standard library only.
 """
@@ -16,28 +15,24 @@ MAX_DEPTH = 100
 """Maximum nesting of containers."""
 
 MAX_RANGE_LENGTH = 100_000
-"""Maximum number of elements of a range, whose text is short whatever its length."""
+"""Maximum number of elements of a range."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpaqueValue:
-    """An object that is not plain data. It equals nothing; only the name of its type and its truth value are known."""
+    """An object that is not plain data: it equals nothing, and only its type's name and its truth value are known."""
 
     name: str
     truth: bool
 
 
 def dumps(value: Any) -> str:
-    """Return a value as text. Subclasses of plain types are written as those, NumPy scalars as Python numbers."""
+    """Return a value as text; subclasses of plain types become those types, NumPy scalars Python numbers."""
     return json.dumps(_plain(value, MAX_DEPTH))
 
 
 def loads(text: str | bytes) -> Any:
-    """Parse the text of a value, which may be written by anyone.
-
-    Raises:
-        ValueError: If it is not the text of a value.
-    """
+    """Parse the text of a value, which may be hostile; raises ``ValueError`` if it is invalid."""
     try:
         return _value(json.loads(text), MAX_DEPTH)
     except (RecursionError, TypeError) as error:  # unhashable elements

@@ -1,7 +1,7 @@
 """The function that runs in the processes of ``CodeExecution``: it starts programs and calls them.
 
-Loaded by path; standard library only. The program is another process, a new interpreter each time. What it writes is
-passed on as text, up to a limit, and parsed outside; expected outputs and values are not here.
+Each program runs in a new interpreter process. Its output is passed on as text, up to a limit, and parsed outside;
+expected outputs and values are not here. Loaded by path; standard library only.
 """
 
 import contextlib
@@ -24,9 +24,8 @@ _POLL = 0.02  # seconds between two checks whether a program has ended
 def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the function that executes jobs.
 
-    Args:
-        packages: Folders of installed packages, separated as in ``PATH``.
-        output_limit: Maximum size of an output or an answer in bytes.
+    ``packages`` are folders of installed packages, separated as in ``PATH``; ``output_limit`` is the maximum size of an
+    output or an answer in bytes.
     """
     if sys.platform == "linux":  # deny the program access to this process: ptrace, /proc/.../mem, pidfd_getfd
         ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
@@ -35,8 +34,7 @@ def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[
     def do(job: dict[str, Any]) -> dict[str, Any]:
         """Execute a job: ``run`` a program on an input, ``open`` one for calls or tests, or ``ask`` it.
 
-        Returns:
-            ``text`` (an output, or a line; ``None`` after a failure or if it is too long), and ``timeout``.
+        Returns ``text`` (an output or a line; ``None`` after a failure or if it is too long) and ``timeout``.
         """
         deadline = time.monotonic() + job.get("seconds", 0.0)
         if job["do"] == "run":
@@ -60,7 +58,7 @@ def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[
 
 
 class _Program:
-    """One interpreter with a program; ``mode`` is that of the driver.
+    """An interpreter with a program; ``mode`` is the driver's.
 
     ``own_pid_namespace``: whether all processes that can be signalled from here belong to the sandbox.
     """
@@ -94,7 +92,7 @@ class _Program:
             self._close(self.input, self.output)
 
     def run(self, source: str, text: bytes, limit: int, deadline: float) -> dict[str, Any]:
-        """Send a program and its input, and return what it writes until it ends, up to ``limit`` bytes."""
+        """Send a program and its input, and return its output, up to ``limit`` bytes."""
         output = self._exchange({self.requests: _line(source), self.input: text}, self.output, limit, deadline)
         if output is None:  # above the limit
             return {"text": None, "timeout": False}
@@ -111,7 +109,7 @@ class _Program:
         return {"text": text, "timeout": text is None and time.monotonic() >= deadline}
 
     def end(self) -> None:
-        """Kill the interpreter and what it has started."""
+        """Kill the interpreter and the processes it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -133,7 +131,7 @@ class _Program:
     ) -> bytes | None:
         """Write texts, and read up to the end of a line or of the output; ``None`` if that is too long.
 
-        Unless lines are exchanged, descriptors are closed once their text is written.
+        Without ``line``, each descriptor is closed once its text is written.
         """
         read = bytearray()
         pending = {descriptor: memoryview(text) for descriptor, text in writes.items()}

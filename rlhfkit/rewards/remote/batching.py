@@ -26,20 +26,15 @@ class _Request:
 class Batcher:
     """Collects samples of several requests and scores them with one call.
 
-    A batch is closed when it has ``max_batch`` samples or its first request is ``max_wait`` old; requests that arrive
-    while a batch is being scored wait for the next. A request is never split. If a batch fails, its requests are scored
-    one by one, so that only those that cause an error fail; after a timeout all of them fail. Scoring happens in a
-    single thread, so a model needs no locks.
+    A batch is closed when it has ``max_batch`` samples or its first request is ``max_wait`` seconds old. A request is
+    never split. If a batch fails, its requests are scored one by one, so that only those that cause an error fail;
+    after a timeout all fail. A single thread scores, so a model needs no locks.
     """
 
     def __init__(
         self, score: Callable[[Sequence[Sample]], Scores], *, max_batch: int = 256, max_wait: float = 0.005
     ) -> None:
-        """Set the function that scores, and the limits; ``max_wait`` is in seconds.
-
-        Raises:
-            ValueError: If an argument is out of range.
-        """
+        """Set the function that scores, and the limits; raises ``ValueError`` if one is out of range."""
         check_integer("max_batch", max_batch, minimum=1)
         check_number("max_wait", max_wait, minimum=0, why="it is in seconds")
         self.score = score
@@ -57,12 +52,12 @@ class Batcher:
 
     def start(self) -> None:
         """Start the thread."""
-        # A daemon, so that a reward that hangs does not keep the process from ending.
+        # A daemon: a reward that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name="rlhfkit-batcher", daemon=True)
         self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Score the waiting requests, then end the thread; wait ``timeout`` seconds for that."""
+        """Score the waiting requests, then end the thread; wait for it up to ``timeout`` seconds."""
         if self._thread is None:
             return
         self._requests.put(None)
@@ -72,10 +67,9 @@ class Batcher:
         self._thread = None
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
-        """Add one request of samples, which may be empty.
+        """Add one request of samples, which may be empty, and return a future of the scores.
 
-        Returns:
-            A future of the scores. If it is cancelled before its batch starts, the request is not scored.
+        A request whose future is cancelled before its batch starts is not scored.
         """
         request = _Request(list(samples))
         self._requests.put(request)

@@ -22,7 +22,7 @@ Doubled after each further failure, up to a minute, and at least as long as the 
 
 
 MAX_RETRY_AFTER = 3600.0
-"""Maximum of seconds that a server's ``Retry-After`` is respected."""
+"""Maximum number of seconds taken from a server's ``Retry-After``."""
 
 _MAX_COOLDOWN = 60.0  # seconds
 
@@ -31,7 +31,7 @@ class ServerUnavailable(Exception):
     """The server is down, slow, overloaded or broken; the request may be retried."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
-        """Create the error; ``retry_after`` is the number of seconds that the server asked to wait."""
+        """Create the error; ``retry_after`` is the wait in seconds that the server asked for."""
         super().__init__(message)
         self.retry_after = retry_after
 
@@ -42,7 +42,7 @@ class InvalidResponse(Exception):
 
 @dataclass(eq=False)
 class Endpoint:
-    """A server as one client sees it."""
+    """A server as seen by one client."""
 
     url: str
     outstanding: int = 0
@@ -53,7 +53,7 @@ class Endpoint:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Count a request, and its failure if it raises :class:`ServerUnavailable`."""
+        """Count a request, and its failure if the block raises :class:`ServerUnavailable`."""
         self.outstanding += 1
         try:
             yield
@@ -69,21 +69,17 @@ class Endpoint:
 
 
 def least_outstanding(endpoints: Sequence[Endpoint], avoided: set[Endpoint]) -> Endpoint:
-    """Return the endpoint with the fewest outstanding requests; of equals the first.
-
-    Those in cooldown come after the others, and those in ``avoided`` last.
-    """
+    """Return the first endpoint with the fewest requests; those in cooldown come later, those in ``avoided`` last."""
     now = time.monotonic()
     return min(endpoints, key=lambda one: (one in avoided, one.cooldown_until > now, one.outstanding))
 
 
 async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout: float, max_bytes: int) -> bytes:
-    """Post JSON and return the body of the response, of at most ``max_bytes``.
-
-    ``timeout`` is the time limit in seconds of the whole exchange, so that a response that trickles in is bounded too.
+    """Post JSON and return the response's body, of at most ``max_bytes``; ``timeout`` limits the whole exchange.
 
     Raises:
-        ServerUnavailable: If there is no connection or no response in time, or the status is 5xx, 408 or 429.
+        ServerUnavailable: If there is no connection or no response in ``timeout`` seconds, or the status is 5xx, 408 or
+            429.
         InvalidResponse: If the response is too large, or the status any other than 200.
     """
     import httpx
@@ -110,9 +106,9 @@ async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout
 
 
 def parse_retry_after(header: str | None) -> float:
-    """Seconds that a ``Retry-After`` header asks for (RFC 9110, section 10.2.3: a number of seconds, or a date).
+    """Seconds that a ``Retry-After`` header asks for, a number or a date (RFC 9110, section 10.2.3).
 
-    0 without a header or for a malformed one, and at most :data:`MAX_RETRY_AFTER`.
+    0 for a missing or malformed header, and at most :data:`MAX_RETRY_AFTER`.
     """
     if header is None:
         return 0.0

@@ -32,10 +32,10 @@ class RemoteReward:
 
     Samples are sent in batches, several at a time, each to the server with the fewest outstanding requests. Temporary
     failures (no connection, no response in time, status 5xx, 408 or 429) are retried, on another server if there is
-    one; permanent ones (any other status, an invalid response) are not. Responses are JSON and checked: one finite
-    number or null per sample.
+    one; any other status or an invalid response is not. Responses are JSON, checked to hold one finite number or null
+    per sample.
 
-    TLS certificates are verified, redirects are not followed, and proxies named in the environment are not used.
+    TLS certificates are verified; redirects are not followed; proxies in the environment are not used.
 
     Example::
 
@@ -65,8 +65,8 @@ class RemoteReward:
 
         Args:
             urls: ``http://`` or ``https://`` addresses, without user and password.
-            token: Secret that the servers ask for. ``token_variable`` is better: a token given here is in every pickle
-                of the reward.
+            token: Secret that the servers require. Prefer ``token_variable``: this one is in every pickle of the
+                reward.
             token_variable: Environment variable that holds the secret.
             wire_format: Format of requests and responses; ``None``: :class:`SampleFormat`. :class:`OpenRLHFFormat` is
                 for OpenRLHF's servers.
@@ -76,10 +76,10 @@ class RemoteReward:
             retries: Maximum number of retries of a batch.
             backoff: Seconds before the first retry once every server has failed; doubled each time up to 30, plus a
                 random part of up to ``backoff``. A server's ``Retry-After`` is respected.
-            total_timeout: Time limit of one call in seconds, after which the remaining samples have failed. Below the
-                600 s after which ``score_samples`` gives up on a reward altogether.
-            on_failure: What happens to samples that could not be scored: ``"stop"`` raises an error, ``"mask"`` leaves
-                them out of training, a number is their reward. A warning says how many there were and why.
+            total_timeout: Time limit of one call in seconds, after which the remaining samples have failed; keep it
+                below the 600 s of ``score_samples``.
+            on_failure: What happens to samples that could not be scored: ``"stop"``: an error; ``"mask"``: not trained
+                on; a number: their reward. A warning says how many there were and why.
             ssl_ca_certs: File of certificate authorities (PEM) to verify the servers with; ``None``: the system's.
             max_response_bytes: Maximum size of one response.
             name: Name in logs.
@@ -145,9 +145,9 @@ class RemoteReward:
         return [value for batch in scored for value in batch]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since this was last called: fraction of failed samples, number of retries, mean seconds of a request.
+        """Metrics since the last call: fraction of failed samples, number of retries, mean seconds of a request.
 
-        Empty if nothing was scored, so that ranks that do not score do not count in a mean over ranks.
+        Empty if nothing was scored, so that a mean over ranks leaves out ranks that do not score.
         """
         tally, self._counters = self._counters, _Counters()
         if not tally.samples:
@@ -178,7 +178,7 @@ class RemoteReward:
 
 @dataclass
 class _Counters:
-    """Numbers behind the metrics."""
+    """Counts behind the metrics."""
 
     samples: int = 0
     failed: int = 0
@@ -187,13 +187,13 @@ class _Counters:
     seconds: float = 0.0
 
     def add(self, call: "_Counters") -> None:
-        """Add the numbers of one call."""
+        """Add the counts of one call."""
         for counted in fields(self):
             setattr(self, counted.name, getattr(self, counted.name) + getattr(call, counted.name))
 
 
 class _Call:
-    """One call of a reward: its connections, and what it knows about the servers."""
+    """One call of a reward: its connections and endpoints."""
 
     def __init__(self, reward: RemoteReward, client: "httpx.AsyncClient", endpoints: list[Endpoint]) -> None:
         self.reward = reward
@@ -206,7 +206,7 @@ class _Call:
         self.deadline = asyncio.get_running_loop().time() + reward.total_timeout
 
     async def scored(self, batch: list[Sample]) -> list[float | None]:
-        """Return the rewards of a batch, failures replaced according to ``on_failure``."""
+        """Return the rewards of a batch; ``on_failure`` decides those of failed samples."""
         rewards: list[float | None] = []
         for sample, value in zip(batch, await self._values(batch), strict=True):
             if isinstance(value, str):
@@ -220,7 +220,7 @@ class _Call:
         return rewards
 
     async def _values(self, batch: list[Sample]) -> list[float | str | None]:
-        """Return a server's value for each sample, or a text that says why there is none."""
+        """Return for each sample a server's value, or a text that says why there is none."""
         content = self._encoded(batch)
         try:
             async with asyncio.timeout_at(self.deadline), self.slots:
@@ -268,7 +268,7 @@ class _Call:
             self.seconds += time.monotonic() - started
 
     def _attempts(self, asked: set[Endpoint]) -> "AsyncRetrying":
-        """Attempts for one batch: other servers at once, then all again with increasing delays."""
+        """Attempts for one batch: each server without delay, then all again with increasing delays."""
         from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
         rounds = itertools.count()  # over all servers; tenacity's own waits count attempts

@@ -61,11 +61,7 @@ class SampleBody(_Body):
     text: str = ""
 
     def sample(self) -> Sample:
-        """Convert to a sample.
-
-        Raises:
-            ValueError: If the mask is not as long as the tokens.
-        """
+        """Convert to a sample; raises ``ValueError`` if the mask is not as long as the tokens."""
         count = len(self.token_ids)
         prompt = self.prompt
         return Sample(
@@ -81,13 +77,13 @@ class SampleBody(_Body):
 
 
 class ScoreBody(_Body):
-    """The body of ``POST /score``. Samples stay encoded, so that limits are checked before all are decoded."""
+    """The body of ``POST /score``; samples are decoded later, after the limits are checked."""
 
     samples: list[msgspec.Raw]
 
 
 class QueryBody(msgspec.Struct):
-    """The body that OpenRLHF sends to ``POST /get_reward``: whole texts, and the prompts they start with."""
+    """The body that OpenRLHF sends to ``POST /get_reward``: whole texts, and their prompts."""
 
     query: list[str]
     prompts: list[str] | None = None
@@ -98,10 +94,9 @@ class RequestParser:
     """Parses request bodies into samples, within limits."""
 
     def __init__(self, *, max_samples: int, max_tokens: int) -> None:
-        """Set the limits per request; eight characters of a text count as one token where it has fewer token ids.
+        """Set the limits per request; raises ``ValueError`` if one is not positive.
 
-        Raises:
-            ValueError: If a limit is not positive.
+        Eight characters of a text count as one token where it has fewer token ids.
         """
         check_integer("max_samples", max_samples, minimum=1)
         check_integer("max_tokens", max_tokens, minimum=1)
@@ -115,9 +110,7 @@ class RequestParser:
     def parse_score(self, body: bytes) -> list[Sample]:
         """Return the samples of a :class:`ScoreBody`.
 
-        Raises:
-            JSONTooLarge: If there are too many samples or tokens.
-            ValueError: If the body has another form; the message names the field.
+        Raises :class:`JSONTooLarge` above a limit, ``ValueError`` with the name of the field for another form.
         """
         listed = _decoded(body, _SCORE, "").samples
         self._check_count(len(listed))
@@ -137,9 +130,7 @@ class RequestParser:
     def parse_query(self, body: bytes) -> list[Sample]:
         """Return the samples of a :class:`QueryBody`, without token ids.
 
-        Raises:
-            JSONTooLarge: If there are too many queries or too much text.
-            ValueError: If the body has another form, or its lists differ in length.
+        Raises :class:`JSONTooLarge` above a limit, ``ValueError`` for another form or lists that differ in length.
         """
         asked = _decoded(body, _QUERY, "")
         self._check_count(len(asked.query))
@@ -174,11 +165,7 @@ _SCORE, _SAMPLE, _QUERY = (msgspec.json.Decoder(kind) for kind in (ScoreBody, Sa
 
 
 def _decoded(body: Any, decoder: Any, place: str) -> Any:
-    """Decode JSON; an error names the field.
-
-    Raises:
-        ValueError: If it is not JSON, or has another form.
-    """
+    """Decode JSON; raises ``ValueError`` with the name of the field if it is invalid."""
     try:
         return decoder.decode(body)
     except msgspec.MsgspecError as error:
@@ -206,18 +193,15 @@ def reward_app(
     - ``POST /get_reward``: the same for clients of OpenRLHF, whose samples have no token ids.
     - ``GET /health``: 200, or 503 when a batch takes longer than ``timeout``.
 
-    Samples that cannot be scored are answered with 422 and the reason, a request above a limit with 413, other errors
-    of the reward with 500, a timeout with 504. A request whose client disconnects before its batch starts is not
-    scored.
+    Statuses: 422 with the reason for samples that cannot be scored, 413 above a limit, 504 after a timeout, 500 for
+    other errors of the reward. A request whose client disconnects before its batch starts is not scored.
 
-    Bodies are parsed in a thread, one at a time, and their size is checked before, so that ``/health`` is answered
-    meanwhile. Memory is at most :data:`MEMORY_PER_BODY_BYTE` times the bytes of admitted bodies (``max_total_bytes``),
-    and about 2 KiB per sample.
+    Bodies are parsed in a thread, one at a time, so that ``/health`` answers meanwhile. Memory is at most
+    :data:`MEMORY_PER_BODY_BYTE` times the bytes of admitted bodies (``max_total_bytes``), and about 2 KiB per sample.
 
     Args:
-        reward: Called in one thread, with samples of one or several requests, so it must score each sample by itself.
-            A reward that compares the samples of a prompt (``WeightedSum(normalize=...)``) must run in the trainer,
-            which has all of them.
+        reward: Called in one thread, with samples of one or several requests. It must score each sample by itself: one
+            that compares the samples of a prompt (``WeightedSum(normalize=...)``) must run in the trainer.
         max_batch: Samples at which a batch of requests is closed.
         max_wait: Seconds that a request waits for others.
         timeout: Time limit of a request in seconds, the wait for its batch included.
@@ -276,7 +260,7 @@ def reward_app(
 
 
 async def _unless_disconnected(scores: asyncio.Future[Scores], request: Request) -> Scores:
-    """Await the scores; cancel when the client disconnects, since it will send the request again."""
+    """Await the scores; cancel when the client disconnects, since it will retry."""
     disconnect = asyncio.create_task(_wait_for_disconnect(request))
     disconnect.add_done_callback(lambda _: scores.cancel())
     try:

@@ -19,25 +19,21 @@ class WireFormat(Protocol):
         ...
 
     def rewards(self, answer: Any, /) -> Any:
-        """Return the list of rewards in a response; the caller checks its content.
-
-        Raises:
-            ValueError: If there is none; the message says what was expected.
-        """
+        """Return the list of rewards in a response, unchecked; if it has none, raise ``ValueError`` with the reason."""
         ...
 
 
 class SampleFormat:
     """The format of ``rlhfkit serve-reward``: all of a sample but log-probs, policy versions and rewards.
 
-    ``POST /score`` takes ``{"samples": [...]}``, each as :func:`sample_to_json` writes it, and returns
-    ``{"rewards": [0.5, null, ...]}``, a number or null per sample, in order.
+    ``POST /score`` takes ``{"samples": [...]}``, written by :func:`sample_to_json`, and returns ``{"rewards": [0.5,
+    null, ...]}``, a number or null per sample, in order.
     """
 
     path = "/score"
 
     def __init__(self, *, columns: Sequence[str] | None = None) -> None:
-        """Set which columns of the prompts' metadata are sent; ``None``: all."""
+        """Set the columns of the prompts' metadata to send; ``None``: all."""
         self.columns = None if columns is None else tuple(columns)
 
     def request(self, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -52,8 +48,8 @@ class SampleFormat:
 class OpenRLHFFormat:
     """The format of OpenRLHF's ``--remote_rm_url``.
 
-    The URL itself takes ``{"query": [prompt + completion, ...], "prompts": [...], "labels": [...]}`` and returns
-    ``{"rewards": [...]}``; other fields of the response are ignored.
+    Posts ``{"query": [prompt + completion, ...], "prompts": [...], "labels": [...]}`` to the URL itself, which returns
+    ``{"rewards": [...]}``; other fields are ignored.
     """
 
     path = ""
@@ -91,20 +87,14 @@ def sample_to_json(sample: Sample, *, columns: Sequence[str] | None = None) -> d
 
 
 def encode_request(wire_format: WireFormat, samples: Sequence[Sample]) -> bytes:
-    """Return the body of a request as JSON.
-
-    Raises:
-        TypeError: If a sample holds a value that JSON cannot represent.
-        ValueError: If a number is not finite.
-    """
+    """Return a request's body as JSON; raises ``TypeError`` for other values, ``ValueError`` for NaN and infinity."""
     return json.dumps(wire_format.request(samples), allow_nan=False, separators=(",", ":")).encode()
 
 
 def decode_rewards(wire_format: WireFormat, body: bytes, count: int) -> list[float | str | None]:
-    """Parse a response to ``count`` samples: for each its reward, ``None``, or a text that says what is wrong with it.
+    """Parse a response: for each sample its reward, ``None``, or a text that says what is wrong with it.
 
-    Raises:
-        ValueError: If it does not hold one value per sample.
+    Raises ``ValueError`` unless there are ``count`` values.
     """
     try:
         answer = json.loads(body)

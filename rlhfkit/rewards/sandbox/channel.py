@@ -1,9 +1,8 @@
 """The protocol between trainer and worker: framed messages over a socket pair, each response tied to its request.
 
-A request starts with an identifier of 128 random bits and its size; the response starts with the same identifier. A
-process that has not read the request cannot know the identifier, so a response that was written in advance, twice, or
-by another process is detected and never taken for the response to another request. On Linux the kernel also reports
-which process wrote each chunk, and the trainer accepts chunks from the worker only.
+A request starts with its size and 128 random bits, with which the response must start too, so a response that was
+written in advance, twice, or by a process that has not read the request is detected. On Linux the kernel also reports
+which process wrote each chunk, and the trainer accepts the worker's only.
 
 Loaded by path in the worker; standard library only.
 """
@@ -24,11 +23,11 @@ _HIGH = 128  # lowest descriptor number for the worker: user code closes and sca
 
 
 class ProtocolError(Exception):
-    """The bytes received are not the response to the request that was sent."""
+    """The bytes received are not the response to the request."""
 
 
 class Response:
-    """Assembles the bytes of one response with a given identifier, of at most ``largest`` bytes."""
+    """Assembles one response with the identifier ``number``, of at most ``largest`` bytes."""
 
     def __init__(self, number: bytes, largest: int) -> None:
         self.number = number
@@ -38,9 +37,8 @@ class Response:
     def add(self, piece: bytes) -> bytes | None:
         """Add the next bytes, and return the message once it is complete.
 
-        Raises:
-            ProtocolError: If the identifier is wrong, or more bytes follow the message.
-            OverflowError: If the announced size is larger than allowed.
+        Raises :class:`ProtocolError` for a wrong identifier or extra bytes, ``OverflowError`` if more is announced than
+        allowed.
         """
         self.received += piece
         if not self.number.startswith(bytes(self.received[:16])):
@@ -56,7 +54,7 @@ class Response:
 
 
 def configure_trainer_socket(end: socket.socket) -> None:
-    """Make the trainer's end of the socket pair non-blocking, and have the kernel report who writes to it."""
+    """Make the trainer's end non-blocking, and have the kernel report who writes to it."""
     end.setblocking(False)
     if hasattr(socket, "SO_PASSCRED"):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -75,7 +73,7 @@ def receive(end: socket.socket) -> tuple[bytes, int | None]:
 
 
 class WorkerChannel:
-    """The worker's end, kept away from the code it runs: a high file descriptor that child processes do not inherit."""
+    """The worker's end, hidden from the code it runs: a high file descriptor that child processes do not inherit."""
 
     def __init__(self, descriptor: int, largest: int) -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -97,7 +95,7 @@ class WorkerChannel:
         return self._read_exactly(size)
 
     def write(self, message: bytes) -> None:
-        """Send the response to the last request, of at most ``largest`` bytes. Only one is sent per request."""
+        """Send the only response to the last request, of at most ``largest`` bytes."""
         if os.getpid() != self._owner:  # a fork of the worker that has returned from the user's code
             os._exit(1)
         number, self._number = self._number, b""

@@ -1,11 +1,10 @@
 """The two processes of a sandbox: a supervisor, and an isolated worker. Run as a program by its path.
 
 The supervisor waits until its standard input closes (the trainer stops it, or has died), the worker ends, or the
-processes together use too much memory. Then it kills all of them, removes the folder, and prints one line with the
-reason.
+processes together use too much memory. Then it kills all, removes the folder, and prints the reason in one line.
 
-The worker loads a function and calls it with each request (pickled: it comes from the trainer). It answers in JSON,
-which is safe to parse whoever wrote it; see :mod:`rlhfkit.rewards.sandbox.channel`. What it prints goes to a pipe.
+The worker calls a function with each request, pickled by the trainer, and answers in JSON, see
+:mod:`rlhfkit.rewards.sandbox.channel`. What it prints goes to a pipe.
 """
 
 import contextlib
@@ -58,7 +57,7 @@ def main() -> None:
 
 
 def _supervise(worker: int, memory: int, pid_namespace: bool) -> str:
-    """Wait for a reason to end all processes, kill them, and return the reason."""
+    """Wait for a reason to end all processes, kill them, and return the reason; ``memory`` is in bytes."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     if hasattr(os, "pidfd_open"):
@@ -92,7 +91,7 @@ def descendants(root: int) -> Iterator[int]:
 
 
 def _memory_used(worker: int, *, shared: bool) -> int:
-    """Bytes in memory of the worker and its descendants. Shared pages count once, or in every process if ``shared``."""
+    """Memory of the worker and its descendants in bytes; shared pages count once, or in every process if ``shared``."""
     return sum(
         _resident(process) if shared else _proportional_memory(process) for process in (worker, *descendants(worker))
     )
@@ -106,7 +105,7 @@ def _resident(process: int) -> int:
 
 
 def _proportional_memory(process: int) -> int:
-    """Proportional set size of a process in bytes: its own pages, and its share of pages that several processes use."""
+    """Proportional set size of a process in bytes: its own pages, and its share of shared pages."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
@@ -115,7 +114,7 @@ def _proportional_memory(process: int) -> int:
 
 
 def _kill_all(worker: int | None, pid_namespace: bool) -> None:
-    """Kill every process inside: process 1 of the namespace, which ends the others, or else all descendants."""
+    """Kill all processes of the sandbox: process 1 of the namespace, which ends the others, or else all descendants."""
     if worker is not None:
         os.kill(worker, signal.SIGKILL)
     for _ in range(1000):
@@ -203,7 +202,7 @@ def _run_worker(settings: dict[str, Any], channel: ModuleType, confinement: Modu
 
 
 def _extend_cpu_limit(seconds: int) -> None:
-    """Allow this process so many more seconds of CPU time; the processes that it starts count from 0."""
+    """Allow this process ``seconds`` more CPU time; child processes count from 0."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     allowed = math.ceil(used.ru_utime + used.ru_stime) + seconds
@@ -219,7 +218,7 @@ def _raise_cpu_limit(*_: object) -> None:
 
 
 def _redirect_stdio() -> None:
-    """Close standard input, and redirect standard output to standard error; the pipes belong to the supervisor."""
+    """Close standard input, and redirect standard output to standard error; both pipes are the supervisor's."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -227,7 +226,7 @@ def _redirect_stdio() -> None:
 
 
 def _answer(function: Callable[[Any], Any], request: bytes, largest: int) -> bytes:
-    """Return the function's result, or its error as text; an exception object could hold anything and is not sent."""
+    """Return the function's result, or its error as text, since an exception object could hold anything."""
     try:
         return _encode({"status": "ok", "value": function(pickle.loads(request))}, largest)
     except BaseException as error:
@@ -250,7 +249,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _load_sibling(name: str) -> ModuleType:
-    """Import a file of this folder as part of a package without other contents, so that ``rlhfkit`` is not imported."""
+    """Import a file of this folder as part of an otherwise empty package, without importing ``rlhfkit``."""
     if "rlhfkit_sandbox" not in sys.modules:
         package = sys.modules["rlhfkit_sandbox"] = ModuleType("rlhfkit_sandbox")
         package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
@@ -258,7 +257,7 @@ def _load_sibling(name: str) -> ModuleType:
 
 
 def load_file(path: str) -> ModuleType:
-    """Import a module by the path of its file. Importing it by name would import its package, and with it torch."""
+    """Import a module by path: importing it by name would import its package, and with it torch."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")

@@ -1,8 +1,7 @@
 """Confine a process: resource limits everywhere, and on Linux every isolation layer that the machine allows.
 
-Each layer is tried, and those that could be set up are reported. ``docs/security.md`` says which machine provides what;
-a test checks that table by attacking. Loaded in the worker as part of a package without other contents; standard
-library only.
+Each layer is tried, and those that are active are reported; ``docs/security.md`` lists them by machine, and a test
+checks that table by attacks. Loaded in the worker as part of an otherwise empty package; standard library only.
 """
 
 import ctypes
@@ -35,19 +34,16 @@ def confine(
     readable: Iterable[str] = (),
     readable_paths: Sequence[str] | None = None,
 ) -> list[str]:
-    """Confine this process and all it will start. This cannot be undone.
+    """Confine this process and all it will start, irrevocably, and return the active layers besides resource limits.
 
     Args:
         limits: The fields of :class:`~rlhfkit.rewards.sandbox.ResourceLimits`.
         folder: The writable folder; becomes the working directory.
         user: User id that root switches to.
-        pid_namespace: Whether this process is in a PID namespace of its own.
+        pid_namespace: Whether this process has its own PID namespace.
         existing: Layers that are set up already.
-        readable: Folders that must be readable after root has switched users, such as those of its modules.
+        readable: Folders, such as those of modules, that must stay readable after root has switched users.
         readable_paths: All that untrusted code may read; ``None``: what the trainer can read.
-
-    Returns:
-        The active layers besides resource limits.
     """
     linux, root = sys.platform == "linux", os.geteuid() == 0
     layers = [*existing]
@@ -78,7 +74,7 @@ def confine(
     _set_limit(resource.RLIMIT_NPROC, limits["processes"] + (0 if alone else _running_tasks()))
     if linux:
         _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # changing the user has switched it off, and with it /proc/self
+        _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # switched off, with /proc/self, by the change of user
         _libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0)
         if rules is not None and succeeds(rules.enforce):
             layers += ["writes", "reads", *(["trainer"] if rules.signals else [])]
@@ -97,7 +93,7 @@ def _landlock_rules(readable_paths: Sequence[str], folder: str) -> landlock.Rule
 
 
 def _filter_system_calls(layers: Sequence[str], *, network: bool, trusted: bool) -> list[str]:
-    """Install a filter of system calls, and return the layers that it provides."""
+    """Install a filter of system calls, and return the layers it provides."""
     groups = [seccomp.MEMORY_CALLS]
     if not trusted:
         groups.append(seccomp.CROSS_PROCESS_CALLS)
@@ -115,9 +111,9 @@ def _set_limit(kind: int, value: int) -> None:
 
 
 def _drop_root(user: int, folder: str, readable: Iterable[str]) -> None:
-    """Switch from root to another user without privileges, except to read all files if the interpreter needs it.
+    """Switch from root, to which the limit on processes does not apply, to a user without privileges.
 
-    The kernel's limit on processes does not apply to root.
+    It keeps the one to read all files if the interpreter needs it.
     """
     paths = [sys.executable, os.path.realpath(sys.executable), os.path.dirname(folder), *readable]
     keep = 0 if all(map(_world_accessible, paths)) else 1 << _DAC_READ_SEARCH
@@ -132,7 +128,7 @@ def _drop_root(user: int, folder: str, readable: Iterable[str]) -> None:
 
 
 def _world_accessible(path: str) -> bool:
-    """Whether every user may read a file or enter a folder; true for one that does not exist."""
+    """Whether every user may read a file or enter a folder; true if it does not exist."""
     place = Path(path)
     if not place.exists():
         return True
@@ -146,7 +142,7 @@ def _permitted_capabilities() -> int:
 
 
 def _set_capabilities(kept: int) -> None:
-    """Drop all capabilities but these, which child processes inherit."""
+    """Drop all capabilities but ``kept`` (a bit mask), which child processes inherit."""
     header = struct.pack("Ii", 0x20080522, 0)  # version 3: two times 32 bits
     namespaces.check_call(_libc.capset, header, struct.pack("IIIIII", kept, kept, kept, 0, 0, 0))
     _libc.prctl(_CAP_AMBIENT, 4, 0, 0, 0)
@@ -161,7 +157,7 @@ def _counted_per_namespace() -> bool:
 
 
 def _running_tasks() -> int:
-    """Number of threads of our user on the whole machine, which the limit on processes includes."""
+    """Number of this user's threads on the whole machine, which count towards the limit on processes."""
     if not os.path.isdir("/proc/self/task"):
         return int(os.popen(f"ps -u {os.getuid()} | wc -l").read() or 0)
     total = 0

@@ -1,6 +1,6 @@
 """Isolation layers of a sandbox: their names, the backends that set them up, and the paths a program may read.
 
-Loaded by the trainer and, as part of a package without other contents, by the supervisor; standard library only.
+Loaded by the trainer and, as part of an otherwise empty package, by the supervisor; standard library only.
 """
 
 import glob
@@ -37,11 +37,11 @@ _SYSTEM = (
 
 
 class InsufficientIsolationError(RuntimeError):
-    """A layer is missing that the code in the sandbox must not run without."""
+    """A layer is missing that the sandboxed code requires."""
 
 
 def missing_isolation(name: str, required: Collection[str], active: Collection[str]) -> str:
-    """Return a message that names the required layers that are not active; empty if there are none."""
+    """Return a message that names the required layers that are not active; empty if all are."""
     missing = [layer for layer in required if layer not in active]
     if not missing:
         return ""
@@ -54,11 +54,9 @@ def missing_isolation(name: str, required: Collection[str], active: Collection[s
 
 
 def resolve_backend(backend: Backend) -> Literal["bubblewrap", "namespaces"]:
-    """Return the backend that is used on this machine.
+    """Return the backend for this machine.
 
-    Raises:
-        ValueError: If ``backend`` is unknown.
-        RuntimeError: If bubblewrap is asked for and cannot be used.
+    Raises ``ValueError`` if ``backend`` is unknown, ``RuntimeError`` if bubblewrap is asked for and cannot be used.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
@@ -71,10 +69,7 @@ def resolve_backend(backend: Backend) -> Literal["bubblewrap", "namespaces"]:
 
 
 def readable_paths(files: Iterable[Path]) -> list[str]:
-    """Return the paths that a program needs to read: system libraries, the interpreter, its packages, and ``files``.
-
-    None of the returned paths is inside another.
-    """
+    """Return what a program needs to read, none inside another: system, interpreter, packages, ``files``."""
     own = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     own += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *map(str, files)]
     linked = Path(sys.executable)
@@ -97,7 +92,7 @@ def bubblewrap_command(
 ) -> list[str]:
     """Return the command line that runs a program inside bubblewrap.
 
-    ``folder`` is the writable folder, a tmpfs; ``readable`` are the paths that it may read (``None``: all).
+    ``folder`` is writable, a tmpfs; ``readable`` are the paths that the program may read (``None``: all).
     """
     words = ["bwrap", "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     words += [] if network else ["--unshare-net"]

@@ -1,7 +1,6 @@
 """Landlock: rules for files, signals and tracing that a process sets for itself without privileges (Linux 5.13, 6.12).
 
-The fallback where namespaces are not allowed. Loaded in the worker as part of a package without other contents;
-standard library only.
+The fallback without namespaces. Loaded in the worker as part of an otherwise empty package; standard library only.
 """
 
 import ctypes
@@ -29,8 +28,7 @@ def version() -> int:
 class Rules:
     """Rules for readable (and executable) and writable paths, created while files can be opened, and enforced later.
 
-    Raises:
-        OSError: If the kernel has no Landlock.
+    Raises ``OSError`` if the kernel has no Landlock.
     """
 
     def __init__(self, readable: Iterable[str], writable: Iterable[str]) -> None:
@@ -63,11 +61,7 @@ class Rules:
             os.close(descriptor)
 
     def enforce(self) -> None:
-        """Enforce the rules for this process and all it will start.
-
-        Raises:
-            OSError: If the kernel refuses.
-        """
+        """Enforce the rules for this process and all it will start; raises ``OSError`` if the kernel refuses."""
         refused = _libc.syscall(_RESTRICT, ctypes.c_int(self._landlock_rules), ctypes.c_uint(0))
         os.close(self._landlock_rules)
         if refused:

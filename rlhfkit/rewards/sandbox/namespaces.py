@@ -1,7 +1,7 @@
 """Linux namespaces: process ids, file system and network of a process's own.
 
 Available to root with CAP_SYS_ADMIN, and to other users where the kernel allows user namespaces. Loaded in supervisor
-and worker as part of a package without other contents; standard library only.
+and worker as part of an otherwise empty package; standard library only.
 """
 
 import ctypes
@@ -23,18 +23,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> None:
-    """Make this process adopt the orphans among its descendants."""
+    """Make this process adopt orphans among its descendants."""
     if sys.platform == "linux":
         _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def new_pid_namespace() -> bool:
-    """Put the caller's next child into a new PID namespace, as process 1, whose end kills all others in it.
+    """Make the next child process 1 of a new PID namespace, whose end kills all in it; false if that is not allowed.
 
-    Users other than root also get a user namespace, which allows them the rest.
-
-    Returns:
-        Whether the kernel allowed it.
+    Users other than root also get a user namespace, which allows the other namespaces.
     """
     if sys.platform != "linux":
         return False
@@ -61,26 +58,20 @@ def _new_process_ids() -> None:
 
 
 def isolate_network() -> None:
-    """Move this process into a network namespace without interfaces.
-
-    Raises:
-        OSError: If the kernel does not allow it.
-    """
+    """Move this process into a network namespace without interfaces; raises ``OSError`` if that is not allowed."""
     check_call(_libc.unshare, _NEWNET)
 
 
 def isolate_filesystem(folder: str, size: int, user: int, readable_paths: Sequence[str] | None) -> list[str]:
-    """Give process 1 of a PID namespace its own view of the file system.
+    """Give process 1 of a PID namespace its own view of the file system, and return the active layers.
+
+    These are ``"processes"``, and where mounts are allowed ``"writes"`` and, with ``readable_paths``, ``"reads"``.
 
     Args:
         folder: The only writable place besides shared memory; a tmpfs.
         size: Size of each of the two in bytes.
         user: Their owner.
         readable_paths: All that can be read; ``None``: everything, read-only.
-
-    Returns:
-        The active layers: ``"processes"``, and where mounts are allowed ``"writes"`` and, with ``readable_paths``,
-        ``"reads"``.
     """
     layers = []
     try:
@@ -108,7 +99,7 @@ def _make_root_read_only(folder: str, size: int, user: int) -> None:
 
 
 def _pivot_root(readable_paths: Sequence[str], folder: str, size: int, user: int) -> None:
-    """Switch to a new root directory with these paths only, and unmount the old one."""
+    """Switch to a new root directory with only these paths, and unmount the old one."""
     root = folder  # the new root is built at the folder's path, and contains a folder of that path
     _mount("tmpfs", root, "tmpfs", _NOSUID_NODEV, "mode=0755,size=1048576")
     for path in readable_paths:
@@ -163,11 +154,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def check_call(function: Callable[..., int], *arguments: Any) -> None:
-    """Call a C function that returns 0 on success.
-
-    Raises:
-        OSError: If it fails.
-    """
+    """Call a C function that returns 0 on success; raises ``OSError`` if it fails."""
     if function(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

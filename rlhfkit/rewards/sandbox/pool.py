@@ -1,8 +1,7 @@
 """``SandboxPool``: child processes for calls that may hang, crash or use up memory.
 
-Each process has one call in flight. One that does not answer in time is killed, with everything it has started, and
-replaced; other calls are not affected. (``concurrent.futures`` cannot kill a call: two calls that hang on two workers
-block both forever.) Answers are JSON, never pickles, so parsing them runs no code.
+Each process runs one call at a time. One that takes too long is killed with all it has started, and replaced, which
+``concurrent.futures`` cannot do; other calls go on. Answers are JSON, never pickles, so parsing them runs no code.
 """
 
 import logging
@@ -39,8 +38,8 @@ class SandboxPool:
         start_timeout: Seconds until a process must be ready.
         fresh_process: Start a new process for each call, so that no call sees what another left behind.
         backend: What sets up the isolation, see :data:`~rlhfkit.rewards.sandbox.isolation.Backend`.
-        allow_partial_isolation: Whether to continue, with a warning, where a layer is missing that the worker requires;
-            otherwise the first call raises an error.
+        allow_partial_isolation: Warn if a layer is missing that the worker requires, instead of raising an error at the
+            first call.
 
     Raises:
         ValueError: If a number is out of range, or the backend is unknown.
@@ -151,7 +150,7 @@ class SandboxPool:
         return partial(SandboxPool, self.spec, **given), ()
 
     def _warn_of_missing_layers(self, process: SandboxProcess) -> None:
-        """Warn once if a layer is missing that is required, or the network could not be disabled as asked."""
+        """Warn once if a required layer is missing, or the network could not be disabled as asked."""
         network = () if self.limits.network else ("network",)
         missing = missing_isolation(
             self.spec.name, dict.fromkeys([*self.spec.required, *network]), process.isolation or ()

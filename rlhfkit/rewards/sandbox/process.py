@@ -30,9 +30,9 @@ from rlhfkit.validation import check_integer, check_number
 
 Status = Literal["ok", "timeout", "died", "error"]
 
-_KEPT_OUTPUT = 4096  # bytes of a worker's output that are kept for messages
-_KEPT_REPORT = 4096  # bytes of a supervisor's report that are kept
-_LAST_OUTPUT = 1 << 20  # bytes that are read from a worker that is being stopped
+_KEPT_OUTPUT = 4096  # bytes of a worker's output kept for messages
+_KEPT_REPORT = 4096  # bytes kept of a supervisor's report
+_LAST_OUTPUT = 1 << 20  # bytes read from a worker that is being stopped
 _STOP_TIMEOUT = 5.0  # seconds for the supervisor to kill everything
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 
@@ -89,7 +89,7 @@ class CallResult:
 class WorkerSpec:
     """What a sandbox runs: a factory in a Python file that returns the function to call.
 
-    The file is loaded by its path, so importing it does not import its package.
+    The file is loaded by path, without its package.
     """
 
     name: str
@@ -113,10 +113,7 @@ class WorkerSpec:
 
 
 class SandboxProcess:
-    """One isolated worker and its supervisor, see :mod:`rlhfkit.rewards.sandbox.child`.
-
-    Arguments are those of :class:`~rlhfkit.rewards.sandbox.SandboxPool`.
-    """
+    """One isolated worker and its supervisor, see ``child.py``; arguments as in :class:`SandboxPool`."""
 
     def __init__(
         self,
@@ -149,8 +146,7 @@ class SandboxProcess:
     def call(self, job: Any, timeout: float) -> CallResult:
         """Call the function with a picklable job, starting the process if necessary; kill it after ``timeout`` seconds.
 
-        Raises:
-            RuntimeError: If no process can be started.
+        Raises ``RuntimeError`` if no process can be started.
         """
         request, started = pickle.dumps(job), time.monotonic()
         try:
@@ -170,14 +166,14 @@ class SandboxProcess:
         return self._exchange(request, timeout)
 
     def _has_unexpected_data(self) -> bool:
-        """Whether there is something to read before a request was sent: extra bytes, or the end of the stream."""
+        """Whether there are bytes to read, or the end of the stream, before a request was sent."""
         assert self._socket is not None
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def stop(self, *, grace: float = 0.0) -> str:
         """Kill all processes of the sandbox, clean up, and return the reason that the supervisor reports.
 
-        The supervisor gets ``grace`` seconds to end by itself first.
+        The supervisor first gets ``grace`` seconds to end by itself.
         """
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None or self._socket is None:
@@ -200,9 +196,9 @@ class SandboxProcess:
             return f"and its supervisor ended with exit code {supervisor.returncode}"
 
     def _drain_output(self, supervisor: subprocess.Popen[bytes], seconds: float) -> bytes:
-        """Tell the supervisor to end, and read what it and the worker still print, up to a limit.
+        """Tell the supervisor to end, and read what it and the worker print meanwhile, up to a limit.
 
-        A process that has left the supervisor's group may keep the worker's pipe open and write to it forever.
+        The limit is for processes that have left the supervisor's group and keep writing to the worker's pipe.
         """
         assert supervisor.stdin is not None
         assert supervisor.stdout is not None
@@ -271,7 +267,7 @@ class SandboxProcess:
         self._initialize(time.monotonic() + self.start_timeout)
 
     def _initialize(self, deadline: float) -> None:
-        """Have the worker set up its isolation, and then load the function."""
+        """Have the worker set up its isolation, then load the function."""
         setup = {
             "path": [os.path.abspath(entry) for entry in sys.path] if self.spec.packages else [],
             "program": str(self.spec.program),
@@ -291,7 +287,7 @@ class SandboxProcess:
             raise RuntimeError(f"no process could be started to run {self.spec.name}: {ready.message}")
 
     def _check_isolation(self) -> None:
-        """Stop the sandbox and raise if a required layer is missing and that is not allowed."""
+        """Stop the sandbox and raise if a required layer is missing and ``allow_partial_isolation`` is off."""
         required = [layer for layer in self.spec.required if layer != "network" or not self.limits.network]
         missing = missing_isolation(self.spec.name, required, self.isolation or ())
         if missing and not self.allow_partial_isolation:
@@ -299,7 +295,7 @@ class SandboxProcess:
             raise InsufficientIsolationError(missing)
 
     def _exchange(self, request: bytes, timeout: float) -> CallResult:
-        """Send a message and wait for the answer; a process that does not give one is killed."""
+        """Send a message and wait for the answer; kill a process that gives none."""
         try:
             return self._send_and_receive(request, timeout)
         except BaseException:  # a wrong answer; or an interrupt, after which the answer would reach the next call
@@ -354,7 +350,7 @@ class SandboxProcess:
         return self._failed("timeout", started, f"did not answer within {timeout:g} s and was killed")
 
     def _receive(self) -> bytes:
-        """Return the bytes that have arrived, after checking that the worker wrote them."""
+        """Return the bytes that have arrived; checks that the worker wrote them."""
         assert self._socket is not None
         try:
             data, writer = receive(self._socket)
@@ -367,7 +363,7 @@ class SandboxProcess:
         return data
 
     def _send(self, sending: memoryview) -> memoryview:
-        """Send what can be sent and return the rest; nothing if the worker has closed its end."""
+        """Send what can be sent and return the rest; empty if the worker has closed its end."""
         assert self._socket is not None
         try:
             return sending[self._socket.send(sending) :]

@@ -27,8 +27,8 @@ class SandboxedReward:
 
     The reward is imported in those processes and sees samples as plain objects with the attributes of
     :class:`~rlhfkit.data.types.Sample`; changes to them are lost. By default it can use the network, read what you can
-    read, and write into its temporary folder only, and of your environment variables it gets those for paths and
-    languages.
+    read, and write into its temporary folder only; of your environment variables it gets only those
+    for paths and languages.
 
     Example::
 
@@ -60,15 +60,14 @@ class SandboxedReward:
         start_timeout: float = START_TIMEOUT,
         name: str | None = None,
     ) -> None:
-        """Set what to run; nothing is started before the first call.
+        """Set what to run; no process is started before the first call.
 
         Args:
-            reward: Dotted name of a reward function (sync or async), or a reward that can be pickled. It must be
-                importable: what the running script or notebook defines is not.
-            timeout: Time limit of one call in seconds; it scores ``batch_size`` samples.
+            reward: Dotted name of a reward function (sync or async), or a reward that can be pickled and imported, so
+                not one that the running script or notebook defines.
+            timeout: Time limit in seconds of one call, which scores ``batch_size`` samples.
             workers: Number of processes; ``None``: one per core, at most 4.
-            batch_size: Samples per call. A call that fails fails for all of them, so use 1 unless the reward is much
-                faster on several.
+            batch_size: Samples per call; all of them fail together. Use 1 unless the reward is much faster on several.
             on_failure: What happens to the samples of a call that timed out, ended its process, raised, or did not
                 return one finite number or ``None`` per sample: ``"mask"`` (not trained on), ``"stop"`` (an error), or
                 a number (their reward). A warning names their prompts.
@@ -78,8 +77,8 @@ class SandboxedReward:
             open_files: Open files of each process.
             file_mib: MiB that can be written.
             network: Whether it may use the network.
-            fresh_process: Start a new process for each call, which repeats its imports each time. For rewards that run
-                generated code in their own interpreter, where it could affect later calls.
+            fresh_process: Start a new process, with its imports, for each call: for rewards that run generated code in
+                their own interpreter, where it could affect later calls.
             backend: What sets up the isolation, see :data:`~rlhfkit.rewards.sandbox.isolation.Backend`.
             environment: Environment variables that it gets, such as keys of services.
             start_timeout: Seconds until a process has imported the reward.
@@ -163,14 +162,14 @@ class SandboxedReward:
 
 
 def _plain(sample: Sample) -> dict[str, Any]:
-    """Return a sample as dictionaries: unpickling the class would import torch in the child process."""
+    """Return a sample as dictionaries, since unpickling the class would import torch in the child process."""
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
     prompt = {field.name: getattr(sample.prompt, field.name) for field in dataclasses.fields(sample.prompt)}
     return row | {"prompt": prompt}
 
 
 def _checked(outcome: CallResult, count: int) -> CallResult:
-    """Return the result, or an error if it does not hold one finite number or ``None`` per sample."""
+    """Return the result, or an error unless it holds one finite number or ``None`` per sample."""
     if outcome.status != "ok":
         return outcome
     values = outcome.value
@@ -183,7 +182,7 @@ def _checked(outcome: CallResult, count: int) -> CallResult:
 
 
 def _check_importable(reward: str | Reward) -> None:
-    """Raise if another process could not import the reward."""
+    """Raise ``ValueError`` if another process could not import the reward."""
     advice = "define it at the top of a module of its own (my_rewards.py) and pass it or its dotted name"
     if isinstance(reward, str):
         package = reward.partition(":")[0].partition(".")[0]

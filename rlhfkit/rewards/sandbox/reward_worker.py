@@ -12,7 +12,7 @@ from typing import Any
 
 
 def scorer(reward: str | Callable[..., Any]) -> Callable[[list[dict[str, Any]]], list[float | None]]:
-    """Return a function that scores samples with a reward, given as callable or as its dotted name."""
+    """Return a function that scores samples with a reward, a callable or its dotted name."""
     function = pkgutil.resolve_name(reward) if isinstance(reward, str) else reward
 
     def score(rows: list[dict[str, Any]]) -> list[float | None]:

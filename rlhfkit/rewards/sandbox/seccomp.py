@@ -1,6 +1,6 @@
 """Filters of system calls (seccomp), which need no privilege (Linux on x86-64 and ARM64).
 
-Loaded in the worker as part of a package without other contents; standard library only.
+Loaded in the worker as part of an otherwise empty package; standard library only.
 """
 
 import ctypes
@@ -35,12 +35,9 @@ CROSS_PROCESS_CALLS = {
 
 
 def install_filter(*groups: dict[str, tuple[int, int]]) -> bool:
-    """Block system calls for this process and all it will start; they fail as if they did not exist.
+    """Make system calls fail, as if missing, in this process and all it will start; false if the kernel refuses.
 
     Needs ``PR_SET_NO_NEW_PRIVS``. The groups hold names with their numbers on x86-64 and ARM64.
-
-    Returns:
-        Whether the kernel installed the filter.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if architecture is None:
