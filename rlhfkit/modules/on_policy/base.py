@@ -1,7 +1,7 @@
 """``OnPolicyModule``: what all modules that learn from their own samples share.
 
-Start at :meth:`OnPolicyModule.prepare`, which completes an iteration's samples before its first update, then read
-:meth:`OnPolicyModule.training_step`, which learns from one micro-batch of them.
+:meth:`OnPolicyModule.prepare` completes an iteration's samples before its first update;
+:meth:`OnPolicyModule.training_step` learns from one micro-batch of them.
 """
 
 import dataclasses
@@ -42,21 +42,19 @@ class OnPolicyModule(RewardedModule):
     """A policy that learns from its own samples.
 
     A subclass overrides :meth:`advantages`, or a function is passed in. The loss is a policy loss (PPO's by default),
-    plus a KL penalty towards the model that training started from, an entropy bonus, and the cross-entropy of
-    pretraining text, where asked for.
+    optionally with a KL penalty towards the initial model, an entropy bonus, and the cross-entropy of pretraining text.
 
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default).
-        advantages: Function used in place of :meth:`advantages`: of the iteration's :class:`~rlhfkit.data.Experience`,
-            or of rewards (B,) and group ids (B,) such as those of :mod:`rlhfkit.losses`, see
-            :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`; or its name: ``"rloo_advantages"``,
-            ``"my_package.my_function"``. Its rewards are those after ``reward_processing``, minus the KL penalty of the
-            whole answer where that is in the reward.
+        advantages: Function used in place of :meth:`advantages`, or its name (``"rloo_advantages"``,
+            ``"my_package.my_function"``): of the iteration's :class:`~rlhfkit.data.Experience`, or of rewards (B,) and
+            group ids (B,), see :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`. Its rewards are those
+            after ``reward_processing``, minus the KL penalty of the whole answer if that is in the reward.
         policy_loss: A function of :mod:`rlhfkit.losses`, your own of the same form
             ``(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, or
-            its name: ``"gspo_loss"``, ``"my_package.my_loss"``. It is given what its signature names, the engine's
-            ``rollout_logprobs`` or ``ref_logprobs`` too, and keeps its own defaults unless another argument differs.
+            its name: ``"gspo_loss"``, ``"my_package.my_loss"``. It gets the arguments that its signature names, also
+            ``rollout_logprobs`` or ``ref_logprobs``, and keeps its own defaults unless another argument differs.
         policy_loss_arguments: More keyword arguments of the policy loss.
         clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
@@ -64,14 +62,13 @@ class OnPolicyModule(RewardedModule):
             the policy loss.
         max_length: Tokens; the constant of the ``constant-length`` aggregation.
         entropy_coef: Weight of an entropy bonus.
-        ptx_coef: Weight of the cross-entropy of text that ``PromptDataModule(pretraining_data=...)`` mixes into every
-            update (PTX: InstructGPT, Ouyang et al., 2022, arXiv:2203.02155, section 3.5; 0.05 in OpenRLHF).
+        ptx_coef: Weight of the cross-entropy of ``PromptDataModule(pretraining_data=...)`` in every update (PTX:
+            InstructGPT, Ouyang et al., 2022, arXiv:2203.02155, section 3.5; 0.05 in OpenRLHF).
         correction: Importance correction for differences between engine and trainer: a name of
             :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`. Not
             for policy losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
         log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
-        **kwargs: Rewards and the KL penalty: see :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`; optimizer
-            and loading: see :class:`PolicyModule`.
+        **kwargs: See :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule` and :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -125,7 +122,7 @@ class OnPolicyModule(RewardedModule):
         self._check_loss()
 
     def _check_combinations(self) -> None:
-        """Refuse arguments of which one would silently have no effect, or a wrong one."""
+        """Refuse combinations in which an argument has no effect, or a wrong one."""
         in_loss = bool(self.kl_coef) and self.kl_in_reward is None
         weighted = self.policy_loss.penalizes_kl and self.policy_loss.arguments.get("kl_importance_weight")
         if in_loss and self.kl_estimator == "k1" and not weighted:
@@ -143,7 +140,7 @@ class OnPolicyModule(RewardedModule):
             raise ValueError(f"{self.policy_loss.name} takes no weights, which a correction consists of")
 
     def _check_loss(self) -> None:
-        """Compute the loss of one token, which shows bad arguments now instead of an hour into the run."""
+        """Compute the loss of one token, so that bad arguments raise before training."""
         probe = torch.zeros(1, 1)
         batch = Experience(
             input_ids=torch.zeros(1, 2, dtype=torch.int64),
@@ -165,7 +162,7 @@ class OnPolicyModule(RewardedModule):
             raise ValueError(f"{self.policy_loss.name} does not take what it is given: {error}") from error
 
     def setup(self, stage: str) -> None:
-        """Check that there is pretraining text if and only if it is learned from."""
+        """Raise ValueError unless there is pretraining text exactly if ``ptx_coef`` is not 0."""
         super().setup(stage)
         data = datamodule_of(self.trainer)
         has_text = isinstance(data, PretrainingSource) and data.pretraining_data is not None
@@ -180,7 +177,7 @@ class OnPolicyModule(RewardedModule):
         )
 
     def build_policy(self) -> nn.Module:
-        """Load the policy without dropout: the ratio compares it with itself, which dropout would make noise."""
+        """Load the policy without dropout, which would make the ratio noisy."""
         policy = super().build_policy()
         disable_dropout(policy)
         return policy
@@ -193,19 +190,15 @@ class OnPolicyModule(RewardedModule):
         return self.correction is not None or self.policy_loss.takes("rollout_logprobs")
 
     def check_group_size(self, group_size: int) -> None:
-        """Raise ValueError if groups of this many samples teach nothing; every size is allowed here."""
+        """Raise ValueError if groups of this size teach nothing; every size is allowed here."""
 
     # ------------------------------------------------------------------ before the updates of an iteration
 
     def prepare(self, experience: Experience) -> Experience:
         """Complete an iteration before its first update: rewards, log-probs, values, advantages. A collective.
 
-        Args:
-            experience: The whole iteration, B sequences, the same on every rank.
-
-        Returns:
-            A copy with advantages and, where needed, old and reference log-probs, values and returns. Its rewards are
-            those before :meth:`process_rewards`, for the log.
+        ``experience`` is the whole iteration, the same on every rank. The rewards of the returned copy are those before
+        :meth:`process_rewards`, for the log.
         """
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.reset()
@@ -221,7 +214,7 @@ class OnPolicyModule(RewardedModule):
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs where they are needed. A collective.
 
-        The first update needs no old ones: its own log-probs are those.
+        The first update uses its own log-probs as old ones.
         """
         rows = experience.update >= 0 if self.needs_old_logprobs else experience.update > 0
         if experience.old_logprobs is None and bool(rows.any()):
@@ -234,7 +227,7 @@ class OnPolicyModule(RewardedModule):
         return experience
 
     def add_values(self, experience: Experience) -> Experience:
-        """Add a critic's values; there is none here."""
+        """Add a critic's values; none here."""
         return experience
 
     def compute_advantages(self, experience: Experience) -> Experience:
@@ -253,14 +246,10 @@ class OnPolicyModule(RewardedModule):
         return self.advantage_function is not None
 
     def advantages(self, experience: Experience) -> Tensor:
-        """Compute the advantage of each sample or token; the method to override for another estimator.
+        """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing. Abstract.
 
-        Args:
-            experience: The whole iteration, B sequences, the same on every rank, with processed rewards
-                (:meth:`sample_rewards`), and log-probs and values where they are needed.
-
-        Returns:
-            (B,), or (B, T-1) when tokens differ; 0 where the reward is missing.
+        ``experience`` is the whole iteration, the same on every rank, with processed rewards
+        (:meth:`sample_rewards`), and log-probs and values where they are needed.
         """
         # Abstract: the estimator is what makes GRPO, PPO or a user's own module of this one.
         raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
@@ -303,12 +292,7 @@ class OnPolicyModule(RewardedModule):
         return self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.action_mask)
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
-        """Compute the policy's loss on one micro-batch; the one method to override for another objective.
-
-        Args:
-            batch: B sequences of one update.
-            out: Output of the current policy for them.
-        """
+        """Compute the policy's loss on one micro-batch of B sequences; override it for another objective."""
         assert batch.advantages is not None
         mask, old, reduction = batch.action_mask, self.old_logprobs(batch, out), self.aggregation_arguments(batch)
         offered: dict[str, Any] = {
@@ -364,7 +348,7 @@ class OnPolicyModule(RewardedModule):
         return out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
     def pretraining_loss(self, batch_idx: int) -> Tensor:
-        """Cross-entropy of the text that belongs to a micro-batch, exact over the optimizer step, at temperature 1."""
+        """Cross-entropy, at temperature 1, of the text of a micro-batch, exact over the optimizer step."""
         data = datamodule_of(self.trainer)
         assert isinstance(data, PretrainingSource)  # setup() has checked it
         number = self.trainer.current_epoch * int(self.trainer.num_training_batches) + batch_idx
@@ -374,9 +358,9 @@ class OnPolicyModule(RewardedModule):
 
     @torch.no_grad()
     def rollout_metrics(self, batch: Experience, out: PolicyOutput) -> dict[str, Tensor]:
-        """Entropy, and the mismatch of engine and trainer: their log-probs for the same policy and the same tokens.
+        """Entropy, and the mismatch of the log-probs of engine and trainer for the same policy and tokens.
 
-        NaN where the engine knows no log-prob of any token (see ``RolloutEngine.configure_logprobs``).
+        NaN if the engine knows no log-probs (see ``RolloutEngine.configure_logprobs``).
         """
         old, mask = self.old_logprobs(batch, out), batch.action_mask
         known = mask & ~batch.rollout_logprobs.isnan()

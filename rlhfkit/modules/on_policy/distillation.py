@@ -30,7 +30,7 @@ from rlhfkit.validation import check_integer, check_number
 class ComparedOutput(PolicyOutput):
     """The policy's output for a batch, with its divergence from a teacher's.
 
-    A named tuple takes no further fields, so the divergence is an attribute: ``_replace`` does not keep it.
+    A named tuple takes no further fields, so the divergence is an attribute that ``_replace`` does not keep.
     """
 
     divergence: Tensor
@@ -47,14 +47,12 @@ class ComparedOutput(PolicyOutput):
 class OnPolicyDistillationModule(GRPOModule):
     """A student that learns from a teacher on samples of its own, unlike :class:`DistillationModule`.
 
-    Without a ``divergence`` the advantage of each token is the teacher's log-prob minus the student's, ``log q - log
-    p``, which is minus the one-sample reverse KL, and the loss is the policy loss of :class:`GRPOModule` (Lu and
-    Thinking Machines Lab, "On-Policy Distillation", 2025). With one, whole next-token distributions are compared at
-    each sampled token (GKD, Agarwal et al., 2023, arXiv:2306.13649), with less noise and one more output layer to
-    compute. Student and teacher must have the same tokens; both are compared at the temperature of sampling.
-
-    No reward is needed: ``RolloutCallback(sampling=...)``. One that is given is logged, and with a ``reward_coef`` its
-    advantage is added, as :class:`GRPOModule` computes it.
+    Without a ``divergence`` the advantage of each token is ``log q - log p``, teacher minus student, which is minus the
+    one-sample reverse KL, and the loss is the policy loss of :class:`GRPOModule` (Lu and Thinking Machines Lab,
+    "On-Policy Distillation", 2025). With one, whole next-token distributions are compared at each sampled token (GKD,
+    Agarwal et al., 2023, arXiv:2306.13649), with less noise and one more output layer to compute. Student and teacher
+    must have the same tokens; both are compared at the temperature of sampling. No reward is needed; one that is given
+    is logged, and with a ``reward_coef`` its advantage is added.
 
     Example::
 
@@ -69,18 +67,18 @@ class OnPolicyDistillationModule(GRPOModule):
             ``jsd``, a function of the log-probs of student and teacher, or its dotted name; see
             :func:`~rlhfkit.losses.distillation_loss`.
         distillation_coef: Weight of the teacher's advantage or of the divergence.
-        distillation_gamma: Discount of the teacher's later advantages, in [0, 1]; 0 (Thinking Machines' default): each
-            token has its own alone; 1: the gradient of the reverse KL of whole answers (MiniLLM, arXiv:2306.08543).
-        reward_coef: Weight of the reward's advantage; 0: the reward, if there is one, is logged only.
+        distillation_gamma: Discount of the teacher's later advantages, in [0, 1]; 0 (Thinking Machines' default): only
+            each token's own; 1: the gradient of the reverse KL of whole answers (MiniLLM, arXiv:2306.08543).
+        reward_coef: Weight of the reward's advantage; 0: a reward is logged only.
         teacher_weight: w of ``jsd``; 0.5 as in GKD and TRL.
         top_k: Compare the teacher's K likeliest tokens only; ``None``: all. Only with a ``divergence``.
-        remainder: What becomes of the others: ``bucket`` makes them one category, ``renormalize`` leaves them out.
+        remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
         chunk_size: Sampled tokens whose logits exist at a time, with a ``divergence``; changes memory and speed only.
         policy_loss: See :class:`GRPOModule`.
         policy_loss_arguments: More keyword arguments of the policy loss.
         clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss (0.2).
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss (0.28).
-        kl_coef: Weight of a KL penalty towards the model that training started from; 0 loads no reference model.
+        kl_coef: Weight of a KL penalty towards the initial model; 0 loads no reference model.
         correction: Importance correction for differences between engine and trainer, see :class:`GRPOModule`.
         weight_decay: AdamW's decoupled weight decay.
         warmup_steps: Optimizer steps of linear warm-up.
@@ -88,9 +86,8 @@ class OnPolicyDistillationModule(GRPOModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
-        **kwargs: See :class:`GRPOModule`. What would have no effect is refused: without a ``reward_coef`` all that
-            belongs to the reward's advantage, and with a ``divergence`` then also ``policy_loss``, its arguments, and
-            ``correction``.
+        **kwargs: See :class:`GRPOModule`. Arguments without effect are refused: without a ``reward_coef`` those of the
+            reward's advantage, and with a ``divergence`` then also ``policy_loss``, its arguments, and ``correction``.
 
     Raises:
         ValueError: If an argument is out of range; when the models are loaded, if their tokens differ.
@@ -178,7 +175,7 @@ class OnPolicyDistillationModule(GRPOModule):
             self.compare(rows, rows, 1.0)  # shows bad arguments now instead of an hour into the run
 
     def _check_effects(self, divergence: object) -> None:
-        """Refuse arguments that a divergence, or the absence of a reward, leaves without any effect."""
+        """Refuse arguments that have no effect with a divergence, or without a reward."""
         if self.replaces_advantages:
             raise ValueError(
                 "advantages=... of the whole experience would take the place of the teacher's; for the reward's give a "
@@ -200,22 +197,18 @@ class OnPolicyDistillationModule(GRPOModule):
             refuse_without_effect(of_rewards, "reward_coef=0, they belong to the reward's advantage")
 
     def configure_model(self) -> None:
-        """Build the student, reference and reward model where they are needed, and the teacher."""
+        """Build the student, reference and reward model if needed, and the teacher."""
         super().configure_model()
         if not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
 
     def build_teacher(self) -> nn.Module:
-        """Load the teacher, frozen; override to wrap or change it.
-
-        Raises:
-            ValueError: If its tokens are not the student's.
-        """
+        """Load the teacher, frozen; raises ValueError if its tokens differ. Override to wrap or change it."""
         return load_teacher(self.teacher_name, self)
 
     @property
     def needs_reward(self) -> bool:
-        """Whether ``RolloutCallback`` must have a reward: only if rewards have a part in the loss."""
+        """Whether ``RolloutCallback`` must have a reward: only if rewards are part of the loss."""
         return bool(self.reward_coef) and super().needs_reward
 
     @property
@@ -224,7 +217,7 @@ class OnPolicyDistillationModule(GRPOModule):
         return self.divergence is None or super().needs_old_logprobs
 
     def check_group_size(self, group_size: int) -> None:
-        """Raise ValueError if rewards have a part in the loss and there is only one sample per prompt."""
+        """Raise ValueError if rewards are part of the loss and there is only one sample per prompt."""
         if self.reward_coef:
             super().check_group_size(group_size)
 
@@ -244,14 +237,7 @@ class OnPolicyDistillationModule(GRPOModule):
         return super().compute_advantages(experience)
 
     def advantages(self, experience: Experience) -> Tensor:
-        """Compute the teacher's advantage of each token, plus the reward's.
-
-        Args:
-            experience: The whole iteration, B sequences, the same on every rank.
-
-        Returns:
-            (B, T-1); 0 outside the mask.
-        """
+        """(B, T-1) advantages of the teacher, plus the reward's; 0 outside the mask."""
         mask = experience.action_mask
         total = torch.zeros(mask.shape)
         if self.reward_coef:
@@ -268,7 +254,7 @@ class OnPolicyDistillationModule(GRPOModule):
     # ------------------------------------------------------------------ one micro-batch
 
     def policy_output(self, batch: Experience) -> PolicyOutput:
-        """Run the policy; with a divergence also the teacher, and compare both at each sampled token."""
+        """Run the policy and, with a divergence, the teacher, and compare both at each sampled token."""
         if self.divergence is None:
             return super().policy_output(batch)
         mask, temperature = batch.action_mask, batch.temperature
@@ -294,15 +280,9 @@ class OnPolicyDistillationModule(GRPOModule):
         return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1], balance)
 
     def compare(self, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Compute the divergence at some tokens; override it for another objective on the logits of both.
+        """(m,) divergences in nats from logits (m, V) of student and teacher; override it for another objective.
 
-        Args:
-            student: (m, V) logits.
-            teacher: (m, V) logits.
-            temperature: Of sampling; divides both.
-
-        Returns:
-            (m,) nats.
+        ``temperature``, that of sampling, divides both.
         """
         size = min(student.shape[-1], teacher.shape[-1])  # one family pads its vocabulary to different sizes
         return token_divergence(
@@ -317,7 +297,7 @@ class OnPolicyDistillationModule(GRPOModule):
         )[0]
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
-        """Add the divergence, where there is one, to the policy loss."""
+        """Add the divergence, if there is one, to the policy loss."""
         mask = batch.action_mask
         if batch.advantages is None:
             batch = dataclasses.replace(batch, advantages=torch.zeros_like(batch.rollout_logprobs))

@@ -1,6 +1,6 @@
 """``AdvantageFunction`` and ``PolicyLoss``: the functions that a module can be given, by name or as they are.
 
-A function is called with what its signature names, so one of a user's own needs no arguments that it has no use for.
+A function is called only with the arguments that its signature names.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from rlhfkit.validation import check_integer, check_number
 
 
 class AdvantageFunction:
-    """A function that computes advantages: of :mod:`rlhfkit.losses`, or a user's own.
+    """A function that computes advantages: of :mod:`rlhfkit.losses`, or a user's own, given by name or as itself.
 
     The number of its arguments without a default says which of these it is:
 
@@ -28,9 +28,6 @@ class AdvantageFunction:
     ``(rewards, group)``              rewards (B,), NaN where missing, and group ids (B,)  (B,)
     ``(rewards, group, lengths)``     the same and the tokens of each sample (B,)          (B,)
     ================================  ===================================================  ===================
-
-    Args:
-        function: Its name in :mod:`rlhfkit.losses`, its dotted name, or itself.
 
     Raises:
         ValueError: If there is no such function, or it has another form.
@@ -57,28 +54,11 @@ class AdvantageFunction:
         self._takes_lengths = len(needed) == 3
 
     def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
-        """Call a function of rewards and groups.
-
-        Args:
-            rewards: (B,), NaN where missing.
-            group: (B,) int64, equal for samples of one prompt.
-            lengths: (B,) tokens of each sample.
-
-        Returns:
-            (B,).
-        """
+        """(B,) advantages from rewards (B,), NaN where missing, group ids (B,) and lengths (B,) in tokens."""
         return cast(Tensor, self.function(rewards, group, *([lengths] if self._takes_lengths else [])))
 
     def __call__(self, experience: Experience, rewards: Tensor) -> Tensor:
-        """Call a function of either form.
-
-        Args:
-            experience: B sequences.
-            rewards: (B,), used in place of the experience's.
-
-        Returns:
-            (B,) or (B, T-1).
-        """
+        """(B,) or (B, T-1) advantages by a function of either form; ``rewards`` (B,) replace the experience's."""
         if self.takes_rewards:
             return self.estimate(rewards, experience.group, experience.action_mask.sum(-1))
         return cast(Tensor, self.function(dataclasses.replace(experience, rewards=rewards)))
@@ -100,15 +80,8 @@ _GIVEN_BY_THE_MODULE = {
 class PolicyLoss:
     """A policy loss ``(logprobs, old_logprobs, advantages, mask, *, ...) -> LossOutput`` and its chosen arguments.
 
-    Arguments that nobody chose keep the function's own defaults.
-
-    Args:
-        function: Its name in :mod:`rlhfkit.losses`, its dotted name, or itself.
-        arguments: Keyword arguments of it.
-        clip_low: ``None``: the function's default.
-        clip_high: ``None``: the function's default.
-        aggregation: ``None``: the function's default, ``token-mean`` where it has none.
-        max_length: Tokens, for the ``constant-length`` aggregation.
+    ``function`` is a name in :mod:`rlhfkit.losses`, a dotted name, or the function. Arguments that are ``None`` keep
+    its defaults; ``aggregation`` is ``token-mean`` if it has none. ``max_length`` is in tokens (``constant-length``).
 
     Raises:
         ValueError: If there is no such function, it has another form, or it has no argument of a given name.
@@ -182,20 +155,15 @@ class PolicyLoss:
 
     @property
     def penalizes_kl(self) -> bool:
-        """Whether the function adds the KL penalty to the reference itself, as :func:`~rlhfkit.losses.grpo_loss`."""
+        """Whether the function adds the KL penalty to the reference itself, like :func:`~rlhfkit.losses.grpo_loss`."""
         return {"ref_logprobs", "kl_coef"} <= self._keywords.keys()
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **offered: Any
     ) -> LossOutput:
-        """Call the function.
+        """Call the function with tensors (B, T) and those of the offered keyword arguments that it names.
 
-        Args:
-            logprobs: (B, T) under the policy, with gradient.
-            old_logprobs: (B, T) under the policy before this iteration.
-            advantages: (B, T).
-            mask: (B, T), true where a token is trained on.
-            **offered: ``weights``, ``denominator``, log-probs and so on, of which the function gets those it names.
+        ``old_logprobs`` are those before this iteration; ``mask`` is true where a token is trained on.
         """
         given = {name: value for name, value in offered.items() if self.takes(name)}
         return cast(LossOutput, self.function(logprobs, old_logprobs, advantages, mask, **given, **self.arguments))

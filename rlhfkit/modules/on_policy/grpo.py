@@ -17,13 +17,11 @@ from rlhfkit.validation import check_number
 
 
 class GRPOModule(OnPolicyModule):
-    """A policy that learns from the rewards of groups of samples; the group is the baseline, there is no critic.
+    """A policy that learns from the rewards of groups of samples, with the group as baseline instead of a critic.
 
     The advantage of a sample is its reward's standard score within its group; the loss is PPO's clipped surrogate with
-    that advantage on every token, plus an optional KL penalty towards the model that training started from.
-
-    Published relatives (Dr.GRPO, DAPO, RLOO, REINFORCE++, GSPO, CISPO ...) are other arguments, collected in
-    :mod:`rlhfkit.presets <rlhfkit.modules.on_policy.presets>`::
+    that advantage on every token, plus an optional KL penalty towards the initial model. :mod:`rlhfkit.presets
+    <rlhfkit.modules.on_policy.presets>` has the arguments of published relatives (Dr.GRPO, DAPO, RLOO, GSPO ...)::
 
         GRPOModule("Qwen/Qwen3-0.6B", **presets.CISPO)
         GRPOModule("Qwen/Qwen3-0.6B", advantages="rloo_advantages", policy_loss="sapo_loss")
@@ -38,8 +36,8 @@ class GRPOModule(OnPolicyModule):
             ``batch``, or ``none`` (Dr.GRPO, Liu et al., 2025, arXiv:2503.20783). Only without ``advantages``.
         gamma: Discount of later tokens' rewards, in [0, 1].
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1 (REINFORCE++).
-        token_level_rewards: Where samples say which token earned what (``Sample.token_rewards``), the advantage of a
-            token is what is earned from it on, not that of its sample. For estimators in units of the reward.
+        token_level_rewards: With ``Sample.token_rewards``, the advantage of a token counts only what is earned from it
+            on. For estimators in units of the reward.
         policy_loss: A function of :mod:`rlhfkit.losses`, its name (``"gspo_loss"``), or your own, see
             :class:`OnPolicyModule`. The default is DAPO's, with its clip (0.2 and 0.28: Yu et al., 2025,
             arXiv:2503.14476) and its aggregation (``token-mean``, TRL's default too); ``grpo_loss`` has the clip (0.2)
@@ -59,10 +57,8 @@ class GRPOModule(OnPolicyModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only; the reference is the policy without them.
-        **kwargs: More about the loss (``aggregation``, ``max_length``, ``entropy_coef``, ``ptx_coef``,
-            ``log_entropy``): see :class:`OnPolicyModule`; about rewards and KL (``reward_model``,
-            ``reward_processing``, ``mask_truncated``, ``kl_estimator``, ``kl_control``, ``max_tokens_per_forward``):
-            see :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`; about the model: see :class:`PolicyModule`.
+        **kwargs: Loss: see :class:`OnPolicyModule`; rewards and KL: see
+            :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`; model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -139,13 +135,9 @@ class GRPOModule(OnPolicyModule):
         return self.advantage_function is not None and not self.advantage_function.takes_rewards
 
     def advantages(self, experience: Experience) -> Tensor:
-        """Compute the advantage of each sample or token; override it for an estimator that needs more than rewards.
+        """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing.
 
-        Args:
-            experience: The whole iteration, B sequences, the same on every rank.
-
-        Returns:
-            (B,), or (B, T-1) when tokens differ; 0 where the reward is missing.
+        Override it for an estimator that needs more than rewards.
         """
         mask = experience.action_mask
         scores = self._scores(self.sample_rewards(experience), experience.group, mask.sum(-1))

@@ -14,7 +14,7 @@ from rlhfkit.validation import check_integer, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class KLControl:
-    """How the distance of the policy is controlled beyond a fixed ``kl_coef``.
+    """Control of the policy's distance beyond a fixed ``kl_coef``.
 
     Example::
 
@@ -39,12 +39,8 @@ class KLControl:
     def adapted(self, coef: float, kl: float, samples: int) -> float:
         """Compute the next coefficient: ``β (1 + clip(KL / target - 1, ±0.2) n / horizon)``.
 
-        Ziegler et al. (2019, arXiv:1909.08593, section 2.2), whose KL is that of a whole answer.
-
-        Args:
-            coef: β of the iteration.
-            kl: Its KL to the reference, in nats per token.
-            samples: n, its samples.
+        β is ``coef``, n ``samples``, and KL is in nats per token; in Ziegler et al. (2019, arXiv:1909.08593, section
+        2.2) it is that of a whole answer.
         """
         if self.target is None:
             return coef
@@ -53,13 +49,10 @@ class KLControl:
 
 
 class KLEarlyStopping:
-    """Decides when the policy is too far from the one that began the iteration.
+    """Decides when the policy is too far from the one that began the iteration; ``limit`` is in nats per token.
 
-    The distance is k3 of old to new over all tokens of an update. It is measured while the gradient of the update is
-    computed, and if it exceeds the limit that update is skipped too, as in Spinning Up, Stable-Baselines3 and TRL.
-
-    Args:
-        limit: Nats per token.
+    The distance is k3 of old to new over all tokens of an update, measured while its gradient is computed; an update
+    that exceeds the limit is skipped too, as in Spinning Up, Stable-Baselines3 and TRL.
     """
 
     def __init__(self, limit: float) -> None:
@@ -74,11 +67,9 @@ class KLEarlyStopping:
 
     @torch.no_grad()
     def measure(self, batch: Experience, logprobs: Tensor) -> None:
-        """Add the distance of one micro-batch.
+        """Add the distance of one micro-batch from ``logprobs``, (B, T-1) of the policy now.
 
-        Args:
-            batch: Without old log-probs in the first update of an iteration, whose distance is 0.
-            logprobs: (B, T-1) of the policy now.
+        The first update has no old log-probs, and distance 0.
         """
         if self.stopped or batch.old_logprobs is None:
             return
@@ -98,12 +89,8 @@ class KLEarlyStopping:
 def skip_update(module: L.LightningModule, child: str) -> None:
     """Leave a child of a module unchanged in the coming update; call it in ``on_before_optimizer_step``.
 
-    Its gradients are dropped. Weights and optimizer state stay bitwise the same: no weight decay, and no momentum of
-    earlier updates either. Learning-rate schedules and ``global_step`` advance.
-
-    Args:
-        module: Attached to a Trainer.
-        child: Name of the child.
+    Its gradients are dropped. Weights and optimizer state stay bitwise the same (no weight decay, no momentum);
+    learning-rate schedules and ``global_step`` advance.
     """
     strategy = module.trainer.strategy
     if isinstance(strategy, RLHFStrategy):

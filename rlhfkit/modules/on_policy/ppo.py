@@ -36,25 +36,23 @@ class PPOModule(OnPolicyModule):
     whitened over the whole iteration, and policy and critic take one optimizer step together: under
     ``RLHFDeepSpeedStrategy`` each has an engine, a learning rate and a gradient norm of its own. With a
     ``shared_backbone`` the critic is one more head of the policy: one model, one forward pass, one engine.
-
-    What tokens earned (``Sample.token_rewards``) is credited to them, the rest of the reward to the last one.
+    ``Sample.token_rewards`` are credited to their tokens, the rest of the reward to the last one.
 
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate of the policy (1e-6: TRL's and OpenRLHF's default).
-        critic: Folder or hub name of what the critic starts from: a reward model, whose head and calibration (mean and
+        critic: Folder or hub name of the critic's initial model: a reward model, whose head and calibration (mean and
             deviation of its rewards) it keeps, or a causal language model, which gets a new head; ``None``: the policy.
         critic_lr: Peak learning rate of the critic (9e-6: OpenRLHF's default), or of the value head alone.
         critic_warmup_steps: Optimizer steps in which only the critic learns; the policy and its optimizer state stay
-            bitwise as they are.
-        shared_backbone: Put a value head on the policy's own trunk instead of a second model. The values of a sample
-            then move with the policy, and the two losses compete: choose ``value_coef`` (0.1 in TRL, 0.5 in the PPO
-            paper's Atari runs).
+            bitwise the same.
+        shared_backbone: Put a value head on the policy's own trunk instead of a second model. The two losses then
+            compete: choose ``value_coef`` (0.1 in TRL, 0.5 in the PPO paper's Atari runs).
         value_coef: Weight of the value loss; of no effect under Adam, except with a shared backbone.
         value_clip: Values are clipped to ± this around the old ones in the value loss (0.5: OpenRLHF's); ``None``: not.
         normalize_values: The critic predicts returns that are shifted and scaled by the mean and deviation of all
             returns so far; saved in checkpoints. ``value_clip`` is in these units then. As MAPPO's value normalization
-            (Yu et al., 2021, arXiv:2103.01955); its head is not rescaled as in PopArt (arXiv:1602.07714).
+            (Yu et al., 2021, arXiv:2103.01955), without PopArt's rescaling of the head (arXiv:1602.07714).
         gamma: Discount, in [0, 1].
         lam: GAE's lambda for the policy, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF has 1).
         critic_lam: GAE's lambda for the critic's targets; ``None``: ``lam`` (VAPO, 2025, arXiv:2504.05118, takes 1).
@@ -76,10 +74,8 @@ class PPOModule(OnPolicyModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only; the reference is the policy without them.
-        **kwargs: More about the loss (``advantages``, ``aggregation``, ``max_length``, ``entropy_coef``, ``ptx_coef``,
-            ``log_entropy``): see :class:`OnPolicyModule`; about rewards and KL (``reward_model``,
-            ``reward_processing``, ``mask_truncated``, ``kl_estimator``, ``kl_control``, ``max_tokens_per_forward``):
-            see :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`; about the model: see :class:`PolicyModule`.
+        **kwargs: Loss: see :class:`OnPolicyModule`; rewards and KL: see
+            :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`; model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -167,7 +163,7 @@ class PPOModule(OnPolicyModule):
     # ------------------------------------------------------------------ building
 
     def configure_model(self) -> None:
-        """Build policy, reference and reward model where they are needed, and the critic."""
+        """Build policy, critic, and reference and reward model if needed."""
         super().configure_model()
         if self.shared_backbone:
             if not hasattr(unwrap(self.policy), VALUE_HEAD):
@@ -209,7 +205,7 @@ class PPOModule(OnPolicyModule):
         return super().add_logprobs(experience)
 
     def _logprobs_and_values(self, batch: Experience) -> Tensor:
-        """(b, t-1, 2) in one forward pass."""
+        """(b, t-1, 2) log-probs and values in one forward pass."""
         out = policy_output(self.policy, batch, batch.action_mask, temperature=batch.temperature, values=True)
         return torch.stack([out.logprobs, cast(Tensor, out.values)], -1)
 
@@ -221,7 +217,7 @@ class PPOModule(OnPolicyModule):
         return dataclasses.replace(experience, values=values)
 
     def compute_advantages(self, experience: Experience) -> Experience:
-        """Add advantages and returns; the returns are in the critic's units, as the values are."""
+        """Add advantages, and returns in the units of the critic's values."""
         assert experience.values is not None
         mask, predicted = experience.action_mask, experience.values
         if self.normalize_values:
@@ -235,14 +231,7 @@ class PPOModule(OnPolicyModule):
         return dataclasses.replace(experience, values=predicted, returns=returns)
 
     def advantages(self, experience: Experience) -> Tensor:
-        """Compute the advantage of each token: generalized advantage estimation, whitened.
-
-        Args:
-            experience: The whole iteration, with values, and log-probs where the KL penalty needs them.
-
-        Returns:
-            (B, T-1); 0 outside the mask.
-        """
+        """(B, T-1) advantages by generalized advantage estimation, whitened; 0 outside the mask."""
         advantages, _ = self._gae(experience, self.lam)
         return whiten(advantages, experience.action_mask) if self.whiten_advantages else advantages
 
@@ -254,7 +243,7 @@ class PPOModule(OnPolicyModule):
     # ------------------------------------------------------------------ one micro-batch
 
     def policy_output(self, batch: Experience) -> PolicyOutput:
-        """Run the policy; with a shared backbone the output has values too."""
+        """Run the policy; with a shared backbone the output also has values."""
         if not self.shared_backbone:
             return super().policy_output(batch)
         return policy_output(
@@ -268,16 +257,10 @@ class PPOModule(OnPolicyModule):
         )
 
     def value_output(self, batch: Experience) -> Tensor:
-        """Run the critic: the value of the state in which each token was chosen.
+        """(B, T-1) float32 values of the states in which tokens were chosen; 0 outside the mask.
 
-        The values of a critic that starts as a calibrated reward model are shifted and scaled as its rewards are, by
-        the mean and deviation in its configuration.
-
-        Args:
-            batch: B sequences.
-
-        Returns:
-            (B, T-1) float32; 0 outside the mask.
+        Values of a critic that starts as a calibrated reward model are shifted and scaled by the mean and deviation in
+        its configuration.
         """
         chosen_next = nn.functional.pad(batch.action_mask, (0, 1))
         balance = self.balances_routers and has_router(self.critic)
@@ -300,12 +283,7 @@ class PPOModule(OnPolicyModule):
         return self.with_router_loss(result, self._critic_router_loss, batch.action_mask, name="value/aux_loss")
 
     def value_loss(self, batch: Experience, values: Tensor) -> LossOutput:
-        """Compute the critic's loss; override for another.
-
-        Args:
-            batch: B sequences of one update.
-            values: (B, T-1) of the critic now.
-        """
+        """Compute the critic's loss from its current values, (B, T-1); override for another."""
         assert batch.returns is not None
         mask, denominator = batch.action_mask, batch.token_denominator
         return value_loss(values, batch.values, batch.returns, mask, clip=self.value_clip, denominator=denominator)

@@ -1,8 +1,8 @@
 """Published relatives of GRPO as arguments of :class:`~rlhfkit.modules.on_policy.grpo.GRPOModule`.
 
-``GRPOModule(model, **presets.DAPO)``, or with a change ``**presets.DAPO | {"clip_high": 0.3}``. Each names its policy
-loss, whose defaults are the published clip and aggregation; advantages are GRPO's where none are named. Sampling and
-rewards are set elsewhere: ``RolloutCallback(dynamic_sampling=...)``, :class:`~rlhfkit.rewards.LengthPenalty`.
+``GRPOModule(model, **presets.DAPO)``, or with a change ``**presets.DAPO | {"clip_high": 0.3}``. Clip and aggregation
+are the defaults of the policy loss; advantages are GRPO's unless named. Sampling and rewards are set elsewhere:
+``RolloutCallback(dynamic_sampling=...)``, :class:`~rlhfkit.rewards.LengthPenalty`.
 """
 
 from collections.abc import Mapping

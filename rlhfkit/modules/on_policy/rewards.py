@@ -32,11 +32,9 @@ from rlhfkit.validation import check_integer, check_number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardProcessing:
-    """What is done to rewards before baselines and advantages, in this order, which is OpenRLHF's.
+    """Processing of rewards before baselines and advantages, in this order, which is OpenRLHF's.
 
-    Logs show the rewards before it.
-
-    Example::
+    Logs show the rewards before it. Example::
 
         PPOModule("sft", reward_processing=RewardProcessing(missing_eos_penalty=1.0, normalize=True, clip=10.0))
     """
@@ -70,14 +68,13 @@ class RewardedModule(PolicyModule):
 
     Args:
         model: Folder or hub name of the policy.
-        reward_model: Folder or hub name of a reward model, whose normalized score is added to the callback's reward. It
-            is a frozen child: the strategy shards or offloads it like the reference, and every rank scores its share.
-            Its tokens must be the policy's. ``RolloutCallback`` asks for the scores of all samples, validation's too.
-            :class:`~rlhfkit.rewards.ModelReward` in the callback does the same unsharded.
+        reward_model: Folder or hub name of a reward model with the policy's tokens, whose normalized score is added to
+            the callback's reward, in validation too. It is a frozen child, sharded or offloaded like the reference;
+            every rank scores its share. :class:`~rlhfkit.rewards.ModelReward` does the same unsharded.
         reward_processing: Penalties, normalization and clipping of rewards, see :class:`RewardProcessing`.
         mask_truncated: Learn nothing from answers that the length limit cut off (overlong filtering, DAPO: Yu et al.,
-            2025, arXiv:2503.14476, section 3.4). Their rewards are part of baselines all the same, and the
-            means of losses are over the tokens that are left.
+            2025, arXiv:2503.14476, section 3.4). Baselines still include their rewards; means of losses are over the
+            other tokens.
         max_tokens_per_forward: Tokens per forward pass of policy, critic, reference, teacher or reward model over a
             whole iteration, without gradient (OpenRLHF's default is 16192).
         kl_coef: Weight of the KL penalty; 0 (TRL's default) loads no reference model.
@@ -195,13 +192,9 @@ class RewardedModule(PolicyModule):
         return self.reward_model_name is not None
 
     def reward_model_scores(self, experience: Experience) -> Tensor:
-        """Compute normalized scores of the reward model. A collective, for the main thread.
+        """(B,) float32 normalized scores on the CPU. A collective, for the main thread.
 
-        Args:
-            experience: B sequences, the same on every rank.
-
-        Returns:
-            (B,) float32 on the CPU, the same on every rank.
+        ``experience`` and the scores are the same on every rank.
         """
 
         def scores(batch: Experience) -> Tensor:
@@ -210,10 +203,7 @@ class RewardedModule(PolicyModule):
         return self.distributed_forward(self.reward_model, scores, experience)[:, 0]
 
     def add_reward_model_scores(self, experience: Experience) -> Experience:
-        """Add the reward model's scores to the rewards, and to their parts as ``model``. A collective.
-
-        Nothing is added if the score is among the parts already, as ``RolloutCallback`` puts it there.
-        """
+        """Add the reward model's scores to the rewards and, as ``model``, to their parts, if missing. A collective."""
         if not self.scores_samples or "model" in experience.reward_parts:
             return experience
         score = self.reward_model_scores(experience)
@@ -225,8 +215,7 @@ class RewardedModule(PolicyModule):
     def process_rewards(self, experience: Experience) -> Experience:
         """Apply :class:`RewardProcessing`; override for another order or another penalty.
 
-        Args:
-            experience: The whole iteration, the same on every rank. Called once for each: running moments move here.
+        Called once per iteration, the same on every rank, as running moments are updated here.
         """
         processing, rewards, earned = self.reward_processing, experience.rewards, experience.token_rewards
         if processing.stop_properly_coef != 1.0:
@@ -266,21 +255,16 @@ class RewardedModule(PolicyModule):
         return self.penalized_rewards(experience) if self.kl_in_reward == "sequence" else experience.rewards
 
     def penalized_rewards(self, experience: Experience) -> Tensor:
-        """(B,) rewards, minus the KL penalty of the whole answer wherever in the reward it is."""
+        """(B,) rewards, minus the KL penalty of the whole answer if it is in the reward."""
         if self.kl_in_reward is None:
             return experience.rewards
         return experience.rewards - self.kl_coef * masked_sum(self.reference_kl(experience), experience.action_mask, -1)
 
     def token_rewards(self, experience: Experience, rewards: Tensor, *, earned: Tensor | None = None) -> Tensor:
-        """Put rewards on tokens: the sample's on its last one, minus the KL penalty with ``kl_in_reward="token"``.
+        """(B, T-1) rewards of tokens: the sample's on its last one, minus the KL penalty with ``kl_in_reward="token"``.
 
-        Args:
-            experience: B sequences.
-            rewards: (B,), NaN where missing.
-            earned: (B, T-1), the part of them that each token earned, in the same units; ``None``: the last earned all.
-
-        Returns:
-            (B, T-1); 0 outside the mask.
+        ``rewards``, (B,), are NaN where missing; ``earned``, (B, T-1), is the part that each token earned, in the same
+        units (``None``: the last token earned all). 0 outside the mask.
         """
         kl, kl_coef = None, 0.0
         if self.kl_in_reward == "token":
@@ -288,14 +272,14 @@ class RewardedModule(PolicyModule):
         return token_rewards(rewards, experience.action_mask, kl=kl, kl_coef=kl_coef, earned=earned)
 
     def reference_kl(self, experience: Experience) -> Tensor:
-        """(B, T-1) estimate of the KL of the policy before the iteration to the reference."""
+        """(B, T-1) estimate of the KL to the reference of the policy before the iteration."""
         old, reference = experience.old_logprobs, experience.ref_logprobs
         assert old is not None
         assert reference is not None
         return kl_estimate(old, reference, estimator=self.kl_estimator, mask=experience.action_mask)
 
     def adapt_kl_coef(self, experience: Experience) -> None:
-        """Move the coefficient towards the KL target, alike on all ranks as they see the whole iteration."""
+        """Move the coefficient towards the KL target; the same on all ranks, which see the whole iteration."""
         if self.kl_control.target is not None:
             kl = float(masked_mean(self.reference_kl(experience), experience.action_mask))
             self.kl_coef = self.kl_control.adapted(self.kl_coef, kl, len(experience))
@@ -305,13 +289,8 @@ class RewardedModule(PolicyModule):
     def distributed_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
         """Compute the log-probs of a whole iteration, each rank its share. A collective.
 
-        Args:
-            model: The policy or a reference.
-            experience: B sequences, the same on every rank.
-            rows: (B,) bool, which sequences are wanted; ``None``: all.
-
-        Returns:
-            (B, T-1) float32 on the CPU, the same on every rank; 0 outside the mask and in rows not asked for.
+        ``experience`` is the same on every rank; ``rows`` (B,) bool selects sequences. Returns (B, T-1) float32 on the
+        CPU, the same on every rank; 0 outside the mask and in other rows.
         """
 
         def logprobs(batch: Experience) -> Tensor:
@@ -334,11 +313,11 @@ class RewardedModule(PolicyModule):
             model: What ``compute`` calls; in eval mode meanwhile.
             compute: From a batch of b sequences of t tokens to (b, t-1), or (b, t-1, C).
             experience: B sequences, the same on every rank.
-            rows: (B,) bool, which sequences are wanted; ``None``: all.
-            columns: C, where ``compute`` returns several numbers for each token.
+            rows: (B,) bool, the wanted sequences; ``None``: all.
+            columns: C, if ``compute`` returns several numbers for each token.
 
         Returns:
-            (B, T-1) or (B, T-1, C) float32 on the CPU, the same on every rank; 0 in rows not asked for.
+            (B, T-1) or (B, T-1, C) float32 on the CPU, the same on every rank; 0 in other rows.
         """
         last = () if columns is None else (columns,)
         total = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
