@@ -22,7 +22,7 @@ MIN_TEMPERATURE = 1e-4
 """Lowest temperature that is not greedy: float32 logits that are divided by it stay finite."""
 
 MAX_STOP_TOKEN_IDS = 96
-"""Per request. vLLM 0.32 accepts 128 on GPUs, the model's end-of-sequence tokens included, and crashes with more."""
+"""Limit per request: vLLM 0.32 crashes on GPUs with more than 128, the model's end-of-sequence tokens included."""
 
 
 @dataclass(frozen=True, kw_only=True)

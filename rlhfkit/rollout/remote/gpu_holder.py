@@ -20,9 +20,7 @@ class GPUHolder:
 def assigned_gpus() -> list[dict[str, Any]]:
     """Return the GPUs that Ray has assigned to this worker.
 
-    Returns:
-        ``host``, ``gpu`` (by the id that ``CUDA_VISIBLE_DEVICES`` takes) and ``uuid`` (``None`` if the driver
-        does not tell) of each.
+    Each has ``host``, ``gpu`` (the id for ``CUDA_VISIBLE_DEVICES``) and ``uuid`` (``None`` if the driver reports none).
     """
     import ray
 
@@ -32,7 +30,7 @@ def assigned_gpus() -> list[dict[str, Any]]:
 
 
 def _uuids() -> dict[str, str]:
-    """UUIDs of this machine's GPUs, by number and by ``GPU-<uuid>``; creates no CUDA context."""
+    """Return the UUIDs of this machine's GPUs, by number and by ``GPU-<uuid>``; creates no CUDA context."""
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

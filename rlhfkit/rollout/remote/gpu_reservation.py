@@ -1,8 +1,8 @@
 """``GPUReservation``: keeps Ray from giving the GPUs of training ranks to engines.
 
-Ray has assigned GPUs to ranks that are Ray actors, but takes the GPUs of ranks of a script, torchrun or Slurm for free.
-So before engines are placed, every free GPU of the ranks' machines is claimed and compared with the ranks' GPUs:
-those are held as long as the engines live, the others are released. Each engine checks its own GPUs before it starts.
+Ray has assigned the GPUs of ranks that are Ray actors, but takes those of ranks of a script, torchrun or Slurm for
+free. So before engines are placed, every free GPU of the ranks' machines is claimed; those of ranks are held as long as
+the engines live, the others are released. Each engine checks its own GPUs before it starts.
 """
 
 import contextlib
@@ -16,16 +16,11 @@ from rlhfkit.rollout.remote.placement import RankLocation
 
 log = logging.getLogger(__name__)
 
-_CLAIM_SECONDS = 60.0  # enough for processes that import nothing; a GPU that others have claimed meanwhile never comes
+_CLAIM_SECONDS = 60.0  # enough to start processes that import nothing; GPUs that others claim meanwhile never come
 
 
 class GPUReservation:
-    """Claims of the GPUs of those ranks that Ray does not know of.
-
-    Args:
-        ranks: All training ranks.
-        timeout: Seconds that Ray may take; at most 60 are used.
-    """
+    """Claims of the GPUs of ranks that Ray does not know of; Ray may take ``timeout`` seconds, at most 60."""
 
     def __init__(self, ranks: Sequence[RankLocation], timeout: float) -> None:
         self._holders: list[Any] = []
@@ -54,7 +49,7 @@ class GPUReservation:
         claims = {holder.gpus.remote(): holder for holder in [kind.remote() for _ in range(count)]}
         try:
             ready, late = ray.wait(list(claims), num_returns=count, timeout=timeout)
-            if late:  # taken by others between the question and the claim
+            if late:  # claimed by others since Ray reported them as free
                 log.warning("%d GPU(s) that Ray counted as free could not be claimed within %g s", len(late), timeout)
             for ref in ready:
                 (gpu,) = ray.get(ref)
@@ -80,7 +75,7 @@ def _kill(holders: Iterable[Any]) -> None:
 
 
 def _free_gpus(hosts: set[str]) -> list[tuple[str, int]]:
-    """Ray's id of each machine of these names that has free GPUs, and how many whole ones."""
+    """Return Ray's id and the number of free GPUs of each machine with one of these names that has any."""
     import ray
     from ray._private.state import available_resources_per_node  # Ray 2.60 has no public way to ask for one node
 

@@ -1,7 +1,7 @@
 """Where engines run: on devices of their own, or on the GPUs of the training ranks.
 
-An engine lives on one machine. Engines with devices of their own form one Ray placement group of one bundle each.
-Colocated, each is pinned to the GPUs of as many neighbouring ranks as it has GPUs.
+An engine runs on one machine. Engines with devices of their own form one Ray placement group, a bundle each. A
+colocated engine is pinned to the GPUs of as many neighbouring ranks as it has GPUs.
 """
 
 import contextlib
@@ -27,16 +27,15 @@ class RankLocation:
     on_ray: bool
     """Whether Ray has assigned the GPU to the rank, as it has for ranks that are Ray actors."""
     uuid: str | None = None
-    """Of the GPU; ``None`` if the driver does not tell."""
+    """UUID of the GPU; ``None`` if the driver reports none."""
 
     def __str__(self) -> str:
         return f"GPU {self.gpu} of {self.host}"
 
     def has_same_gpu(self, other: "RankLocation") -> bool:
-        """Whether both have the same GPU.
+        """Whether both have the same GPU: by UUID if both are known, else by machine and id.
 
-        By UUID where both are known: in containers and under Slurm, processes may number the GPUs of one machine
-        differently. By machine and id otherwise.
+        In containers and under Slurm, processes may number the GPUs of one machine differently.
         """
         if self.gpu is None or other.gpu is None:
             return False
@@ -50,7 +49,7 @@ class ActorPlacement:
     """Where one engine runs."""
 
     options: dict[str, Any]
-    """Of the Ray actor."""
+    """Options of the Ray actor."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in the engine's process before anything else."""
     excluded: tuple[RankLocation, ...] = ()
@@ -63,9 +62,8 @@ class ActorPlacement:
 def locate_rank(*, colocate: bool = False) -> RankLocation:
     """Return the location of this rank.
 
-    Args:
-        colocate: Whether an engine is to share the rank's GPU, even if the rank does not use it yet. Otherwise a GPU
-            counts as the rank's once the process has initialized CUDA, as a Trainer has before it sends weights.
+    Its GPU counts once the process has initialized CUDA, as a Trainer has before it sends weights; if ``colocate``,
+    always.
     """
     import torch
 
@@ -78,7 +76,7 @@ def locate_rank(*, colocate: bool = False) -> RankLocation:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process sees, by the ids that ``CUDA_VISIBLE_DEVICES`` takes, in CUDA's order."""
+    """Return the GPUs that this process sees, as in ``CUDA_VISIBLE_DEVICES``, in CUDA's order."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -95,7 +93,7 @@ def _uuid(index: int) -> str | None:
 
 
 def _gpus_from_ray() -> list[str]:
-    """The GPUs that Ray has assigned to this process; none if it is not a Ray actor."""
+    """Return the GPUs that Ray has assigned to this process; none if it is not a Ray actor."""
     if "ray" not in sys.modules:
         return []
     import ray
@@ -108,14 +106,10 @@ def _gpus_from_ray() -> list[str]:
 
 
 def start_ray_for_engines(*, num_cpus: int, ranks: Sequence[RankLocation] = ()) -> bool:
-    """Join or start Ray; a Ray started here has the GPUs that this process sees and no rank uses.
+    """Join or start Ray; returns whether it was started here.
 
-    Args:
-        num_cpus: Cores that the engines will claim; a machine with fewer is overcommitted.
-        ranks: All training ranks.
-
-    Returns:
-        Whether it was started here.
+    A Ray started here has the GPUs that this process sees and no rank uses, and at least ``num_cpus`` cores, even if
+    the machine has fewer.
     """
     import ray
 
@@ -132,7 +126,7 @@ def start_ray_for_engines(*, num_cpus: int, ranks: Sequence[RankLocation] = ()) 
 
 
 def gpus_without_ranks(ranks: Sequence[RankLocation]) -> list[str] | None:
-    """The GPUs that this process sees and no rank uses, by their ids; ``None``: no rank uses any, so all are free."""
+    """Return the ids of the GPUs that this process sees and no rank uses; ``None`` if ranks use no GPUs."""
     if all(rank.gpu is None for rank in ranks):
         return None
     host, free = socket.gethostname(), []
@@ -166,12 +160,9 @@ def _only_visible(gpus: list[str] | None) -> Iterator[None]:
 def assign_ranks(
     ranks: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int
 ) -> list[list[RankLocation]]:
-    """Assign to each colocated engine the ranks whose devices it shares: engine i gets ranks i * T to (i + 1) * T - 1.
+    """Return the ranks whose devices each colocated engine shares: engine i has ranks i * T to (i + 1) * T - 1.
 
-    Args:
-        ranks: All training ranks, in order.
-        num_engines: Number of engines.
-        tensor_parallel_size: T, GPUs of each.
+    T is ``tensor_parallel_size``; ``ranks`` are all training ranks, in order.
 
     Raises:
         EngineError: If there are fewer ranks than devices needed, or those of one engine are on several machines.
@@ -201,10 +192,10 @@ def assign_ranks(
 def colocated_placements(
     ranks: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int
 ) -> list[ActorPlacement]:
-    """Return the placements of colocated engines; arguments and errors are those of :func:`assign_ranks`.
+    """Return the placements of colocated engines.
 
     Raises:
-        EngineError: Also if a rank's machine is not in Ray's cluster.
+        EngineError: As :func:`assign_ranks`, or if a rank's machine is not in Ray's cluster.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -212,7 +203,7 @@ def colocated_placements(
     for own in assign_ranks(ranks, num_engines, tensor_parallel_size):
         options: dict[str, Any] = {
             # Cores are shared as well. GPUs are named in the environment: Ray has assigned them to the rank, or holds
-            # them for it (gpu_reservation.py), so that nobody else is given them.
+            # them for it (gpu_reservation.py), so that it assigns them to no other process.
             "num_cpus": 0,
             "num_gpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_of(own[0].host), soft=False),
@@ -224,7 +215,7 @@ def colocated_placements(
 
 
 def _node_of(host: str) -> str:
-    """Ray's id of a machine."""
+    """Return Ray's id of a machine; EngineError if it is not in Ray's cluster."""
     import ray
 
     names = {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -251,10 +242,10 @@ class DedicatedPlacement:
         gpus: GPUs of each.
         timeout: Seconds that Ray may take.
         ranks: All training ranks; no engine is started on a GPU of theirs.
-        held: GPUs of Ray's that are reserved for ranks which Ray does not know of.
+        held: Number of Ray's GPUs that are reserved for ranks unknown to Ray.
 
     Raises:
-        EngineError: If the cluster is too small, or what it has is not free in time.
+        EngineError: If the cluster is too small, or its resources are not free in time.
     """
 
     def __init__(
@@ -295,7 +286,7 @@ class DedicatedPlacement:
             )
 
     def placements(self) -> list[ActorPlacement]:
-        """The placement of each engine."""
+        """Return the placement of each engine."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return [
@@ -313,7 +304,7 @@ class DedicatedPlacement:
         ]
 
     def close(self) -> None:
-        """Give the resources back."""
+        """Release the resources."""
         import ray
 
         if ray.is_initialized():

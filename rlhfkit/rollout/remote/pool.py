@@ -1,11 +1,9 @@
 """``RemoteEnginePool``: several engines in Ray actors that look like one engine; the base class of ``VLLMPool``.
 
 Every training rank holds a pool, and rank 0's owns the actors. All ranks call ``start``, ``load``, ``sleep``, ``wake``
-and ``close``, and what goes wrong in them on one rank is raised on all. Rank 0 calls ``generate``, ``stream`` and
-``score``, from any thread, also while ``load`` runs: requests are kept during a load and continue with the new weights.
-
-Samples do not depend on the number of engines or on which engine makes what, as each sample has its own seed. What a
-dead engine has not finished is sampled again by another, with the same result.
+and ``close``, whose errors are raised on all ranks. Rank 0 calls ``generate``, ``stream`` and ``score``, from any
+thread, also during ``load``: requests are kept and continue with the new weights. Samples do not depend on the number
+of engines; what a dead engine has not finished is sampled again by another, with the same result.
 """
 
 import itertools
@@ -49,11 +47,8 @@ _SYNC_ATTEMPTS = 4
 class RemoteEnginePool(RolloutEngine):
     """N remote engines as one :class:`~rlhfkit.rollout.engine.RolloutEngine`.
 
-    Ray is joined when this process is connected to it already or ``RAY_ADDRESS`` is set, and started on this machine
-    otherwise. Nothing is started before :meth:`start`.
-
-    A subclass has a constructor and implements :meth:`start_engines` and :meth:`make_request`. The arguments of this
-    constructor mean what they mean in :class:`~rlhfkit.VLLMPool`.
+    A subclass has a constructor and implements :meth:`start_engines` and :meth:`make_request`. The arguments and the
+    use of Ray are those of :class:`~rlhfkit.VLLMPool`.
     """
 
     shared = True
@@ -122,24 +117,23 @@ class RemoteEnginePool(RolloutEngine):
         """Set :attr:`manager`, with engines that have started, and :attr:`sender`. Called on rank 0.
 
         ``ranks`` are all training ranks, for :meth:`connect_to_ray` and :meth:`placements`; empty without a trainer.
-        The other arguments are those of :meth:`start`.
         """
         ...
 
     @abstractmethod
     def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
-        """Return the request for sample ``index`` of a prompt's group. Nothing may be left to the engine's defaults."""
+        """Return the request for sample ``index`` of a prompt's group; nothing is left to the engine's defaults."""
         ...
 
     def check_sampling(self, sampling: SamplingSpec) -> None:
-        """Raise ValueError if the engines cannot sample so; by default nothing is refused."""
+        """Raise ValueError if the engines do not support these settings; by default all are accepted."""
 
     # ---------------------------------------------------------------- start and end
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
     ) -> None:
-        """Start the engines, on rank 0; see :meth:`RolloutEngine.start`. Called on every rank.
+        """Start the engines, on rank 0. Called on every rank.
 
         Raises:
             ImportError: If Ray or the engine's package is not installed.
@@ -147,7 +141,7 @@ class RemoteEnginePool(RolloutEngine):
         """
         if self._started:
             return
-        # With the model's own weights and devices of their own, the engines need not know where anybody trains.
+        # Engines with the model's own weights and devices of their own do not depend on where the ranks are.
         alone = load_weights and not self.colocate
         ranks = [] if alone else gather_objects(locate_rank(colocate=self.colocate))
         start = partial(self._start, model, dtype, trust_remote_code, load_weights, ranks)
@@ -158,7 +152,7 @@ class RemoteEnginePool(RolloutEngine):
     def _start(
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
     ) -> None:
-        """This rank's part of :meth:`start`."""
+        """Run this rank's part of :meth:`start`."""
         if get_rank() > 0:
             if self.colocate and self.device != "cpu" and torch.cuda.is_available():
                 self.sender = IPCSender(bucket_bytes=self.bucket_bytes)
@@ -188,7 +182,7 @@ class RemoteEnginePool(RolloutEngine):
         return device
 
     def placements(self, device: str, ranks: list[RankLocation]) -> list[ActorPlacement]:
-        """Return where each engine is to run, or raise EngineError if there is no room on the devices."""
+        """Return where each engine runs; EngineError if the devices have no room."""
         processes = self.tensor_parallel_size
         if self.colocate:
             return colocated_placements(ranks, self.num_engines, processes)
@@ -211,8 +205,7 @@ class RemoteEnginePool(RolloutEngine):
     def sleep(self) -> None:
         """Have colocated engines free GPU memory until the next :meth:`load` or :meth:`wake`. Called on every rank.
 
-        Does nothing to engines with devices of their own. At ``sleep_level=2`` the weights are dropped, and ``version``
-        becomes ``None``.
+        At ``sleep_level=2`` the weights are dropped, and ``version`` becomes ``None``.
         """
         if not (self.colocate and self._started) or self._asleep:
             return
@@ -221,25 +214,25 @@ class RemoteEnginePool(RolloutEngine):
         self.version = self.version if self.sleep_level == 1 else None
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`; :meth:`load` does so by itself. Called on every rank."""
+        """Undo :meth:`sleep`, as :meth:`load` does. Called on every rank."""
         if self._asleep:
             self._free_rank_memory()
             self._on_rank_0(EngineManager.wake)
             self._asleep = False
 
     def _free_rank_memory(self) -> None:
-        """Before colocated engines take memory, have every rank free what torch caches."""
+        """Have every rank free torch's cache before colocated engines allocate memory. A collective."""
         if self.colocate and torch.cuda.is_available():
-            run_on_all_ranks(torch.cuda.empty_cache, error_type=EngineError)  # and wait for the last rank
+            run_on_all_ranks(torch.cuda.empty_cache, error_type=EngineError)  # also waits for the last rank
 
     def _on_rank_0(self, step: Callable[[EngineManager], None]) -> None:
-        """Call something with rank 0's manager; errors are raised on every rank."""
+        """Call something with rank 0's manager; errors are raised on every rank. A collective."""
         run_on_all_ranks(lambda: None if self.manager is None else step(self.manager), error_type=EngineError)
 
     # ---------------------------------------------------------------- weights
 
     def load(self, weights: WeightSource, version: int) -> None:
-        """Send the weights to all engines; see :meth:`RolloutEngine.load`. Called on every rank.
+        """Send the weights to all engines. Called on every rank.
 
         While it runs, and after it failed, ``version`` is ``None`` and no new requests are accepted. If an engine dies
         of it, the weights are sent again to the others; a restarted engine takes part. A source that raises before its
@@ -275,13 +268,13 @@ class RemoteEnginePool(RolloutEngine):
     # ---------------------------------------------------------------- sampling
 
     def _serving(self) -> EngineManager:
-        """The manager, if its engines have weights or are being sent some."""
+        """Return the manager; RuntimeError unless its engines have weights or are being sent some."""
         name = type(self).__name__
         if get_rank() != 0:
             raise RuntimeError(f"only rank 0 may ask the engines, as they are shared; this is rank {get_rank()}")
         if self.manager is None:
             raise RuntimeError(f"the engines are not running: {name}.start comes first (RolloutCallback calls it)")
-        # Checked twice, as a load in another thread may end between the questions.
+        # Checked twice, as a load in another thread may end between the two checks.
         if self.version is None and not self._loading and self.version is None:
             raise RuntimeError(
                 f"the engines have no complete weights: none were loaded yet, they are asleep, or the last {name}.load "
@@ -296,21 +289,17 @@ class RemoteEnginePool(RolloutEngine):
         return not sampling.truncates
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        """Sample on all engines; see :meth:`RolloutEngine.generate`. Rank 0 only, any thread.
+        """Sample on all engines. Rank 0 only, any thread.
 
         Raises:
-            ValueError: If the engines cannot sample so.
-            RequestError: If a prompt does not fit into the context or has unknown tokens, or a request is refused.
+            ValueError: If the engines do not support these settings.
+            RequestError: If a prompt exceeds the context or has unknown tokens, or a request is refused.
             EngineError: If all engines are dead, or nothing was finished for ``generate_timeout`` seconds.
         """
         return sample_all(self.stream(sampling, iteration=iteration), prompts)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> PoolStream:
-        """Return groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`. Rank 0 only.
-
-        Raises:
-            ValueError: If the engines cannot sample so.
-        """
+        """Return groups as they are finished. Rank 0 only; ValueError if the engines do not support these settings."""
         manager = self._serving()
         self.check_sampling(sampling)
         return PoolStream(
@@ -322,12 +311,12 @@ class RemoteEnginePool(RolloutEngine):
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of given tokens; see :meth:`RolloutEngine.score`. Rank 0 only.
+        """Return the log-probs of given tokens. Rank 0 only.
 
-        Every engine scores all sequences, and their results are compared, so that wrong weights in one are noticed.
+        Every engine scores all sequences, and the results are compared to detect wrong weights.
 
         Raises:
-            ValueError: If a sequence has fewer than 2 tokens or does not fit into the context.
+            ValueError: If a sequence has fewer than 2 tokens or exceeds the context.
             EngineError: If engines differ by more than ``probe_tolerance``, none is left, or they took too long.
         """
         manager = self._serving()

@@ -26,15 +26,9 @@ _MAX_REQUESTS_PER_ENGINE = 2048
 
 
 def split_into_jobs(num_prompts: int, group_size: int, num_engines: int) -> list[tuple[int, range]]:
-    """Split groups into jobs: one job per group, as its samples share the prompt's cache, or more if engines are idle.
+    """Split groups into jobs; returns the prompt and positions in its group of each job.
 
-    Args:
-        num_prompts: Number of groups.
-        group_size: Samples of each.
-        num_engines: Engines to keep busy.
-
-    Returns:
-        Prompt and positions in its group of each job.
+    A group is one job, as its samples share the prompt's cache, unless engines would be idle.
     """
     parts = min(group_size, max(1, -(-num_engines // max(1, num_prompts))))
     cuts = [group_size * part // parts for part in range(parts + 1)]
@@ -44,11 +38,8 @@ def split_into_jobs(num_prompts: int, group_size: int, num_engines: int) -> list
 class StallDetector:
     """Reports when no request is finished for long, and ends the wait at a limit.
 
-    Args:
-        report: Describes all queues and engines.
-        report_after: Seconds without progress after which the report is logged, and again each time they pass.
-        timeout: Seconds without progress after which waiting ends.
-        clock: Seconds, monotonic.
+    Without progress the report is logged every ``report_after`` seconds, and waiting ends after ``timeout`` seconds.
+    ``clock`` is monotonic, in seconds.
     """
 
     def __init__(
@@ -77,13 +68,9 @@ class StallDetector:
         self._last, self.num_reports = self._clock(), 0
 
     def check(self, waiting_for: str) -> None:
-        """Log the report, or end the wait, if it is time; to be called at least once a second.
+        """Log the report if it is due; StallError, with the report, at the limit. Call at least once a second.
 
-        Args:
-            waiting_for: For the messages: "12 of 64 requests".
-
-        Raises:
-            StallError: At the limit, with the report.
+        ``waiting_for`` is for messages: "12 of 64 requests".
         """
         idle = self.idle
         if idle >= self.timeout:
@@ -103,10 +90,8 @@ class StallDetector:
 class RequestScheduler:
     """Requests of one caller: pending, then in flight on an engine, then finished.
 
-    Args:
-        manager: Of the engines; other callers may use them at the same time.
-        timeout: Seconds without a finished job while :meth:`collect` waits.
-        clock: Seconds, monotonic.
+    Other callers may use ``manager`` at the same time. ``timeout`` is in seconds without a finished job while
+    :meth:`collect` waits; ``clock`` is monotonic, in seconds.
     """
 
     def __init__(self, manager: EngineManager, timeout: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -114,7 +99,7 @@ class RequestScheduler:
         self._clock = clock
         self._name = f"{threading.current_thread().name}-{uuid.uuid4().hex[:8]}"
         self._jobs: list[list[Request]] = []
-        self._attempts: list[int] = []  # that failed, of each job
+        self._attempts: list[int] = []  # failed attempts of each job
         self._pending: deque[int] = deque()
         self._in_flight: dict[Any, tuple[int, EngineHandle, str]] = {}  # Ray's reference -> job, engine, key
         self._results: dict[int, list[Completion]] = {}  # not collected yet
@@ -127,14 +112,7 @@ class RequestScheduler:
         )
 
     def submit(self, requests: list[Request]) -> int:
-        """Queue a job.
-
-        Args:
-            requests: At least one.
-
-        Returns:
-            The number of the job.
-        """
+        """Queue a job of at least one request and return its number."""
         self._jobs.append(requests)
         self._attempts.append(0)
         self._pending.append(len(self._jobs) - 1)
@@ -142,10 +120,7 @@ class RequestScheduler:
         return len(self._jobs) - 1
 
     def collect(self) -> dict[int, list[Completion]]:
-        """Wait until a job is finished.
-
-        Returns:
-            The completions of every job that has finished since the last call, by number; empty if no job is left.
+        """Wait for finished jobs; returns the completions of each new one by number, none if no job is left.
 
         Raises:
             RequestError: If the engine refuses a request.
@@ -153,7 +128,7 @@ class RequestScheduler:
             WeightsNeededError: If no engine serves any more, and some wait for weights or are starting.
             EngineError: If all engines are dead, or several died while they worked on one job.
         """
-        self.stall_detector.progress()  # nobody has waited since the last call
+        self.stall_detector.progress()  # the time between two calls does not count
         while not self._results and (self._pending or self._in_flight):
             self._dispatch()
             self._requeue_lost()
@@ -204,7 +179,7 @@ class RequestScheduler:
         self._pending.appendleft(job)
 
     def check(self) -> None:
-        """Raise if there is no point in waiting any longer, for one of the reasons of :meth:`collect`."""
+        """Raise if no result can be expected, for one of the reasons of :meth:`collect`."""
         manager = self._manager
         if manager.closed:
             raise EngineError("the pool was closed while requests were in flight")
@@ -224,7 +199,7 @@ class RequestScheduler:
             )
 
     def _collect_ready(self) -> None:
-        """Take the results that are ready, after waiting a second at most."""
+        """Collect the results that are ready, after waiting at most a second."""
         import ray
 
         if not self._in_flight:
@@ -232,7 +207,7 @@ class RequestScheduler:
                 self._manager.wait(0.2)
             return
         ready, _ = ray.wait(list(self._in_flight), num_returns=1, timeout=1.0)
-        if ready:  # and what else has arrived meanwhile
+        if ready:  # also collect whatever else has arrived
             ready, _ = ray.wait(list(self._in_flight), num_returns=len(self._in_flight), timeout=0)
         for ref in ready:
             job, handle, _ = self._in_flight.pop(ref)

@@ -12,14 +12,10 @@ from rlhfkit.rollout.supervision.remote_engine import Completion, Request
 
 
 class PoolStream:
-    """A :class:`~rlhfkit.rollout.collector.GroupStream` of all engines; they work on everything that was submitted.
+    """A :class:`~rlhfkit.rollout.collector.GroupStream` of all engines.
 
-    Args:
-        manager: Of the engines.
-        sampling: How to sample.
-        make_request: The request for one sample, given its prompt and position in the group.
-        timeout: Seconds without a finished request.
-        knows_logprobs: Whether the engines report log-probs before truncation; else the samples have NaN.
+    ``make_request`` takes a prompt and a position in its group. ``timeout`` is in seconds without a finished request.
+    Without ``knows_logprobs`` the samples' log-probs are NaN.
     """
 
     def __init__(
@@ -42,11 +38,7 @@ class PoolStream:
         self._complete: list[int] = []  # rows
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Begin with the groups of these prompts too.
-
-        Raises:
-            RequestError: If a prompt cannot be sampled; nothing is sent then.
-        """
+        """Start these groups too; RequestError, before anything is sent, if a prompt cannot be sampled."""
         manager, group_size, first = self._manager, self._sampling.group_size, len(self._prompts)
         check_requests(prompts, self._sampling, context=manager.max_model_len, vocabulary=manager.vocabulary)
         self._prompts += prompts
@@ -55,12 +47,11 @@ class PoolStream:
             self._parts[self.scheduler.submit(requests)] = (first + row, indices)
 
     def collect(self, most: int) -> list[list[Sample]]:
-        """Wait for groups; see :meth:`GroupStream.collect <rlhfkit.rollout.collector.GroupStream.collect>`.
+        """Wait for groups; those of dead engines are sampled by the others.
 
         Raises:
             RequestError: If an engine refuses a request.
-            EngineError: If all engines are dead, or nothing was finished in time. What a dead engine has not finished
-                is sampled by the others.
+            EngineError: If all engines are dead, or nothing was finished in time.
         """
         while not self._complete:
             finished = self.scheduler.collect()

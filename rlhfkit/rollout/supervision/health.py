@@ -33,7 +33,7 @@ class HealthPolicy:
     max_restarts: int = 5
     """Restarts of one engine (NeMo-RL: 5); 0: none."""
     request_attempts: int = 5
-    """Attempts at one request on engines that die (NeMo-RL: 5), so that a request which kills engines has an end."""
+    """Attempts at one request on engines that die (NeMo-RL: 5), so that a request that kills engines is given up."""
     recovery_timeout: float = 60.0
     """Seconds that ``generate`` waits, when no engine serves, for a weight sync in another thread to bring one back."""
     report_after: float = 120.0

@@ -24,9 +24,9 @@ Result = TypeVar("Result")
 def plain_errors(
     method: Callable[..., Awaitable[Result]],
 ) -> Callable[..., Coroutine[Any, Any, Result]]:
-    """Turn any exception of a coroutine method into a ``RuntimeError`` (or ``RefusedRequest``) with its text.
+    """Turn exceptions of a coroutine method into plain ``RuntimeError``, whose unpickling does not import vLLM.
 
-    Unpickling an exception of vLLM's would import vLLM.
+    ``RefusedRequest`` is left as it is.
     """
 
     @functools.wraps(method)
@@ -48,11 +48,7 @@ def plain_errors(
 class ActorLauncher:
     """Creates the Ray actors of vLLM engines; an :data:`~rlhfkit.rollout.supervision.remote_engine.ActorFactory`.
 
-    Args:
-        placements: Of each engine.
-        arguments: Of ``vllm.EngineArgs``.
-        in_process: Whether an engine runs in the actor's own process; see :mod:`rlhfkit.rollout.vllm.backends`.
-        environment: Environment variables of all engines, set before they import torch.
+    ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` is set in all engines before they import torch.
     """
 
     def __init__(
@@ -83,13 +79,10 @@ class ActorLauncher:
 
 
 class VLLMActor(RemoteEngine):
-    """One engine in a process of its own: a vLLM engine changes global state of torch.
+    """One vLLM engine in a process of its own, as it changes global state of torch.
 
-    Args:
-        arguments: Of ``vllm.EngineArgs``.
-        in_process: Whether to use :class:`~rlhfkit.rollout.vllm.backends.InProcessBackend`.
-        environment: Variables set in this process, over those that Ray has set.
-        excluded: Training ranks whose GPUs this engine must not have.
+    ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` overrides variables set by Ray; ``excluded`` are
+    training ranks whose GPUs this engine must not have.
     """
 
     def __init__(
@@ -143,11 +136,7 @@ class VLLMActor(RemoteEngine):
 
     @plain_errors
     async def health(self) -> dict[str, Any]:
-        """Report that the engine lives.
-
-        Raises:
-            RuntimeError: If vLLM reports that it has failed.
-        """
+        """Return the health; RuntimeError if vLLM reports that it has failed."""
         step, now = await self._backend.step_count(), time.monotonic()
         if step != self._step[0] or self._paused or not self._tasks:
             self._step = (step, now)
@@ -163,7 +152,7 @@ class VLLMActor(RemoteEngine):
 
     @plain_errors
     async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probs of every token after the first, temperature 1."""
+        """Return the log-probs of every token after the first, at temperature 1."""
         # vLLM computes prompt log-probs when it samples the first token, so one is requested and dropped.
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         key = f"score-{next(self._numbers)}"
@@ -177,11 +166,7 @@ class VLLMActor(RemoteEngine):
         ]
 
     async def _run(self, key: str, requests: Sequence[Request]) -> list[Any]:
-        """Run requests concurrently.
-
-        Raises:
-            RefusedRequest: If one cannot be run; the engine is unaffected.
-        """
+        """Run requests concurrently; RefusedRequest, which leaves the engine unaffected, if one cannot be run."""
         checked = [(list(token_ids), _sampling_params(arguments)) for token_ids, arguments in requests]
         running = [self._backend.generate(f"request-{next(self._numbers)}", *request) for request in checked]
         tasks = [asyncio.ensure_future(one) for one in running]
@@ -258,17 +243,13 @@ class VLLMActor(RemoteEngine):
 
     @plain_errors
     async def wake(self, what: list[str] | None = None) -> None:
-        """Take memory again; the engine computes once it has all of it."""
+        """Allocate memory again; the engine computes once it has all of it."""
         async with self._transfer:
             self._paused = not await self._backend.wake(what)
 
 
 def _sampling_params(arguments: dict[str, Any]) -> Any:
-    """Build ``vllm.SamplingParams``.
-
-    Raises:
-        RefusedRequest: If vLLM rejects the arguments, with whatever exception.
-    """
+    """Build ``vllm.SamplingParams``; any exception becomes RefusedRequest."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

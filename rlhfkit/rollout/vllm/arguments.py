@@ -25,14 +25,11 @@ def engine_arguments(
     sleeps: bool,
     logprobs_mode: str,
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.EngineArgs``. Those not listed here are arguments of :class:`~rlhfkit.VLLMPool`.
+    """Build the arguments of ``vllm.EngineArgs``; those not listed are as in :class:`~rlhfkit.VLLMPool`.
 
     Args:
-        model: Folder or hub name.
-        dtype: Type the engine computes in.
-        trust_remote_code: Passed to Transformers.
         device: ``"cpu"`` or ``"cuda"``.
-        backend: Of the weight transfer.
+        backend: Name of the weight transfer.
         load_weights: Read the model's own weights; otherwise they come with the first sync.
         sleeps: Whether the engine frees GPU memory between iterations.
         logprobs_mode: ``"processed_logprobs"``: of the distribution that is sampled from, after temperature and
@@ -73,11 +70,7 @@ def engine_arguments(
 def engine_environment(*, device: str, cpus_per_engine: int, in_process: bool, backend: str) -> dict[str, str]:
     """Build the environment variables of an engine; they must be set before it imports torch.
 
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        cpus_per_engine: OpenMP threads on a CPU.
-        in_process: Whether vLLM starts no processes of its own.
-        backend: Of the weight transfer.
+    ``cpus_per_engine`` sets OpenMP threads on a CPU; ``in_process``: vLLM starts no processes of its own.
     """
     variables = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -94,7 +87,7 @@ def engine_environment(*, device: str, cpus_per_engine: int, in_process: bool, b
             "MALLOC_TRIM_THRESHOLD_": str(2**32),
             "MALLOC_TOP_PAD_": str(2**26),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # vLLM 0.32 compiles one function of its log-probs even with enforce_eager: 30 s for nothing.
+            # vLLM 0.32 compiles one function of its log-probs even with enforce_eager, which takes 30 s.
             "TORCHDYNAMO_DISABLE": "1",
         }
     if in_process:
@@ -106,14 +99,9 @@ def engine_environment(*, device: str, cpus_per_engine: int, in_process: bool, b
 
 
 def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: int, stops: tuple[int, ...]) -> Request:
-    """Build the request for one sample; every parameter that matters is set, none is left to vLLM's defaults.
+    """Build the request for sample ``index`` of a group, leaving nothing that matters to vLLM's defaults.
 
-    Args:
-        prompt: The prompt.
-        index: Position in its group.
-        spec: How to sample.
-        iteration: Goes into the seed.
-        stops: The model's end-of-sequence tokens.
+    ``stops`` are the model's end-of-sequence tokens.
     """
     return prompt.token_ids, {
         "n": 1,

@@ -1,7 +1,7 @@
 """Two ways of running vLLM 0.32 behind one asynchronous interface; vLLM is imported when a backend starts.
 
-:class:`InProcessBackend` steps a synchronous ``LLMEngine`` in a thread of this process, for CPUs: it starts three times
-as fast as vLLM's own three processes. :class:`AsyncBackend` is vLLM's ``AsyncLLM``, for GPUs and tensor parallelism.
+:class:`InProcessBackend` steps a synchronous ``LLMEngine`` in a thread, for CPUs: it starts three times as fast as
+vLLM's own three processes. :class:`AsyncBackend` is vLLM's ``AsyncLLM``, for GPUs and tensor parallelism.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class Backend(Protocol):
         ...
 
     async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
-        """Run one request and return its ``RequestOutput``. Cancelling the coroutine aborts the request.
+        """Run one request and return its ``RequestOutput``; cancelling the coroutine aborts it.
 
         Raises:
             RefusedRequest: If the engine does not accept it; other requests are unaffected.
@@ -43,7 +43,7 @@ class Backend(Protocol):
         ...
 
     async def set_version(self, version: str) -> None:
-        """Set the version with which tokens are labelled from now on."""
+        """Set the version that labels the tokens from now on."""
         ...
 
     async def sleep(self, level: int) -> None:
@@ -51,11 +51,11 @@ class Backend(Protocol):
         ...
 
     async def wake(self, what: list[str] | None) -> bool:
-        """Undo :meth:`sleep`, or a part of it; true if everything is awake."""
+        """Undo :meth:`sleep`, wholly or in part; returns whether everything is awake."""
         ...
 
     async def step_count(self) -> int:
-        """A number that grows while the engine's process computes; raises if it has failed."""
+        """Return a number that grows while the engine's process computes; raises if it has failed."""
         ...
 
 
@@ -135,7 +135,7 @@ class InProcessBackend(Backend):
             try:
                 self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
             except Exception as error:
-                with contextlib.suppress(Exception):  # one half of vLLM may have accepted it
+                with contextlib.suppress(Exception):  # a part of vLLM may have accepted it
                     self._engine.abort_request([request_id])
                 raise RefusedRequest(f"{type(error).__name__}: {error}") from None
             self._running[request_id] = (future, loop)
@@ -249,7 +249,7 @@ class AsyncBackend(Backend):
 
     async def step_count(self) -> int:
         await self._engine.check_health()
-        # The engine's process answers a question between two steps, so answers are counted instead of steps.
+        # The engine's process answers between two steps, so answers are counted instead of steps.
         if self._open_question is None or self._open_question.done():
             if self._open_question is not None:
                 self._open_question.result()

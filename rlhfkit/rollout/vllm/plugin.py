@@ -48,7 +48,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Worker side of the transfer; a bucket arrives while the one before is loaded."""
+    """Worker side of the transfer; a bucket arrives while the previous one is loaded."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
@@ -131,8 +131,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 def _copy_pending_tensors(model: nn.Module, block: Tensor) -> None:
     """Copy the tensors that vLLM keeps until their layer is complete, as the block is about to be overwritten.
 
-    A fused layer (query, key and value; gate and up) may be split over two buckets, and layers with padding are
-    completed at the end.
+    A fused layer (query, key and value; gate and up) may span two buckets; layers with padding are completed last.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -147,8 +146,8 @@ def _copy_pending_tensors(model: nn.Module, block: Tensor) -> None:
 def _reset_expert_kernels(model: nn.Module) -> None:
     """Have the kernels of experts created again when their weights arrive.
 
-    Workaround for vLLM 0.32 on CPU: experts are packed when their kernel is created. A later update would write
-    unpacked weights, silently, where the kernel expects packed ones.
+    Workaround for vLLM 0.32 on CPU: experts are packed when their kernel is created. A later update would silently
+    write unpacked weights where the kernel expects packed ones.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -171,7 +170,7 @@ def _repack_tied_layers(packed_before: dict[nn.Module, Any]) -> None:
     """Pack again each CPU layer whose packed copy the update did not replace.
 
     Workaround for vLLM 0.32 on CPU: linear layers compute with a oneDNN copy of their weight. An output layer tied to
-    the embedding receives no weight of its own in a reload, so its copy would silently stay that of the first weights.
+    the embedding receives no weight in a reload, so its copy would silently stay that of the first weights.
     """
     if not packed_before:
         return

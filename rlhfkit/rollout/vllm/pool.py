@@ -40,18 +40,18 @@ class VLLMPool(RemoteEnginePool):
         num_engines: Number of engines.
         tensor_parallel_size: GPUs (on a CPU: processes) per engine.
         max_model_len: Tokens of prompt and completion; ``None``: the model's context.
-        colocate: Engines share the GPUs of the training ranks: weights pass as handles to GPU memory, and :meth:`sleep`
-            makes room for training (``RolloutCallback`` calls it). Else engines have devices of their own.
-        sleep_level: What :meth:`sleep` does with the weights: 1 moves them to main memory, 2 drops them, as the next
-            :meth:`load` brings new ones (vLLM's levels).
+        colocate: Engines share the training ranks' GPUs: weights pass as handles to GPU memory, and engines
+            :meth:`sleep` during training (``RolloutCallback`` calls it). Else engines have devices of their own.
+        sleep_level: vLLM's level for :meth:`sleep`: 1 moves the weights to main memory, 2 drops them until the next
+            :meth:`load`.
         dtype: Type the engines compute in, e.g. ``"bfloat16"``; ``None``: the type of the weights they are sent.
         gpu_memory_utilization: Share of a GPU's memory that vLLM may use (vLLM's default is 0.92); ``None``: 0.9, and
             0.5 when colocated.
-        kv_cache_gib: Size of the cache of keys and values in GiB; ``None``: what is left of ``gpu_memory_utilization``,
-            and 1 GiB on a CPU.
+        kv_cache_gib: Size of the key-value cache in GiB; ``None``: what is left of ``gpu_memory_utilization``, and 1
+            GiB on a CPU.
         cpus_per_engine: Cores of an engine; on a CPU also its number of threads.
         device: ``"cpu"`` or ``"cuda"``; ``None``: GPUs if Ray's cluster has any.
-        engine_arguments: Any other argument of ``vllm.EngineArgs``; wins over ours. Not the numbers of its processes.
+        engine_arguments: Other arguments of ``vllm.EngineArgs``, except process counts; they override ours.
         environment: Environment variables of the engines.
         start_timeout: Seconds for all engines to be ready.
         generate_timeout: Seconds without any request of a batch being finished.
@@ -121,7 +121,7 @@ class VLLMPool(RemoteEnginePool):
     def start_engines(
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
     ) -> None:
-        """Start the actors; see :meth:`RemoteEnginePool.start_engines`."""
+        """Set :attr:`manager`, with started vLLM actors, and :attr:`sender`; called on rank 0."""
         _require_packages()
         from rlhfkit.models.load import load_tokenizer, stop_token_ids
 
@@ -190,10 +190,10 @@ class VLLMPool(RemoteEnginePool):
             )
 
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
-        """Whether log-probs can be compared with the trainer's; see :meth:`RolloutEngine.configure_logprobs`.
+        """Set vLLM's ``logprobs_mode`` for this sampling and return :meth:`knows_logprobs`.
 
-        vLLM gives log-probs either before temperature and truncation or after both, chosen when it starts. So those of
-        truncated samples are known at temperature 1 (or 0) only, and if this was called before :meth:`start`.
+        vLLM reports log-probs either before temperature and truncation or after both, fixed when it starts. So those of
+        truncated samples are known only at temperature 1 (or 0), and only if this was called before :meth:`start`.
         """
         if not self._started and "logprobs_mode" not in self.engine_arguments:
             raw = sampling.truncates and sampling.temperature in (0.0, 1.0)
@@ -208,7 +208,7 @@ class VLLMPool(RemoteEnginePool):
 
 
 def _require_packages() -> None:
-    """Raise ImportError, with how to install them, if Ray or vLLM is missing."""
+    """Raise ImportError, with the command to install them, if Ray or vLLM is missing."""
     missing = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(

@@ -21,10 +21,7 @@ from rlhfkit.rollout.weight_sync.sender import WeightSender
 class WeightSyncCoordinator:
     """Sends weights to the engines of one manager.
 
-    Args:
-        manager: Of the engines.
-        sender: How the bytes travel.
-        recoverable: Whether engines whose transfer broke off can be sent weights again; else they are restarted.
+    ``recoverable``: whether engines whose transfer broke off can be sent weights again; else they are restarted.
     """
 
     def __init__(self, manager: EngineManager, sender: WeightSender, *, recoverable: bool) -> None:
@@ -35,15 +32,10 @@ class WeightSyncCoordinator:
         self._participants: tuple[EngineHandle, ...] = ()  # of the last attempt
 
     def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Make one attempt: pause, begin the update, send, finish the update, resume.
+        """Make one attempt: pause, begin the update, send, finish the update, resume. ``weights`` is read once.
 
         Engines are out of service from the first step to the last, and stay so if any fails. Requests in flight are
         kept, and continue with the new weights.
-
-        Args:
-            infos: What ``weights`` yields.
-            weights: Read once.
-            version: Of the weights.
 
         Raises:
             EngineError: If an engine died, failed, or took too long.
@@ -86,8 +78,8 @@ class WeightSyncCoordinator:
         return self._manager.begin_sync(wait_for_all=True)
 
     def _prepare(self, handles: EngineHandles, asleep: bool) -> None:
-        """Do everything before the first byte; the first call fails for engines that do not answer."""
-        if asleep:  # the memory of cached keys and values is taken once the trainer has sent everything
+        """Run every step before the first byte; the first call fails for engines that do not answer."""
+        if asleep:  # the key-value cache is allocated once the trainer has sent everything
             handles.submit("wake", ["weights"], doing="waking up").result()
         handles.submit("pause", doing="pausing for new weights").result()
         if any(handle.has_partial_weights for handle in handles.handles):
@@ -98,11 +90,7 @@ class WeightSyncCoordinator:
         handles.submit("begin_update", doing="preparing for new weights").result()
 
     def can_retry(self, error: BaseException) -> bool:
-        """After a failed attempt, whether engines died of it and others are up or starting.
-
-        Args:
-            error: What :meth:`sync` raised.
-        """
+        """Whether engines died of ``error``, which :meth:`sync` raised, and others are up or starting."""
         if isinstance(error, EngineFailure) and error.engine is not None:
             self._manager.mark_dead(error.engine, str(error))
         return probe_now(self._manager, self._participants) and not self._manager.all_dead
@@ -127,11 +115,7 @@ def attempt_sync(
 ) -> SyncAttempt:
     """Send the weights once. A collective: every rank reads its source to the end, whatever fails.
 
-    Args:
-        weights: This rank's source.
-        version: Of the weights.
-        sender: Of a rank that takes part in sending.
-        coordinator: On rank 0.
+    ``sender`` is ``None`` on ranks that do not send, ``coordinator`` on all ranks but 0.
     """
     error: Exception | None = None
     started = can_retry = False

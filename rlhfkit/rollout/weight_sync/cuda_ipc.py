@@ -33,8 +33,7 @@ def split_into_chunks(infos: Sequence[WeightInfo], capacity: int) -> list[range]
 class IPCSender:
     """Sends by CUDA IPC. Rank 0 calls :meth:`send` and the other ranks :meth:`contribute`.
 
-    Args:
-        bucket_bytes: Size of the buffer on each GPU, or that of the largest tensor if it is larger.
+    The buffer on each GPU has ``bucket_bytes``, or the size of the largest tensor if that is larger.
     """
 
     backend = "ipc"
@@ -46,26 +45,22 @@ class IPCSender:
         self._announced = False  # whether the other ranks know that this transfer takes place
 
     def connect(self, receivers: Receivers) -> None:
-        """Announce the layout of the bytes; see :class:`.WeightSender`."""
+        """Announce the layout of the bytes."""
         receivers.connect({"packed": True}, ranked=False).result()
 
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Rank 0's part; see :class:`.WeightSender`.
-
-        Raises:
-            EngineError: If an engine fails; the other ranks raise as well.
-        """
+        """Send rank 0's part; EngineError on every rank if an engine fails. A collective with :meth:`contribute`."""
         self._announced = True
         gather_objects(True)
         self._transfer(infos, weights, receivers)
 
     def contribute(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Every other rank's part; returns at once if there is no transfer."""
+        """Send another rank's part; returns at once if there is no transfer. A collective with :meth:`send`."""
         if gather_objects(None)[0]:
             self._transfer(infos, weights, None)
 
     def end(self) -> None:
-        """Tell the other ranks if its preparation failed and there is no transfer; on rank 0, after each attempt."""
+        """Tell the other ranks if there is no transfer; called on rank 0 after each attempt."""
         if not self._announced:
             gather_objects(False)
         self._announced = False

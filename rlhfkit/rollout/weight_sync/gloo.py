@@ -20,11 +20,7 @@ class Broadcast:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Wait until it has ended.
-
-        Raises:
-            RuntimeError: If a process failed, the time is up, or the group was closed.
-        """
+        """Wait until it has ended; RuntimeError if a process failed, the time is up, or the group was closed."""
         if self._work is None:
             raise RuntimeError("the group was closed during a broadcast")
         self._work.wait()
@@ -37,13 +33,8 @@ class Broadcast:
 class GlooGroup:
     """A gloo group over its own store.
 
-    Args:
-        store: Shared key-value store.
-        prefix: Distinguishes this group from earlier ones with the same store.
-        rank: Of this process.
-        size: Number of processes.
-        timeout: Seconds that a broadcast may take.
-        address: Of this machine, as the others reach it.
+    ``prefix`` distinguishes it from earlier groups with the same store; ``timeout`` is in seconds per broadcast;
+    ``address`` is this machine's, as the others reach it.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, size: int, timeout: float, address: str) -> None:
@@ -57,7 +48,7 @@ class GlooGroup:
         self._in_progress: list[Broadcast] = []
 
     def broadcast(self, block: Tensor) -> Broadcast:
-        """Start to send a contiguous CPU tensor (rank 0) or to receive into it; leave it alone until the end."""
+        """Start to send (rank 0) or receive a contiguous CPU tensor, which must not be used before the end."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
@@ -68,19 +59,14 @@ class GlooGroup:
     def close(self) -> None:
         """Close all connections, so that processes that wait for this one fail at once."""
         # In torch 2.13 abort() and shutdown() leave the sockets of a gloo group open. They are closed when nothing
-        # refers to the group any more, and its work does.
+        # refers to the group any more; the Work objects of its broadcasts do.
         for broadcast in self._in_progress:
             broadcast.drop()
         self._in_progress, self._group = [], None
 
 
 def open_store(address: str, timeout: float) -> TCPStore:
-    """Open a store that listens on one address only, on a free port.
-
-    Args:
-        address: Of this machine.
-        timeout: Seconds that an operation may take.
-    """
+    """Open a store on a free port of one local address; ``timeout`` is in seconds per operation."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     return TCPStore(

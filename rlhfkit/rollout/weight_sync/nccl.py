@@ -49,11 +49,7 @@ class _SyncClient:
 
 
 class NcclSender:
-    """Broadcasts over NCCL. No engine may use the trainer's device, which NCCL refuses.
-
-    Args:
-        bucket_bytes: Size of a bucket.
-    """
+    """Broadcasts over NCCL in buckets of ``bucket_bytes``. NCCL refuses engines on the trainer's device."""
 
     backend = "nccl"
     # vLLM 0.32 has no way to reset a partly loaded layer from outside, and a broken NCCL group cannot be left.
@@ -65,7 +61,7 @@ class NcclSender:
         self._engine: Any = None
 
     def connect(self, receivers: Receivers) -> None:
-        """Form the group; see :class:`~rlhfkit.rollout.weight_sync.sender.WeightSender`."""
+        """Form the group with the workers."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -85,7 +81,7 @@ class NcclSender:
         )
 
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Send; see :class:`~rlhfkit.rollout.weight_sync.sender.WeightSender`. vLLM verifies the stream."""
+        """Send all weights; vLLM verifies the stream."""
         self._weights.infos, self._weights.weights = infos, weights
         self._engine.send_weights()
 

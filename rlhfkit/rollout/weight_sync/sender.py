@@ -24,11 +24,11 @@ class Pending(Protocol):
     """A remote call to several engines, in progress."""
 
     def poll(self) -> None:
-        """Raise if one of them has failed already."""
+        """Raise if an engine has failed already."""
         ...
 
     def result(self) -> list[Any]:
-        """Wait for all; raises if one fails or the time is up."""
+        """Wait for all engines; raises if one fails or the time is up."""
         ...
 
 
@@ -37,12 +37,12 @@ class Receivers(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Number of processes that receive, of all engines."""
+        """Number of receiving processes of all engines."""
         ...
 
     @property
     def address(self) -> str:
-        """Where they reach this process."""
+        """Address at which they reach this process."""
         ...
 
     def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> Pending:
@@ -76,11 +76,7 @@ class WeightSender(Protocol):
 
 
 def verified(infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights after comparing each with its announced info, by which receivers split the bytes.
-
-    Raises:
-        ValueError: If one differs.
-    """
+    """Yield the weights; ValueError if one differs from its announced info, by which receivers split the bytes."""
     count = 0
     for count, (name, tensor) in enumerate(weights, start=1):
         if count > len(infos):
@@ -115,7 +111,7 @@ class GlooSender:
         self._connected = False
 
     def connect(self, receivers: Receivers) -> None:
-        """Form the group; see :class:`WeightSender`."""
+        """Form the group with the workers."""
         blocks = None
         if self.shared_memory and receivers.address == "127.0.0.1":
             blocks = SharedBlocks.create(self.bucket_bytes)
@@ -158,7 +154,7 @@ class GlooSender:
         self._connected = True
 
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Send; see :class:`WeightSender`."""
+        """Send all weights and wait until every worker has them."""
         if self._transport is None or not self._connected:
             raise RuntimeError("GlooSender.send was called before connect")
         pending = receivers.update(
@@ -182,7 +178,7 @@ class GlooSender:
         pending.result()
 
     def close(self) -> None:
-        """Leave the group; see :class:`WeightSender`."""
+        """Leave the group; workers that wait for data fail at once."""
         if self._transport is not None:
             self._transport.close()
         self._transport, self._connected = None, False

@@ -15,11 +15,9 @@ INVISIBLE = "cannot open the trainer's shared memory"
 
 
 class SharedBlocks:
-    """Two blocks of memory behind one file that only this user can open.
+    """Two blocks of ``num_bytes`` behind one file that only this user can open.
 
-    Args:
-        descriptor: An open file of twice ``num_bytes``. It is closed; the memory lives as long as this object.
-        num_bytes: Size of a block.
+    ``descriptor``, an open file of both, is closed; the memory lives as long as this object.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
@@ -30,22 +28,18 @@ class SharedBlocks:
         self.num_bytes = num_bytes
         self._blocks = (memory[:num_bytes], memory[num_bytes:])
         self.path: Path | None = None
-        """Of the file, until :meth:`hide`."""
+        """Path of the file, until :meth:`hide`."""
 
     @classmethod
     def create(cls, num_bytes: int) -> Self | None:
-        """Reserve the memory; returns ``None`` if this machine has no shared memory or not enough of it.
-
-        Args:
-            num_bytes: Size of a block.
-        """
+        """Reserve the memory; ``None`` if this machine has no shared memory or not enough of it."""
         path = _FOLDER / f"rlhfkit-{secrets.token_hex(16)}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError:
             return None
         try:
-            os.posix_fallocate(descriptor, 0, 2 * num_bytes)  # fails if there is less; writing would kill us
+            os.posix_fallocate(descriptor, 0, 2 * num_bytes)  # fails if there is less; writing would kill this process
             blocks = cls(descriptor, num_bytes)
         except OSError:
             path.unlink()
@@ -55,26 +49,18 @@ class SharedBlocks:
 
     @classmethod
     def open(cls, path: str, num_bytes: int) -> Self:
-        """Open the memory that another process has created.
-
-        Args:
-            path: Of the file.
-            num_bytes: Size of a block.
-
-        Raises:
-            RuntimeError: If this process does not see it.
-        """
+        """Open memory created by another process; RuntimeError if this process does not see it."""
         try:
             return cls(os.open(path, os.O_RDWR), num_bytes)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"{INVISIBLE}: {error}") from error
 
     def hide(self) -> None:
-        """Delete the file name, so that nobody else can open the memory and it is freed with its last process."""
+        """Delete the file name: nobody else can open the memory, and it is freed with its last process."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
             self.path = None
 
     def block(self, number: int) -> Tensor:
-        """(num_bytes,) uint8; the first block for even numbers, the second for odd ones."""
+        """Return a (num_bytes,) uint8 block; the first for even numbers, the second for odd ones."""
         return self._blocks[number % 2]

@@ -1,11 +1,8 @@
 """``ModuleWeights``: the full weights of a module under any strategy, in order, a bucket at a time.
 
 The module may be wrapped by DDP, ``torch.compile`` or a DeepSpeed engine, sharded by ZeRO-3, made of DTensors (FSDP2,
-tensor parallel), have LoRA adapters, or hold its weights in 4 bits. What is yielded has Hugging Face names, full values
-and merged adapters.
-
-Both sides of a transfer derive the same :func:`plan_buckets` from the same metadata, so a bucket is one block of bytes
-without a header.
+tensor parallel), have LoRA adapters, which are merged, or hold 4-bit weights. Both sides of a transfer derive the same
+:func:`plan_buckets` from the same metadata, so a bucket is one block of bytes without a header.
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,8 +69,8 @@ def plan_buckets(infos: Sequence[WeightInfo], capacity: int = DEFAULT_BUCKET_BYT
 class ModuleWeights:
     """The :class:`~rlhfkit.rollout.engine.WeightSource` of a module, sharded or not.
 
-    Iterating is a collective if the module is sharded: every rank iterates to the end. Before the first tensor is
-    yielded all ranks check that every weight is finite, so that a diverged policy never reaches an engine.
+    Iterating is a collective if the module is sharded: every rank iterates to the end. First all ranks check that every
+    weight is finite, so that a diverged policy never reaches an engine.
 
     Example::
 
@@ -87,7 +84,7 @@ class ModuleWeights:
 
     Raises:
         ValueError: If the module has no parameters.
-        NotImplementedError: If it carries adapters that cannot be merged on the fly (others than LoRA and DoRA).
+        NotImplementedError: If it has adapters that cannot be merged on the fly (others than LoRA and DoRA).
     """
 
     def __init__(
@@ -110,10 +107,7 @@ class ModuleWeights:
         return merged_weights(module)
 
     def in_checkpoint_format(self) -> "WeightSource":
-        """Return the weights as in saved files; see :meth:`.WeightSource.in_checkpoint_format`.
-
-        A subclass that changes what is yielded overrides this as well.
-        """
+        """Return the weights as in saved files; a subclass that changes what is yielded overrides this as well."""
         from transformers import PreTrainedModel
 
         if not isinstance(without_wrappers(self._module), PreTrainedModel):
@@ -142,7 +136,7 @@ class ModuleWeights:
                     yield weight.name, weight.compute().to(self.dtype or weight.dtype)
 
     def _raise_if_not_finite(self) -> None:
-        """Check this rank's own shards; the results of all ranks are combined, so that all raise or none does."""
+        """Check this rank's own shards; a collective: all ranks raise or none does."""
         verdicts = [
             torch.stack([_is_finite(_own_part(part)).cpu() for part in weight.parts]).all() for weight in self._weights
         ]
@@ -159,10 +153,9 @@ class ModuleWeights:
 
 
 class CheckpointWeights(ModuleWeights):
-    """The weights as in the files of ``save_pretrained``: their names and shapes, and the buffers that they hold.
+    """The weights with the names, shapes and buffers of ``save_pretrained`` files, which engines expect.
 
-    In these files, which engines expect, each expert of a mixture is a tensor of its own; in models of Transformers 5
-    all experts share one.
+    In these files each expert of a mixture is a tensor of its own; in models of Transformers 5 all experts share one.
     """
 
     def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
@@ -177,7 +170,7 @@ class CheckpointWeights(ModuleWeights):
         return self
 
     def _type(self, weight: MergedWeight) -> torch.dtype:
-        """Buffers keep their type: a router's correction is float32 in 16-bit models."""
+        """Return the type to send; buffers keep theirs: a router's correction is float32 in 16-bit models."""
         return self.dtype if self.dtype is not None and isinstance(weight.parameter, nn.Parameter) else weight.dtype
 
     def _members(self, group: TensorGroup) -> list[MergedWeight]:
@@ -203,7 +196,7 @@ class CheckpointWeights(ModuleWeights):
                     yield from group.convert(whole).items()
 
     def _buckets(self) -> Iterator[list[TensorGroup]]:
-        """Split the groups into buckets; each bucket is gathered at once."""
+        """Split the groups into buckets, each of which is gathered at once."""
         gathered: list[TensorGroup] = []
         size = 0
         for group in self._groups:
@@ -218,24 +211,20 @@ class CheckpointWeights(ModuleWeights):
 
 
 class AdapterWeights(ModuleWeights):
-    """The trained LoRA adapter only, under the model's own names.
-
-    Raises:
-        ValueError: If the module has no adapter, or also trains other weights.
-    """
+    """The trained LoRA adapter only, under the model's own names; ValueError if there is none or more is trained."""
 
     def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
         return adapter_weights(module)
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    """Scalar bool. A sum, in which any NaN or infinity shows, is ten times as fast as a test of each element."""
+    """Return a scalar bool; a sum, which shows any NaN or infinity, is ten times as fast as testing each element."""
     total = tensor.sum(dtype=None if tensor.dtype == torch.float64 else torch.float32).isfinite()
     return total if total else torch.isfinite(tensor).all()  # the sum of finite numbers may overflow
 
 
 def _own_part(parameter: Any) -> Tensor:
-    """This rank's part of a parameter, without the padding of a ZeRO-3 shard, which is uninitialized memory."""
+    """Return this rank's part of a parameter without the padding of a ZeRO-3 shard, which is uninitialized memory."""
     if hasattr(parameter, "to_local"):
         return cast(Tensor, parameter.to_local().detach())
     if is_sharded(parameter) and parameter.numel() != parameter.ds_numel:

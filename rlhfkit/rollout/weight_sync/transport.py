@@ -1,7 +1,7 @@
 """``Transport``: how buckets of weights get from the trainer to the workers, over the network or by shared memory.
 
 Both sides alternate between two blocks of memory, so that one is filled while the other is loaded. The blocks are kept
-between updates, as memory that was used before is several times as fast as new memory.
+between updates, as reused memory is several times as fast as new memory.
 """
 
 import time
@@ -36,11 +36,7 @@ class Transport(Protocol):
 
 
 class NetworkTransport(Transport):
-    """Broadcasts over TCP, between any machines.
-
-    Args:
-        group: Of trainer and workers.
-    """
+    """Broadcasts over TCP, between any machines; ``group`` has the trainer and the workers."""
 
     def __init__(self, group: GlooGroup) -> None:
         self._group = group
@@ -93,11 +89,7 @@ def _wait(broadcast: Broadcast | None, poll: Poll) -> None:
 
 
 def _wait_until(ready: Callable[[], bool], poll: Poll, timeout: float | None = None) -> None:
-    """Wait until ``ready`` is true, with growing pauses, and poll the workers from time to time.
-
-    Raises:
-        TimeoutError: After ``timeout`` seconds.
-    """
+    """Wait until ``ready`` is true and poll the workers meanwhile; TimeoutError after ``timeout`` seconds."""
     deadline = None if timeout is None else time.monotonic() + timeout
     pause, checks = 1e-5, 0
     while not ready():
@@ -114,15 +106,10 @@ def _pieces(whole: Tensor, num_bytes: int) -> list[Tensor]:
 
 
 class SharedMemoryTransport(Transport):
-    """Shared memory on one machine; a key-value store says which blocks are filled and which are loaded.
+    """Shared memory on one machine; keys in ``store`` mark blocks as filled or loaded.
 
-    What is larger than a block is sent in pieces.
-
-    Args:
-        store: Of the trainer and the workers; its own time limit applies to waiting for a block.
-        blocks: The memory.
-        workers: Number of processes that load.
-        timeout: Seconds that loading a block may take.
+    Buckets larger than a block are sent in pieces. Loading a block may take ``timeout`` seconds; waiting for one is
+    limited by the store's own timeout. ``workers`` is the number of processes that load.
     """
 
     def __init__(self, store: Store, blocks: SharedBlocks, workers: int, timeout: float) -> None:
@@ -182,6 +169,6 @@ class SharedMemoryTransport(Transport):
             yield whole
 
     def close(self) -> None:
-        """Tell the workers, if this is the sending side, that nothing more is sent."""
+        """On the sending side, tell the workers that nothing more is sent."""
         if self._sends:
             self._store.set(f"filled/{self._number}", "never")
