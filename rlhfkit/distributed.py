@@ -1,7 +1,7 @@
 """Exchanges between training ranks: gathered objects and sums, errors that all ranks learn of, and ZeRO-3 parameters.
 
-Every function that is called a collective has to be called by all ranks. Without an initialized process group, or with
-one rank, nothing is exchanged. Imports torch only.
+All ranks must call a collective. Without an initialized process group, or with one rank, nothing is exchanged. Imports
+torch only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,13 +17,13 @@ T = TypeVar("T")
 class RecoverableError(RuntimeError):
     """Base class of errors that all ranks can recover from together.
 
-    When every rank that failed raised one, :func:`run_on_all_ranks` raises it on all ranks, with its own type. The
-    constructor must accept a message alone.
+    If every failed rank raised one, :func:`run_on_all_ranks` raises it on all ranks, with its own type. The constructor
+    must accept a message alone.
     """
 
 
 class _Failure(NamedTuple):
-    """What the other ranks learn about an error."""
+    """An error as sent to the other ranks."""
 
     message: str
     recoverable: type[RecoverableError] | None
@@ -43,14 +43,11 @@ def get_world_size() -> int:
 
 
 def gather_objects(value: T, *, group: Any = None) -> list[T]:
-    """Collect a value from every rank. A collective.
+    """Return the values of all ranks, by rank, on every rank. A collective.
 
     Args:
         value: This rank's value; picklable if there is more than one rank.
         group: Process group of all ranks; ``None``: the default one. A thread beside the training loop needs its own.
-
-    Returns:
-        The values of all ranks, by rank, on every rank.
     """
     world_size = get_world_size()
     if world_size == 1:
@@ -61,14 +58,9 @@ def gather_objects(value: T, *, group: Any = None) -> list[T]:
 
 
 def all_reduce(tensor: Tensor, operation: Literal["sum", "max", "min"] = "sum") -> Tensor:
-    """Reduce a tensor over all ranks, in place. A collective.
+    """Reduce a tensor elementwise over all ranks, in place, and return it. A collective.
 
-    Args:
-        tensor: Same shape and type on every rank.
-        operation: Elementwise.
-
-    Returns:
-        ``tensor``.
+    ``tensor`` must have the same shape and dtype on every rank.
     """
     if get_world_size() > 1:
         dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()))
@@ -81,20 +73,16 @@ def all_reduce(tensor: Tensor, operation: Literal["sum", "max", "min"] = "sum") 
 def run_on_all_ranks(
     step: Callable[[], T], *, group: Any = None, error_type: type[Exception] = RuntimeError
 ) -> list[T]:
-    """Run a step on every rank and gather the results; when it fails on one rank, all ranks raise. A collective.
+    """Run a step on every rank and return all results, by rank; if one rank fails, all raise. A collective.
 
     Args:
         step: Called once; its result must be picklable if there is more than one rank.
         group: See :func:`gather_objects`.
         error_type: Raised on ranks whose own step succeeded.
 
-    Returns:
-        The results of all ranks, by rank, on every rank.
-
     Raises:
         RecoverableError: On all ranks, if every failed rank raised one.
-        Exception: Else, what ``step`` raised on this rank; on the other ranks an ``error_type`` that names the rank and
-            its error.
+        Exception: Otherwise: the error of ``step`` on a failed rank, an ``error_type`` naming rank and error on others.
     """
     if get_world_size() == 1:
         return [step()]
@@ -112,15 +100,7 @@ def run_on_all_ranks(
 
 
 def exchange_errors(error: Exception | None, *, error_type: type[Exception] = RuntimeError) -> Exception | None:
-    """Tell all ranks about an error on this one. A collective.
-
-    Args:
-        error: This rank's; ``None`` if it has none.
-        error_type: See :func:`run_on_all_ranks`.
-
-    Returns:
-        What :func:`run_on_all_ranks` would raise here; ``None`` if no rank failed.
-    """
+    """Return the error that :func:`run_on_all_ranks` would raise here, ``None`` if no rank failed. A collective."""
     return _error_of_all(error, gather_objects(_failure(error)), error_type)
 
 
@@ -138,7 +118,7 @@ def _failure(error: Exception | None) -> _Failure | None:
 def _error_of_all(
     own: Exception | None, failures: list[_Failure | None], error_type: type[Exception]
 ) -> Exception | None:
-    """What this rank raises: its own error, but a recoverable one only if no rank has another."""
+    """Return what this rank raises: its own error (a recoverable one only if all are), or one that names a rank."""
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     if not failed or (own is not None and not isinstance(own, RecoverableError)):
         return own
@@ -181,7 +161,7 @@ def full_parameters(parameters: Iterable[nn.Parameter], *, modifier_rank: int | 
 
 
 def local_shard(parameter: Any) -> Tensor:
-    """This rank's part of a ZeRO-3 parameter, flat, in its own memory, without the uninitialized padding at the end."""
+    """Return a flat view of this rank's part of a ZeRO-3 parameter, without the uninitialized padding at the end."""
     shard: Tensor = parameter.ds_tensor.data.view(-1)
     start = dist.get_rank(parameter.ds_process_group) * shard.numel()
     return shard[: max(0, parameter.ds_numel - start)]

@@ -1,7 +1,7 @@
 """What callbacks, modules, DataModules and strategies ask of one another: they never import each other.
 
-They meet in the Trainer. Each protocol lists what one side calls on the other, so any class with these members takes
-part; the functions at the end find the parts in a Trainer. Protocols of methods only may be tested with ``isinstance``.
+Each protocol lists what one side calls on the other, so any class with these members can take part; the functions at
+the end find the parts in a Trainer. Protocols of methods only may be tested with ``isinstance``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class GenerativeModule(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the policy, of Transformers."""
+        """The policy's Transformers tokenizer."""
         ...
 
     @property
     def model_name(self) -> str:
-        """Folder or hub name of the model that training started from; an engine loads its configuration from there."""
+        """Folder or hub name of the initial model; an engine loads its configuration from there."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class GenerativeModule(Protocol):
 
     @property
     def scores_samples(self) -> bool:
-        """Whether :meth:`reward_model_scores` is to be added to the rewards of samples."""
+        """Whether :meth:`reward_model_scores` is added to the rewards of samples."""
         ...
 
     def reward_model_scores(self, experience: Experience) -> Tensor:
@@ -121,7 +121,7 @@ class PromptSource(Protocol):
         ...
 
     def prompt_queue(self, after: dict[str, Any] | None = None) -> PromptQueue:
-        """The queue of an iteration that begins at the cursor, or where another queue ended; the cursor stays."""
+        """Return the queue of an iteration, from the cursor or another queue's ``after``; the cursor does not move."""
         ...
 
     def set_cursor(self, after: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class PromptSource(Protocol):
 
 @runtime_checkable
 class ChecksPrompts(Protocol):
-    """A DataModule that can check all of its prompts before a run; one that cannot has them checked when drawn."""
+    """A DataModule that can check all prompts before a run; other DataModules' prompts are checked when drawn."""
 
     @property
     def has_validation_prompts(self) -> bool:
@@ -150,7 +150,7 @@ class ChecksPrompts(Protocol):
 
 @runtime_checkable
 class ExperienceSource(Protocol):
-    """What a DataModule of prompts asks of the one callback that turns them into experience."""
+    """The callback that turns a DataModule's prompts into experience."""
 
     @property
     def group_size(self) -> int:
@@ -158,42 +158,42 @@ class ExperienceSource(Protocol):
         ...
 
     def batches_per_iteration(self) -> int:
-        """Micro-batches that :meth:`collect` will give this rank, the same number on every rank."""
+        """Micro-batches that :meth:`collect` returns on this rank, the same number on every rank."""
         ...
 
     def collect(self) -> Sequence[Experience]:
-        """This rank's micro-batches of the current iteration. A collective."""
+        """Return this rank's micro-batches of the current iteration. A collective."""
         ...
 
 
 @runtime_checkable
 class HasTokenizer(Protocol):
-    """What a DataModule without a tokenizer of its own asks of the module."""
+    """A module whose tokenizer a DataModule without one can use."""
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the model, of Transformers."""
+        """The model's Transformers tokenizer."""
         ...
 
 
 @runtime_checkable
 class HasModelLimits(Protocol):
-    """What a DataModule asks of the module to refuse text that the model cannot take."""
+    """A module with limits, by which a DataModule refuses text that the model cannot take."""
 
     @property
     def vocabulary_size(self) -> int | None:
-        """Tokens that the model has embeddings of; ``None``: not known."""
+        """Number of token embeddings of the model; ``None``: unknown."""
         ...
 
     @property
     def context_length(self) -> int | None:
-        """Tokens that the model can see; ``None``: any number."""
+        """Context length in tokens; ``None``: unlimited."""
         ...
 
 
 @runtime_checkable
 class SavesPretrained(Protocol):
-    """What ``HFExport`` asks of a module."""
+    """A module that ``HFExport`` can export."""
 
     def save_pretrained(self, folder: str | Path, *, adapter: bool = False) -> Path:
         """Write a Hugging Face folder. A collective."""
@@ -202,10 +202,10 @@ class SavesPretrained(Protocol):
 
 @runtime_checkable
 class ChecksRows(Protocol):
-    """What ``Invariants`` asks of a module."""
+    """A module that ``Invariants`` can check."""
 
     def row_problems(self, batch: PaddedBatch) -> list[str]:
-        """Descriptions of rows whose log-probs depend on other rows, the same on every rank. A collective."""
+        """Describe rows whose log-probs depend on other rows, equally on every rank. A collective."""
         ...
 
 
@@ -218,17 +218,17 @@ class PretrainingSource(Protocol):
 
     @property
     def pretraining_data(self) -> L.LightningDataModule | None:
-        """Where the text comes from; ``None``: there is none."""
+        """Source of the text; ``None``: there is none."""
         ...
 
     def pretraining_batch(self, number: int) -> TokenBatch:
-        """The text for this rank's micro-batch of that number, counted from the start of the run."""
+        """Return the text for this rank's micro-batch ``number``, counted from the start of the run."""
         ...
 
 
 @runtime_checkable
 class MixedDataset(Protocol):
-    """A data set that combines others; what is computed for examples before training is computed for each of them."""
+    """A data set that combines others; per-example values that are computed before training are computed for each."""
 
     sources: Sequence[Any]
     """The data sets."""
@@ -236,7 +236,7 @@ class MixedDataset(Protocol):
 
 @runtime_checkable
 class RLHFStrategy(Protocol):
-    """What modules, callbacks and checkpoints ask of ``RLHFDeepSpeedStrategy``; Lightning's own have none of it."""
+    """What modules, callbacks and checkpoints ask of ``RLHFDeepSpeedStrategy``; Lightning's strategies lack it."""
 
     saves_every_rank: bool
     """Whether checkpoints hold the state of every rank, not of rank 0 only."""
@@ -244,7 +244,7 @@ class RLHFStrategy(Protocol):
     """Updates that were skipped because a gradient was not finite."""
 
     def skip_update(self, child: str) -> None:
-        """Leave the weights and optimizer state of a child of the module unchanged in the coming update."""
+        """Leave weights and optimizer state of a child of the module unchanged in the coming update."""
         ...
 
 
@@ -252,29 +252,25 @@ class RLHFStrategy(Protocol):
 
 
 def callbacks_of(trainer: L.Trainer) -> list[Callback]:
-    """The callbacks of a Trainer, in the order in which they are called."""
+    """Return the callbacks of a Trainer, in calling order."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector of Lightning
     return callbacks
 
 
 def profiler_of(trainer: L.Trainer) -> Profiler:
-    """The profiler of a Trainer."""
+    """Return the profiler of a Trainer."""
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]  # set by Lightning outside its class
     return profiler
 
 
 def datamodule_of(trainer: L.Trainer) -> L.LightningDataModule | None:
-    """The DataModule of a Trainer; ``None``: it was given loaders."""
+    """Return the DataModule of a Trainer; ``None``: it was given loaders."""
     data: L.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     return data
 
 
 def prompts_of(trainer: L.Trainer) -> PromptSource:
-    """The DataModule of a Trainer as the source of prompts.
-
-    Raises:
-        TypeError: If it has no ``prompt_queue()``.
-    """
+    """Return the Trainer's DataModule as a source of prompts; TypeError if it has no ``prompt_queue()``."""
     data = datamodule_of(trainer)
     if not hasattr(data, "prompt_queue"):
         raise TypeError(
@@ -285,16 +281,12 @@ def prompts_of(trainer: L.Trainer) -> PromptSource:
 
 
 def policy_of(trainer: L.Trainer) -> GenerativeModule:
-    """The LightningModule of a Trainer, as one with a policy."""
+    """Return the Trainer's LightningModule as one with a policy."""
     return cast("GenerativeModule", trainer.lightning_module)
 
 
 def learner_of(trainer: L.Trainer) -> ExperienceLearner:
-    """The LightningModule of a Trainer, as one that learns from its own samples.
-
-    Raises:
-        TypeError: If it has no ``prepare()``.
-    """
+    """Return the Trainer's module as one that learns from its samples; TypeError if it has no ``prepare()``."""
     module = trainer.lightning_module
     if not callable(getattr(module, "prepare", None)):
         raise TypeError(
@@ -305,11 +297,7 @@ def learner_of(trainer: L.Trainer) -> ExperienceLearner:
 
 
 def experience_source_of(trainer: L.Trainer) -> ExperienceSource:
-    """The one callback of a Trainer that makes experience of prompts.
-
-    Raises:
-        ValueError: If there is none or there are several.
-    """
+    """Return the Trainer's callback that makes experience of prompts; ValueError unless there is exactly one."""
     sources = [callback for callback in callbacks_of(trainer) if isinstance(callback, ExperienceSource)]
     if len(sources) != 1:
         found = ", ".join(type(source).__name__ for source in sources) or "none"

@@ -7,10 +7,8 @@ from typing import Any
 def join_or_start_ray(**local_session: Any) -> bool:
     """Use the Ray session of this process, else join the cluster in ``RAY_ADDRESS``, else start Ray on this machine.
 
-    A session started here lives until this process ends.
-
     Args:
-        **local_session: Arguments of ``ray.init`` for a session that is started here.
+        **local_session: Arguments of ``ray.init`` for a session started here, which lives until this process ends.
 
     Returns:
         Whether a session was started here.
@@ -27,7 +25,7 @@ def join_or_start_ray(**local_session: Any) -> bool:
 
 
 def cluster_address() -> str:
-    """Address at which the cluster's machines reach this process: loopback if this is the only machine."""
+    """Return the address at which the cluster's machines reach this process; loopback if this is the only machine."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()

@@ -25,23 +25,19 @@ _PARTIAL_FILE = re.compile(r"\.(?P<host>[^.]+)-(?P<pid>\d+)\.tmp$")
 
 
 def partial_path(path: Path) -> Path:
-    """Temporary path for a file or folder, whose name contains this machine and process."""
+    """Return a temporary path for a file or folder, whose name contains this machine and process."""
     return path.with_name(f"{path.name}.{_host()}-{os.getpid()}.tmp")
 
 
 def write_owner(folder: Path) -> None:
-    """Write the file that says that this process writes the folder."""
+    """Write :data:`OWNER` with this machine and process into a folder."""
     (folder / OWNER).write_text(json.dumps({"host": _host(), "pid": os.getpid()}))
 
 
 def remove_abandoned(folder: Path) -> list[Path]:
-    """Remove unfinished checkpoints whose processes have ended, and checkpoints whose deletion was interrupted.
+    """Remove and return unfinished checkpoints of ended processes, and checkpoints whose deletion was interrupted.
 
-    What running processes are writing stays. It is not known whether a process of another machine still runs, so its
-    unfinished work is removed when it is a day old.
-
-    Returns:
-        The paths that were removed.
+    Whether a process of another machine still runs is unknown; its unfinished work is removed when it is a day old.
     """
     removed = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -73,7 +69,7 @@ def _owner_by_name(path: Path) -> tuple[str, int] | None:
 
 
 def _is_checkpoint_folder(folder: Path) -> bool:
-    """Whether a folder, parts of which may have been deleted, has nothing but files of a checkpoint."""
+    """Whether a folder, possibly partly deleted, has only files of a checkpoint."""
     return all(
         entry.name in (MANIFEST, OWNER)
         or _RANK_FILE.fullmatch(entry.name)
@@ -108,7 +104,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _host() -> str:
-    """Name of this machine, and on Linux the container, because containers number their processes independently."""
+    """Name of this machine and, on Linux, its process namespace: containers number their processes independently."""
     name = socket.gethostname().replace(".", "_").replace("-", "_")
     with contextlib.suppress(OSError):
         name += f"_{os.stat('/proc/self/ns/pid').st_ino}"

@@ -13,11 +13,11 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint directory is incomplete or has changed; an older one may be loaded instead."""
+    """A checkpoint directory is incomplete or has changed; an older one may be intact."""
 
 
 def missing_checkpoint(path: Path) -> CheckpointError:
-    """Return the error for a checkpoint that does not exist, with a list of those in its folder."""
+    """Return the error for a checkpoint that does not exist, listing those in its folder."""
     folder = path.parent
     if not folder.is_dir():
         return CheckpointError(f"The checkpoint {path} does not exist, and neither does its folder {folder}.")
@@ -37,12 +37,7 @@ def looks_like_checkpoint(path: Path) -> bool:
 
 @contextmanager
 def explain_unpickling_errors(path: Path | str, advice: str = "") -> Iterator[None]:
-    """Raise CheckpointError if ``torch.load`` refuses objects inside the context because of ``weights_only``.
-
-    Args:
-        path: The file that is loaded.
-        advice: What else the user may do, appended to the message.
-    """
+    """Raise CheckpointError, ending with ``advice``, if ``torch.load`` refuses objects (``weights_only``)."""
     try:
         yield
     except Exception as error:

@@ -22,9 +22,8 @@ _BLOCK = 16 * 2**20
 class VerifiedCheckpointIO(TorchCheckpointIO):
     """Saves single-file checkpoints atomically and verifies their checksums before loading.
 
-    A file is written under a temporary name and renamed. ``torch.save`` stores a CRC-32 of each tensor, which
-    ``torch.load`` does not check (torch 2.13); here all are checked, also in files of other programs. Remote paths
-    (``s3://...``) are passed to Lightning's own functions.
+    ``torch.save`` stores a CRC-32 of each tensor, which ``torch.load`` does not check (torch 2.13); all are checked
+    here, also in files of other programs. Remote paths (``s3://...``) are passed to Lightning's own functions.
 
     :class:`~rlhfkit.checkpoints.ExactResume` installs it in strategies without a ``CheckpointIO`` of the user. Without
     that callback: ``Trainer(plugins=[VerifiedCheckpointIO()])``.
@@ -32,11 +31,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
         """Write a file atomically: if the process is killed, the previous file of that name is still complete.
-
-        Args:
-            checkpoint: Lightning's dictionary.
-            path: The file; its folder is created.
-            storage_options: Passed to Lightning, with the rest.
 
         Raises:
             CheckpointError: If the file cannot be written, for example because the disk is full.
@@ -140,7 +134,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def _os_error(error: BaseException | None) -> str:
-    """The message of the file system behind an error that torch has raised."""
+    """Return the message of the file system behind an error that torch has raised."""
     while error is not None:
         if isinstance(error, OSError):
             return error.strerror or str(error)
@@ -162,9 +156,9 @@ def sync_directory(folder: Path) -> None:
 
 
 def install_verified_io(strategy: Strategy) -> None:
-    """Replace Lightning's default ``CheckpointIO`` of a strategy by :class:`VerifiedCheckpointIO`.
+    """Replace Lightning's default ``CheckpointIO`` by :class:`VerifiedCheckpointIO`.
 
-    Plugins of the user stay, and strategies of DeepSpeed, which write folders, are not changed.
+    The user's plugins stay; DeepSpeed strategies, which write folders, are not changed.
     """
     if not isinstance(strategy, DeepSpeedStrategy) and type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = VerifiedCheckpointIO()

@@ -40,7 +40,7 @@ def normalize_counters(fit: Counters) -> None:
 
 
 def _complete_epochs(fit: Counters, epochs: int) -> None:
-    """Count that many epochs as completed, and no batch of the next one as begun."""
+    """Count ``epochs`` epochs as completed, and no batch of the next one as begun."""
     for counts in fit["epoch_progress"].values():
         counts.update(dict.fromkeys(counts, epochs))
     batches = fit["epoch_loop.batch_progress"]

@@ -36,8 +36,8 @@ class ExactResume(Callback):
     The modules of rlhfkit (in ``configure_callbacks``, else in ``setup``) and ``RLHFDeepSpeedStrategy`` add it to the
     Trainer. With another module under another strategy: ``Trainer(callbacks=[ExactResume()])``.
 
-    - A checkpoint that is saved inside an accumulation window has the loops, loaders and random states of the beginning
-      of the window, to which its weights and optimizers belong. Resuming trains on the whole window.
+    - A checkpoint saved inside an accumulation window has the loops, loaders and random states of the window's
+      beginning, to which its weights and optimizers belong. Resuming trains on the whole window.
     - Counters that Lightning 2.6.6 would leave one too low are corrected when they are loaded
       (:mod:`rlhfkit.checkpoints.progress`).
     - ``ModelCheckpoint`` does not immediately save again what was just loaded.
@@ -72,8 +72,7 @@ class ExactResume(Callback):
         """Add the random state; inside an accumulation window, rewind the checkpoint to its beginning.
 
         Raises:
-            CheckpointError: If training stopped between an optimizer step and the end of its batch, where the weights
-                belong to no position in the data.
+            CheckpointError: If training stopped between an optimizer step and the end of its batch.
         """
         device = trainer.strategy.root_device
         checkpoint[_KEY] = {
@@ -106,7 +105,7 @@ class ExactResume(Callback):
                 saved[index] = self._at_step[index]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Restore the random state that starting the loader has changed; note that of a new window."""
+        """Restore the random state that starting the loader has changed; record it at the start of a window."""
         if self._loaded is not None:
             if batch_idx > 0 or self._loaded["batch_begun"]:
                 set_random_state(self._loaded["state"], trainer.strategy.root_device)
@@ -116,7 +115,7 @@ class ExactResume(Callback):
             self._at_window = _batches_begun(trainer), random_state(trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After an optimizer step, note its number and the states of loaders that are not rewindable."""
+        """After an optimizer step, record its number and the states of loaders that are not rewindable."""
         if not unfinished_batches(trainer):
             self._steps = trainer.global_step
             self._note_loaders(trainer)
@@ -182,7 +181,7 @@ def _batches_begun(trainer: L.Trainer) -> int:
 
 
 def _stateful_loaders(trainer: L.Trainer) -> list[_Stateful[Any]]:
-    """The training loaders whose states are in a checkpoint, in the order of the checkpoint."""
+    """Return the training loaders whose states are in a checkpoint, in its order."""
     combined = trainer.fit_loop._combined_loader
     loaders = [] if combined is None else combined.flattened
     return [loader for loader in loaders if isinstance(loader, _Stateful)]
@@ -200,7 +199,7 @@ def attach_exact_resume(trainer: L.Trainer, pl_module: L.LightningModule) -> Non
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of the random generators of torch, NumPy and Python, as plain types that load without running code."""
+    """Return the random states of torch, NumPy and Python as plain types, which load without running code."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -230,7 +229,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def unfinished_batches(trainer: L.Trainer) -> int:
-    """Number of batches that were fetched since the last optimizer step, those of an open accumulation window."""
+    """Return the number of batches fetched in the open accumulation window."""
     loop = trainer.fit_loop
     batch: Any = loop.epoch_loop.batch_progress.current  # Lightning types it without "processed"
     if batch.ready == batch.processed and not loop._should_accumulate():
@@ -240,7 +239,7 @@ def unfinished_batches(trainer: L.Trainer) -> int:
 
 
 def has_uncounted_batch(trainer: L.Trainer) -> bool:
-    """Whether a loader has returned a batch that the loops do not count yet, as it is being moved to the device."""
+    """Whether a loader has returned a batch that the loops do not count yet because it is being moved to the device."""
     fetcher = trainer.fit_loop._data_fetcher
     # Fetchers without a length are always one batch ahead.
     counted = trainer.fit_loop.epoch_loop.batch_progress.current.ready

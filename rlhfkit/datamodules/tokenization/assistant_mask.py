@@ -1,12 +1,11 @@
 """Find the assistant's turns in a conversation that a chat template has written, and mask their tokens.
 
-Templates with ``{% generation %}`` mark the turns themselves. With all others, the conversation is rendered once as it
-is and once with the content of one turn replaced by a character that occurs nowhere else; the difference is what the
-template made of that content. This is also right for templates that write a turn differently once others follow, for
-example without its reasoning.
+Templates with ``{% generation %}`` mark the turns themselves. Others are rendered twice, the second time with one
+turn's content replaced by a character that occurs nowhere else; the difference is that content as the template writes
+it. This also holds for templates that write a turn differently once others follow, for example without its reasoning.
 
 A turn begins after the generation prompt and ends with the first special token after its content, the end-of-turn
-token. Line breaks that a template writes after that are never generated, so they are not learned.
+token. Line breaks that a template writes after that token are not learned.
 """
 
 import re
@@ -33,16 +32,11 @@ class Conversation(NamedTuple):
     spans: list[Span]
     """Ranges of characters that are learned, ascending, ends excluded."""
     stop: Stop
-    """Whether the end-of-turn token of the last learned turn is in its span, behind it, or missing."""
+    """Whether the end-of-turn token of the last learned turn is in its span, after it, or missing."""
 
 
 def write_conversation(formatter: PromptFormatter, messages: Messages, *, first: int = 0) -> Conversation:
-    """Render a conversation and find the assistant's turns in it.
-
-    Args:
-        formatter: Has the chat template.
-        messages: Chat messages, all with role and content.
-        first: Turns in front of this one are not learned.
+    """Render a conversation and find the assistant's turns from message ``first`` on.
 
     Raises:
         ValueError: If a turn consists of tool calls and the template does not write them.
@@ -59,7 +53,7 @@ def write_conversation(formatter: PromptFormatter, messages: Messages, *, first:
 
 
 def _check_calls(formatter: PromptFormatter, messages: Messages) -> None:
-    """Raise if the template ignores tool calls and a turn has nothing else."""
+    """Raise ValueError if the template ignores tool calls and a turn has nothing else."""
     calling = [turn for turn, message in enumerate(messages) if message.get("tool_calls") and not message["content"]]
     if not calling:
         return
@@ -73,7 +67,7 @@ def _check_calls(formatter: PromptFormatter, messages: Messages) -> None:
 
 
 def _marked(formatter: PromptFormatter, messages: Messages, first: int) -> tuple[str, list[tuple[int, int]]]:
-    """Text and spans by the template's own generation marks."""
+    """Return text and spans from the template's own generation marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # The tokenizer's own apply_chat_template gives token masks only, and wrong ones where a mark ends inside a token.
@@ -91,7 +85,7 @@ def _marked(formatter: PromptFormatter, messages: Messages, first: int) -> tuple
 
 
 def _span(formatter: PromptFormatter, messages: Messages, turn: int, text: str) -> tuple[int, int] | None:
-    """Range of the characters of one turn; ``None`` if the template leaves the turn out."""
+    """Return the range of characters of one turn; ``None`` if the template leaves the turn out."""
     replaced = formatter.render(_replaced(messages, turn), generation=False)
     if _SENTINEL not in replaced:
         return None
@@ -121,7 +115,7 @@ def _written(formatter: PromptFormatter, messages: Messages, *, generation: bool
 
 
 def _start(formatter: PromptFormatter, before: Messages, text: str, content: int, alone: str) -> int:
-    """Start of a turn: after the generation prompt, or at the content if the template writes no such prompt here."""
+    """Return the start of a turn: after the generation prompt, or at the content if no such prompt is written here."""
     asked, plain = (_written(formatter, before, generation=generation) for generation in (True, False))
     if asked is None or plain is None:
         return content
@@ -151,15 +145,12 @@ def _stop(formatter: PromptFormatter, text: str, spans: Sequence[Span]) -> Liter
 
 
 def span_mask(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-    """Tokenise a text as a whole and select the tokens that have a character in a span.
+    """Tokenise a text, special tokens included, as a whole; return the ids and whether each has a character in a span.
 
     Args:
-        tokenizer: A Hugging Face tokenizer; special tokens are in the text already.
+        tokenizer: A Hugging Face tokenizer.
         text: The whole text.
         spans: Ranges of characters, ascending, ends excluded.
-
-    Returns:
-        Token ids, and for each whether it is selected.
     """
     if not tokenizer.is_fast:
         return _mask_by_prefixes(tokenizer, text, spans)
@@ -176,8 +167,8 @@ def span_mask(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[in
 def _mask_by_prefixes(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
     """:func:`span_mask` for tokenizers without offsets.
 
-    The token at a character is the first that differs between the tokens of the text up to there and of the whole text.
-    If white space there is merged differently at the end of a text, its tokens are selected too.
+    The token at a character is the first one that differs between the tokens of the text up to there and of the whole
+    text. White space that merges differently at the end of a text is therefore selected too.
     """
 
     def tokens(part: str) -> list[int]:
@@ -192,7 +183,7 @@ def _mask_by_prefixes(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple
 
 
 def common_prefix(one: Sequence[T], other: Sequence[T]) -> int:
-    """Length of the longest common prefix of two texts, or of two lists; both of the same type."""
+    """Return the length of the longest common prefix of two texts or two lists."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

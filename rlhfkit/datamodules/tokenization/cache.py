@@ -1,7 +1,7 @@
 """A cache of tokenised examples on disk, and tokenising in several processes.
 
-The name of a file is a digest of the rows, the tokenizer with its chat template, the arguments and the version of this
-code. So a file is never stale: when any of these changes, there is no file of the new name.
+A file's name is a digest of the rows, the tokenizer with its chat template, the arguments and the version of this code,
+so a changed input never finds an old file.
 """
 
 import json
@@ -35,8 +35,7 @@ class TokenCache:
     """A folder of tokenised examples, and the number of processes that make them.
 
     Args:
-        folder: Made when missing; ``None``: ``rlhfkit`` in the cache folder of ``datasets``, and only for rows that
-            come from files (rows made in memory are not cached).
+        folder: Created if missing; ``None``: ``rlhfkit`` in the cache folder of ``datasets``, for rows from files only.
         num_proc: Processes that tokenise.
 
     Raises:
@@ -55,13 +54,9 @@ class TokenCache:
     def examples(
         self, rows: "Dataset", tokenizer: Any, arguments: Mapping[str, Any], make: Callable[[], TokenExamples]
     ) -> TokenExamples:
-        """Load the examples of rows if there is a file of them, else make and save them.
+        """Load the examples of rows from their file, or make and save them.
 
-        Args:
-            rows: The data.
-            tokenizer: A Hugging Face tokenizer.
-            arguments: Everything else that the examples depend on, as plain values.
-            make: Makes the examples.
+        ``arguments`` holds everything besides rows and tokenizer that the examples depend on, as plain values.
         """
         if not self.keeps(rows):
             return make()
@@ -82,7 +77,7 @@ class TokenCache:
 
 
 def fingerprint(rows: "Dataset", tokenizer: Any, arguments: Mapping[str, Any]) -> str:
-    """Digest of everything that examples depend on, 32 hexadecimal digits; arguments as for :class:`TokenCache`."""
+    """Return a digest of everything that examples depend on, 32 hexadecimal digits."""
     digest = blake2b(digest_size=16)
     # datasets' fingerprint is a digest of the content of rows in memory, else of the path and time of the file.
     for part in (__version__, REVISION, rows._fingerprint, json.dumps(arguments, sort_keys=True, default=repr)):
@@ -117,8 +112,9 @@ def tokenize_in_chunks(
 
     Args:
         rows: The data.
-        tokenize: Called with some rows and the index of the first; returns their examples.
-        num_proc: Processes; with more than one, ``dill`` must be able to pickle ``tokenize``.
+        tokenize: Called with some rows and the index of the first; returns their examples. Must be picklable by
+            ``dill`` if ``num_proc`` is above 1.
+        num_proc: Number of processes.
         title: Title of the progress bar.
     """
     import datasets

@@ -59,17 +59,11 @@ def is_chat(content: Any) -> bool:
 
 
 def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert chat messages to what chat templates expect.
+    """Convert chat messages to new dictionaries with ``role``, ``content`` (text) and the other keys.
 
     ShareGPT's turns get roles. Keys without a value are removed, because a table has every key in every row. Content in
-    parts becomes their text. Content that is ``None`` beside tool calls or reasoning, as in OpenAI's API, becomes empty
-    text, because a template would write the word "None".
-
-    Args:
-        content: What :func:`is_chat` accepts.
-
-    Returns:
-        New dictionaries with ``role``, ``content`` (text) and the other keys of the message.
+    parts is joined. ``None`` beside tool calls or reasoning, as in OpenAI's API, becomes empty text, because a template
+    would write the word "None".
 
     Raises:
         ValueError: If a ShareGPT turn has an unknown speaker, a part of a content is not text, or a message has no
@@ -102,17 +96,16 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PromptFormatter:
-    """Writes and tokenises prompts, in the same way for supervised fine-tuning and for reinforcement learning.
+    """Renders and tokenises prompts, for supervised fine-tuning and reinforcement learning alike.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
         apply_chat_template: Wrap text as a user message; ``None``: when the tokenizer has a template. Chat messages
             always go through the template.
-        system: System message put in front.
+        system: System message before each conversation.
         chat_template_kwargs: Passed to the template.
-        special_tokens_in_text: See :data:`SpecialTokensInText`. ``None``: ``"escape"`` in chat messages, where the
-            template writes the control tokens and others could end or forge a turn, and ``"keep"`` in plain text, which
-            has no other way to hold them.
+        special_tokens_in_text: See :data:`SpecialTokensInText`. ``None``: ``"escape"`` in chat messages, where control
+            tokens could end or forge a turn, and ``"keep"`` in plain text, which has no other way to hold them.
 
     Raises:
         ValueError: If the template is asked for and the tokenizer has none.
@@ -138,11 +131,7 @@ class PromptFormatter:
             self._require_template("apply_chat_template is true")
 
     def check(self, content: Any, where: str) -> None:
-        """Raise unless the content is text or chat messages.
-
-        Raises:
-            ValueError: If it is neither, or needs a chat template that the tokenizer does not have.
-        """
+        """Raise ValueError unless the content is text or chat messages for which there is a chat template."""
         if not isinstance(content, str) and not is_chat(content):
             raise ValueError(
                 f"{where} must hold text or a list of chat messages (role and content), it holds "
@@ -161,13 +150,10 @@ class PromptFormatter:
             )
 
     def for_row(self, row: Mapping[str, Any]) -> Self:
-        """Return the format for one row, whose own template arguments override the common ones.
-
-        Args:
-            row: May have a column ``chat_template_kwargs``: a mapping, or JSON text of one.
+        """Return the formatter for one row, whose ``chat_template_kwargs`` column overrides the common arguments.
 
         Raises:
-            ValueError: If that column holds something else.
+            ValueError: If that column holds neither a mapping nor JSON text of one.
         """
         own = row.get(TEMPLATE_ARGUMENTS)
         if isinstance(own, str):
@@ -183,7 +169,7 @@ class PromptFormatter:
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """The texts of the tokenizer's special tokens: begin and end of sequence and of turns, padding."""
+        """Texts of the tokenizer's special tokens: begin and end of sequence and of turns, padding."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         every = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         return tuple(sorted(every - {""}))
@@ -202,14 +188,14 @@ class PromptFormatter:
         return self.wraps_text or not isinstance(content, str)
 
     def messages(self, content: Any) -> list[Any]:
-        """Return text or chat messages as chat messages, with the system message unless they begin with one."""
+        """Convert text or chat messages to chat messages, with the system message unless they begin with one."""
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else as_messages(content)
         if self.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system}, *messages]
 
     def render(self, messages: Sequence[Any], *, generation: bool) -> str:
-        """Write chat messages as text, which ends with the generation prompt if ``generation``."""
+        """Render chat messages as text, followed by the generation prompt if ``generation``."""
         text: str = self.tokenizer.apply_chat_template(
             self.handle_special_tokens(list(messages), templated=True),
             tokenize=False,
@@ -219,18 +205,14 @@ class PromptFormatter:
         return text
 
     def prompt(self, content: Any) -> str:
-        """Write text or chat messages as the text that the policy is to continue."""
+        """Render text or chat messages as the text that the policy continues."""
         if self.templated(content):
             return self.render(self.messages(content), generation=True)
         text: str = self.handle_special_tokens(content, templated=False)
         return text
 
     def handle_special_tokens(self, value: Any, *, templated: bool) -> Any:
-        """Apply ``special_tokens_in_text`` to all texts in a value.
-
-        Args:
-            value: A text, or messages with texts in them.
-            templated: Whether they go through the chat template.
+        """Apply ``special_tokens_in_text`` to a text, or to all texts nested in messages.
 
         Raises:
             SpecialTokenError: If a text contains a control token that is refused.
@@ -267,15 +249,10 @@ class PromptFormatter:
         return text
 
     def tokenize(self, texts: Sequence[str], *, templated: bool) -> list[list[int]]:
-        """Tokenise texts that are to be continued.
+        """Return the token ids of texts that are to be continued.
 
-        Args:
-            texts: At least one.
-            templated: Whether they went through the chat template, which writes its own special tokens. Otherwise the
-                tokenizer adds those in front of a text; an end-of-sequence token that it adds is removed.
-
-        Returns:
-            The token ids of each text.
+        Templated texts contain their special tokens; for others, the tokenizer adds those in front, and an
+        end-of-sequence token that it adds is removed.
         """
         token_ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
         end, written = self.tokenizer.eos_token_id, self.tokenizer.eos_token

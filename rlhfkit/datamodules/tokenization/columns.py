@@ -68,16 +68,13 @@ TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 def find_columns(
     rows: "Dataset", source: Any, formats: Sequence[DataFormat], named: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """Find the columns to read.
+    """Find the columns to read, by argument; all of them exist and have no missing values.
 
     Args:
         rows: The data.
         source: Where it came from, for messages.
         formats: The kinds of data that the caller reads.
         named: Column by argument; ``None`` where the user named none.
-
-    Returns:
-        Column by argument, of the one format that fits; all of them exist and have no missing values.
 
     Raises:
         ValueError: If no format fits, several do, a named column is missing, values are missing, or there are columns
@@ -113,7 +110,7 @@ def _fit(kind: DataFormat, found: Sequence[str], given: Mapping[str, str]) -> di
 def _explain(
     found: Sequence[str], source: Any, formats: Sequence[DataFormat], fitting: Sequence[Mapping[str, str]]
 ) -> str:
-    """The error message when no format, or more than one, fits the columns."""
+    """Return the error message for columns that no format, or more than one, fits."""
     message = f"{describe(source)} has the columns {', '.join(found)}"
     if fitting:
         choices = " or ".join(", ".join(f"{key}={value!r}" for key, value in columns.items()) for columns in fitting)

@@ -1,8 +1,7 @@
 """Supervised examples: rows become token ids with a mask of the learned tokens, truncated to a maximum length.
 
-A text is always tokenised as a whole. A completion begins at the first token that differs from the tokens of the prompt
-alone, so a token that spans both is learned. The turns of the assistant are found in the text that the chat template
-writes (:mod:`~rlhfkit.datamodules.tokenization.assistant_mask`).
+Texts are tokenised as a whole. A completion begins at the first token that differs from the tokens of the prompt alone,
+so a token that spans both is learned.
 """
 
 import copy
@@ -29,21 +28,21 @@ class Recipe(NamedTuple):
     texts: list[str]
     """Texts to tokenise."""
     templated: bool
-    """Whether they went through the chat template."""
+    """Whether the texts went through the chat template."""
     finish: Callable[[list[list[int]]], TokenExample]
-    """Makes the example from the token ids of each text."""
+    """Makes the example from the token ids of the texts."""
 
 
 class ExampleBuilder:
     """Tokenises rows as examples of supervised fine-tuning; subclasses read other columns.
 
     Args:
-        formatter: How prompts and chats are written.
+        formatter: Renders prompts and chats.
         max_length: Tokens per example.
         overlong: ``"truncate"``, ``"drop"`` or ``"error"`` for longer ones.
         source: Where the rows come from, for messages.
-        context: Tokens that the model can see, more are an error; ``None``: any number.
-        cache: Keeps the examples for the next start; ``None``: they are not kept.
+        context: The model's context length; longer examples are an error; ``None``: unlimited.
+        cache: Stores the examples for later runs; ``None``: they are not stored.
     """
 
     def __init__(
@@ -82,17 +81,9 @@ class ExampleBuilder:
         messages: str | None = None,
         text: str | None = None,
     ) -> TokenExamples:
-        """Tokenise rows; drop those without a token to learn, with a logged count.
+        """Tokenise rows, from columns ``prompt`` and ``completion``, ``messages``, or ``text``.
 
-        Args:
-            rows: The data.
-            prompt: Column of the prompts, together with ``completion``.
-            completion: Column of the completions.
-            messages: Column of conversations.
-            text: Column of plain text.
-
-        Returns:
-            At least one example.
+        Rows without a token to learn are dropped, with a logged count.
 
         Raises:
             ValueError: If a value has the wrong type, a sequence is too long under ``overlong="error"`` or for the
@@ -107,12 +98,9 @@ class ExampleBuilder:
     def cached_examples(
         self, rows: "Dataset", columns: Mapping[str, Any], make: Callable[[], TokenExamples]
     ) -> TokenExamples:
-        """Take examples from the cache, or make and keep them; then check that they fit into the model's context.
+        """Load examples from the cache, or make and store them; then check them against the model's context.
 
-        Args:
-            rows: The data.
-            columns: Columns that are read, and whatever else the examples depend on.
-            make: Makes the examples.
+        ``columns`` holds the columns that are read, and whatever else the examples depend on.
 
         Raises:
             ValueError: If one is longer than the model's context. The cache keeps it, for other models.
@@ -139,7 +127,7 @@ class ExampleBuilder:
         return examples
 
     def check_context(self, length: int, where: str) -> None:
-        """Raise if an example is longer than the model's context."""
+        """Raise ValueError if an example is longer than the model's context."""
         if self.context is not None and length > self.context:
             raise ValueError(
                 f"{where} has {length} tokens within max_length {self.max_length}, more than the model's context of "
@@ -162,12 +150,9 @@ class ExampleBuilder:
     def tokenize_dataset(
         self, rows: "Dataset", recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]]
     ) -> Iterator[TokenExample]:
-        """Yield the examples of all rows with a progress bar, before any is cut or dropped.
+        """Yield the examples of all rows with a progress bar, before truncating or dropping.
 
-        Args:
-            rows: The data.
-            recipes: Called with the builder of a row, the row, and its place for messages; returns the recipes of its
-                examples.
+        ``recipes`` is called with the row's builder, the row, and its place for messages; it returns the row's recipes.
         """
 
         def tokenize(chunk: list[dict[str, Any]], first: int) -> list[TokenExample]:
@@ -181,12 +166,7 @@ class ExampleBuilder:
         rows: Iterable[tuple[int, Mapping[str, Any]]],
         recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]],
     ) -> Iterator[TokenExample]:
-        """Yield the examples of some rows, before any is cut or dropped.
-
-        Args:
-            rows: Pairs of the row's index, for messages, and the row.
-            recipes: See :meth:`tokenize_dataset`.
-        """
+        """Yield the examples of (index, row) pairs, before truncating or dropping; see :meth:`tokenize_dataset`."""
         places = ((row, f"{self.source}, row {index},") for index, row in rows)
         pending = (recipe for row, where in places for recipe in self._recipes_of(row, where, recipes))
         # A fast tokenizer uses all cores for many texts at once.
@@ -245,7 +225,7 @@ class ExampleBuilder:
     def _limit_examples(
         self, examples: Iterable[TokenExample], made_from: list[int], counts: dict[str, int]
     ) -> Iterator[TokenExample]:
-        """Yield the examples that can be learned from, cut to ``max_length``; append their rows to ``made_from``."""
+        """Yield the examples with a token to learn, cut to ``max_length``; append their rows to ``made_from``."""
         for index, example in enumerate(examples):
             fitting = self.limit_length(example, f"{self.source}, row {index},", counts)
             if fitting is not None:
@@ -253,12 +233,7 @@ class ExampleBuilder:
                 yield fitting
 
     def limit_length(self, example: TokenExample, where: str, counts: dict[str, int]) -> TokenExample | None:
-        """Apply ``max_length`` to an example; ``None`` if it is dropped or has no token to learn.
-
-        Args:
-            example: As tokenised.
-            where: Source and row, for messages.
-            counts: Incremented: ``truncated``, ``dropped``, ``empty``.
+        """Apply ``max_length``, counting in ``counts``; ``None`` if the example is dropped or has no token to learn.
 
         Raises:
             ValueError: If it is too long under ``overlong="error"``.
@@ -286,7 +261,7 @@ class ExampleBuilder:
         return value
 
     def plain(self, text: str) -> Recipe:
-        """A text with an end-of-sequence token behind it; all tokens are learned."""
+        """Return the recipe of a text followed by an end-of-sequence token; all tokens are learned."""
 
         def finish(parts: list[list[int]]) -> TokenExample:
             token_ids = self._with_eos(parts[0])
@@ -295,7 +270,7 @@ class ExampleBuilder:
         return Recipe([self.formatter.handle_special_tokens(text, templated=False)], False, finish)
 
     def completion(self, prompt: Any, completion: Any, where: str = "the row") -> Recipe:
-        """A prompt with a completion, both of them text or chat messages; only the completion is learned."""
+        """Return the recipe of a prompt and completion, each text or chat messages; only the latter is learned."""
         if isinstance(completion, list) or self.formatter.templated(prompt):
             answer = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
             question = self.formatter.messages(prompt)
@@ -312,18 +287,13 @@ class ExampleBuilder:
         return Recipe([prompt, both], False, finish)
 
     def conversation(self, messages: Any, where: str = "the conversation", *, first: int = 0) -> Recipe:
-        """A conversation; only the assistant's turns, with their end-of-turn tokens, are learned.
+        """Return the recipe of a conversation; only the assistant's turns with their end-of-turn tokens are learned.
 
-        If the template writes no end-of-turn token behind a last turn of the assistant, an end-of-sequence token is
-        added and learned.
-
-        Args:
-            messages: Chat messages.
-            where: Column, source and row, for messages.
-            first: Messages in front of this one are not learned.
+        If the template writes no end-of-turn token after a last turn of the assistant, an end-of-sequence token is
+        added and learned. Messages before index ``first`` are not learned.
 
         Raises:
-            ValueError: If these are no chat messages, or the template does not take them.
+            ValueError: If these are no chat messages, or the template does not accept them.
         """
         from jinja2 import TemplateError
 
@@ -352,7 +322,7 @@ class ExampleBuilder:
         self.formatter.check(messages, where)
 
     def _with_eos(self, token_ids: list[int]) -> list[int]:
-        """Append the end-of-sequence token, unless it is there."""
+        """Append the end-of-sequence token if it is missing."""
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token")

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 class Mixture:
     """Several sources and their weights.
 
-    Every epoch has the same examples, so that its length is known; where a source gives only a part of its examples,
-    the seed decides which.
+    Every epoch has the same examples, so its length is known. If a source gives only a part of its examples, the seed
+    selects them.
 
     Example::
 
@@ -34,8 +34,8 @@ class Mixture:
 
         Args:
             weights: Weight by source, or pairs of both; they are divided by their sum.
-            until: Length of an epoch: ``"all"`` until every example was used, so that some sources repeat theirs;
-                ``"first"`` until the first source is used up, so that no example is repeated.
+            until: End of an epoch: ``"all"``: every example was used, and some sources repeat theirs; ``"first"``: the
+                first source is used up, and no example is repeated.
 
         Raises:
             ValueError: If there is no source, or a weight is not positive.
@@ -53,7 +53,7 @@ class Mixture:
         self.until = until
 
     def counts(self, sizes: Sequence[int]) -> list[int]:
-        """Number of examples of each source in an epoch."""
+        """Return the number of examples of each source in an epoch."""
         lengths = [size / weight for size, weight in zip(sizes, self.weights, strict=True)]
         length = max(lengths) if self.until == "all" else min(lengths)
         # Up to rounding, a source that decides the length is used exactly once.
@@ -81,12 +81,12 @@ Sources = Mapping[str, float] | Mixture | Source
 
 
 def as_mixture(data: Sources) -> Mixture | Source:
-    """Return a mapping of sources to weights as a :class:`Mixture`, and everything else as it is."""
+    """Convert a mapping of sources to weights to a :class:`Mixture`; return other sources unchanged."""
     return Mixture(data) if isinstance(data, Mapping) else data
 
 
 def list_sources(data: Mixture | Source) -> list[Any]:
-    """Return the sources of a mixture, or the one source that ``data`` is."""
+    """Return the sources of a mixture, or a list of the single source."""
     return data.sources if isinstance(data, Mixture) else [data]
 
 

@@ -1,7 +1,6 @@
 """Read the user's data: a file, a saved ``datasets`` folder, a hub name or rows in memory, all as a ``Dataset``.
 
-Errors in the data are reported here, with the file, the column and what to do. Every rank reads the same data, so all
-ranks raise the same error.
+Errors name the file, the column and what to do. Every rank reads the same data and raises the same error.
 """
 
 import codecs
@@ -31,16 +30,13 @@ UNSUPPORTED = ("tools", "images", "image", "videos", "video", "audios", "audio")
 
 
 def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> "Dataset":
-    """Open a source as a ``datasets.Dataset``; files are memory-mapped, not read into memory.
+    """Open a source as a ``datasets.Dataset`` with at least one row; files are memory-mapped.
 
     Args:
         data: A path, hub name, list of rows, or a ``Dataset``.
-        split: Split to take where the source has several (hub names, saved ``DatasetDict`` folders); slices such as
-            ``"train[:90%]"`` work for files and hub names. A file has one split, under any name.
+        split: Split of a hub data set or saved ``DatasetDict``; a file has one split, under any name. Slices such as
+            ``"train[:90%]"`` work for files and hub names.
         subset: Configuration of a hub data set (``"main"`` of ``openai/gsm8k``).
-
-    Returns:
-        At least one row.
 
     Raises:
         FileNotFoundError: If a path does not exist.
@@ -68,12 +64,9 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
 
 
 def stream_rows(data: Any, *, split: str = "train", subset: str | None = None) -> "IterableDataset":
-    """Open a source as a ``datasets.IterableDataset``: rows are read when they are used, and nothing is converted.
+    """Open a source as a ``datasets.IterableDataset``; rows are read when used, without conversion.
 
-    Args:
-        data: As for :func:`read_rows`, or an ``IterableDataset``.
-        split: Split to take where the source has several; slices are not possible.
-        subset: Configuration of a hub data set.
+    Arguments are those of :func:`read_rows`; ``data`` may be an ``IterableDataset``, and ``split`` cannot be a slice.
 
     Raises:
         FileNotFoundError: If a path does not exist.
@@ -143,7 +136,7 @@ def _load(source: str, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def readable(source: Any) -> Iterator[None]:
-    """Replace the error of a text that cannot be decoded by a ValueError that names file and line."""
+    """Replace the error of a text that is not UTF-8 by a ValueError that names file and line."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -151,7 +144,7 @@ def readable(source: Any) -> Iterator[None]:
 
 
 def _undecodable(source: Any, error: UnicodeDecodeError) -> str:
-    """The error message for a file that is not UTF-8."""
+    """Return the error message for a file that is not UTF-8."""
     name, where = describe(source), ""
     path = Path(name).expanduser()
     if path.is_file() and path.suffix not in _COMPRESSIONS:
@@ -170,7 +163,7 @@ def _undecodable(source: Any, error: UnicodeDecodeError) -> str:
 
 
 def _check_utf8(path: Path) -> None:
-    """Raise if a text file is not UTF-8, which Arrow's JSON reader reports only when a row is used."""
+    """Raise ValueError if a file is not UTF-8, which Arrow's JSON reader reports only when a row is used."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with readable(path), path.open("rb") as file:
         while block := file.read(2**24):
@@ -179,7 +172,7 @@ def _check_utf8(path: Path) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> "Dataset":
-    """Convert rows in memory to a table, in which each column has one type."""
+    """Convert rows in memory to a table; ValueError if a column has values of several types."""
     import datasets
     import pyarrow  # type: ignore[import-untyped]  # it ships none
 
@@ -201,10 +194,7 @@ def _table(rows: list[dict[str, Any]]) -> "Dataset":
 def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
     """Raise unless the named columns exist and have no missing values, and there are none of tools or images.
 
-    Args:
-        rows: The data.
-        source: Where it came from, for the message.
-        **columns: Column by the name of the argument it was given in; ``None``: not used.
+    ``columns`` maps the argument in which a column was given to the column; ``None``: not used.
 
     Raises:
         ValueError: Naming the argument, the column, and the columns that exist.
@@ -231,7 +221,7 @@ def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
 
 
 def describe(source: Any) -> str:
-    """Name of a source in messages."""
+    """Return the name of a source for messages."""
     return os.fspath(source) if isinstance(source, str | os.PathLike) else "the given rows"
 
 
@@ -240,7 +230,7 @@ def load_tokenizer(tokenizer: Any, module: Any = None) -> Any:
 
     Args:
         tokenizer: A tokenizer, the folder or hub name of one, or ``None`` for the module's.
-        module: The LightningModule that is trained; ``None``: there is none.
+        module: The LightningModule that is trained, if any.
 
     Raises:
         ValueError: If there is no tokenizer, or it has tokens that the module's model does not know.
@@ -260,7 +250,7 @@ def load_tokenizer(tokenizer: Any, module: Any = None) -> Any:
 
 
 def _check_vocabulary(tokenizer: Any, known: int | None) -> None:
-    """Raise if a tokenizer has tokens that the model has no embedding of; training would fail on the first one."""
+    """Raise ValueError if a tokenizer has tokens that the model has no embedding of."""
     vocabulary = tokenizer.get_vocab() if known is not None else {}
     beyond = [token for token, index in vocabulary.items() if index >= (known or 0)]
     if beyond:
@@ -273,7 +263,7 @@ def _check_vocabulary(tokenizer: Any, known: int | None) -> None:
 
 
 def no_loader() -> list[Any]:
-    """Return what ``val_dataloader`` returns without validation data, an empty list.
+    """Return an empty list, for ``val_dataloader`` without validation data.
 
     Lightning 2.6 takes it for a loader of length 0 and warns about that in every run; the warning is silenced.
     """

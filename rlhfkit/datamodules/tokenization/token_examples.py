@@ -12,10 +12,9 @@ from rlhfkit.data.batch import TokenExample
 
 
 class TokenExamples:
-    """Examples in two flat tensors: 5 bytes per token, where lists of Python numbers would take 40.
+    """Examples in two flat tensors: 5 bytes per token; lists of Python numbers would take 40.
 
-    Args:
-        examples: Iterated over once.
+    ``examples`` is iterated over once.
     """
 
     def __init__(self, examples: Iterable[TokenExample]) -> None:
@@ -24,7 +23,7 @@ class TokenExamples:
         self.targets: list[int] = []
         """Learned tokens of each example."""
         self.rows: list[int] = []
-        """Row of the data that each example was made from; set by :class:`ExampleBuilder`."""
+        """Row of the data of each example; set by :class:`ExampleBuilder`."""
         self.counts: dict[str, int] = {}
         """Number of rows that were truncated or dropped, by reason; set by :class:`ExampleBuilder`."""
         tokens, masks = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.bool)]
