@@ -29,7 +29,7 @@ class RunnableEpisode(Protocol):
     """The exception that ended the episode early."""
 
     async def run(self) -> Sample:
-        """Run the episode to its end. The sample's ``info`` has ``failed``, ``turns`` and ``ended``."""
+        """Run the episode to its end; the sample's ``info`` has ``failed``, ``turns`` and ``ended``."""
         ...
 
 
@@ -40,12 +40,8 @@ EpisodeFactory = Callable[[Prompt, int], RunnableEpisode]
 class EpisodeEngineBase(EngineWrapper):
     """Runs episodes concurrently in the event loop of one thread. Subclasses define the episodes.
 
-    Arguments are those of :class:`~rlhfkit.episodes.EpisodeEngine`; ``blocked_after`` is the number of seconds that one
-    step of async code may block the event loop before that is an error.
-
-    Raises:
-        TypeError: If ``engine`` is not a ``RolloutEngine``.
-        ValueError: If a limit is out of range.
+    Arguments and errors are those of :class:`~rlhfkit.episodes.EpisodeEngine`. ``blocked_after``: seconds that one step
+    of async code may block the event loop before that is an error.
     """
 
     def __init__(
@@ -104,16 +100,12 @@ class EpisodeEngineBase(EngineWrapper):
         raise NotImplementedError(f"{type(self).__name__} must define episode_factory()")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise if an episode cannot start.
-
-        Raises:
-            ValueError: If a prompt leaves no room for a completion.
-        """
+        """Raise ``ValueError`` if a prompt leaves no room for a completion."""
         check_context(prompts, 1, self.max_context_tokens)
 
     @property
     def shortens_answers(self) -> bool:
-        """True: a turn is limited to the tokens that are left in the episode."""
+        """True: a turn is limited to the tokens left in the episode."""
         return True
 
     @property
@@ -124,7 +116,7 @@ class EpisodeEngineBase(EngineWrapper):
 
     @property
     def can_stream(self) -> bool:
-        """Whether groups are returned as they finish; not if the engine replays recorded samples."""
+        """Whether groups are returned as they finish; false if the engine replays recorded samples."""
         return not self.engine.recorded
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "EpisodeStream":
@@ -169,11 +161,7 @@ class EpisodeStream:
         self._first_failure: Sample | None = None
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`.
-
-        Raises:
-            ValueError: If a prompt leaves no room for a completion.
-        """
+        """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises ``ValueError`` for prompts that are too long."""
         self._engine.check_prompts(prompts)
         self._running += [self._engine.loop.submit(self._group(prompt)) for prompt in prompts]
 
@@ -225,7 +213,7 @@ class EpisodeStream:
         return sample
 
     def _count(self, samples: Sequence[Sample]) -> None:
-        """Count failures, and raise if nothing else is left: then the environment itself is broken."""
+        """Count failures, and raise if all episodes fail: then the environment itself is broken."""
         failed = [sample for sample in samples if sample.info["failed"]]
         self._finished, self._failed = self._finished + len(samples), self._failed + len(failed)
         self._first_failure = self._first_failure or next(iter(failed), None)

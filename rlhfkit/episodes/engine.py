@@ -18,9 +18,9 @@ from rlhfkit.validation import check_number
 class EpisodeEngine(EpisodeEngineBase):
     """Runs episodes on another engine: policy and environment alternate until the environment says ``done``.
 
-    Token ids in, token ids out: sampled tokens are never tokenised again; an observation is tokenised once and
-    appended, with ``action_mask`` false and log-prob 0. Rewards of single turns are in ``Sample.token_rewards``; use
-    :class:`~rlhfkit.rewards.EpisodeReward` to train on their sum, or any other reward.
+    Sampled tokens are never tokenised again; an observation is tokenised once and appended, with ``action_mask`` false
+    and log-prob 0. ``Sample.token_rewards`` has the rewards of single turns; :class:`~rlhfkit.rewards.EpisodeReward`
+    trains on their sum, any other reward is possible too.
 
     The random seed of a turn is a function of (seed, iteration, prompt, index in the group, turn), so episodes do not
     depend on concurrency, engines or ranks.
@@ -38,8 +38,8 @@ class EpisodeEngine(EpisodeEngineBase):
 
     .. [#] ``length`` where the last turn itself was truncated at ``SamplingSpec.max_new_tokens``.
 
-    A sample without a reward is not trained on. An environment that raises or hangs loses its own episode only; if all
-    episodes of a call (at least two) fail, that is an error.
+    A sample without a reward is not trained on. An environment that raises or hangs loses only its own episode; it is
+    an error if all episodes of a call (at least two) fail.
 
     Example::
 
@@ -48,8 +48,8 @@ class EpisodeEngine(EpisodeEngineBase):
 
     Args:
         engine: Samples the turns.
-        environment: Creates an environment: its class, or a function without arguments. Called once per episode.
-        tools: Python functions that the policy may call, in place of an environment; see
+        environment: Environment class, or a function without arguments that creates one; called once per episode.
+        tools: Python functions that the policy may call, instead of an environment; see
             :class:`~rlhfkit.episodes.tools.ToolEnvironment`.
         max_turns: Turns of the policy per episode.
         max_episode_tokens: Prompt, actions and observations together; ``None``: the model's context.
@@ -58,7 +58,7 @@ class EpisodeEngine(EpisodeEngineBase):
         concurrency: Concurrent episodes; ``None``: all of a call of :meth:`generate`.
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
-        chat_template_kwargs: Passed to the chat template when observations are chat messages; use the same as for
+        chat_template_arguments: Passed to the chat template for observations that are chat messages; use those of
             ``PromptDataModule``.
 
     Raises:

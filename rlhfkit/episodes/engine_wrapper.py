@@ -9,16 +9,10 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
 
 
 class EngineWrapper(RolloutEngine):
-    """A :class:`~rlhfkit.rollout.engine.RolloutEngine` with the weights, versions and ranks of another.
+    """A :class:`~rlhfkit.rollout.engine.RolloutEngine` with the weights, versions and ranks of the inner ``engine``.
 
-    Subclasses override :meth:`generate`. All other members are those of the inner engine, except ``can_stream``: its
-    ``stream`` would bypass the subclass.
-
-    Args:
-        engine: The inner engine.
-
-    Raises:
-        TypeError: If it is not a ``RolloutEngine``.
+    Subclasses override :meth:`generate`. All other members are the inner engine's, except ``can_stream``, since its
+    ``stream`` would bypass the subclass. Raises ``TypeError`` if ``engine`` is not a ``RolloutEngine``.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -48,12 +42,12 @@ class EngineWrapper(RolloutEngine):
 
     @property
     def recorded(self) -> bool:
-        """Whether samples are those of an earlier run."""
+        """Whether samples come from an earlier run."""
         return self.engine.recorded
 
     @property
     def shortens_answers(self) -> bool:
-        """Whether completions are limited to the room that is left in the context."""
+        """Whether completions are limited to the room left in the context."""
         return self.engine.shortens_answers
 
     @property

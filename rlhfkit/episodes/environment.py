@@ -1,7 +1,7 @@
 """``Environment``: what the policy interacts with; reset with a prompt, then called with one action after another.
 
-There is one environment object per episode, so attributes can hold the episode's state. Methods are either ``async`` or
-plain functions; plain ones run in a thread of their own, so they may block.
+Each episode has its own environment object, so attributes can hold its state. Methods may be ``async``; plain ones run
+in a separate thread, so they may block.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -69,14 +69,11 @@ class Environment:
     """
 
     def reset(self, prompt: Prompt) -> Observation | Awaitable[Observation | None] | None:
-        """Start an episode.
-
-        Args:
-            prompt: Row of the data set.
+        """Start an episode for a prompt, a row of the data set.
 
         Returns:
-            ``None``: the policy reads the prompt. Text or token ids: they are appended to the prompt. Chat messages:
-            they replace the prompt.
+            ``None``: the policy reads the prompt. Text or token ids: appended to the prompt. Chat messages: they
+                replace the prompt.
         """
         return None
 
@@ -85,5 +82,5 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} must define step(action), which returns a Step")
 
     def close(self) -> Awaitable[None] | None:
-        """Free what the episode used. Called once, however the episode ended."""
+        """Free what the episode used. Called once, however the episode ends."""
         return None

@@ -41,7 +41,7 @@ class EpisodeLimits:
 
 
 class Episode:
-    """One episode: the given index in the group of a prompt. ``iteration`` goes into the seeds."""
+    """One episode, with the given index in a prompt's group. ``iteration`` goes into the seeds."""
 
     def __init__(
         self,
@@ -72,14 +72,11 @@ class Episode:
         self._environment_seconds = 0.0
 
     async def run(self) -> Sample:
-        """Run the episode until it ends, and return the sample.
+        """Run the episode to its end and return the sample; raises :class:`EngineFailedError` if the engine failed.
 
         Its ``info`` has ``reward`` (``None`` after an error or timeout), ``ended`` (:data:`EndReason`), ``turns``,
-        ``failed``, ``environment_tokens``, ``environment_seconds``, ``last_text``, ``steps``, and ``error`` if there
-        was one.
-
-        Raises:
-            EngineFailedError: If the engine failed.
+        ``failed``, ``environment_tokens``, ``environment_seconds``, ``last_text``, ``steps``, and after an error
+        ``error``.
         """
         self._deadline = time.monotonic() + self.limits.timeout
         ended: EndReason = "error"
@@ -127,7 +124,7 @@ class Episode:
             )
 
     async def _sample_action(self, turn: int, room: int) -> Action:
-        """Sample the policy's turn, of at most ``room`` tokens."""
+        """Sample one turn of the policy, of at most ``room`` tokens."""
         spec = self.sampling
         most = min(spec.max_new_tokens, room)
         if most < spec.max_new_tokens:
@@ -152,7 +149,7 @@ class Episode:
             self._trajectory.add_reward(float(step.reward))
 
     def _append_observation(self, observation: Observation | None) -> bool:
-        """Append the observation of ``step()``, or return false if that would leave no room for another turn."""
+        """Append the observation of ``step()``; return false if that would leave no room for another turn."""
         if observation is None:
             raise ValueError(
                 "step() returned neither an observation nor done=True: return one of them (an observation may be "
@@ -180,7 +177,7 @@ class Episode:
         return max(0.0, self._deadline - time.monotonic())
 
     async def _close(self) -> None:
-        """Close the environment. A failure is only noted: the sample is complete by now."""
+        """Close the environment; a failure is only noted, since the sample is complete."""
         environment, self._environment = self._environment, None
         if environment is None or (
             isinstance(environment, Environment) and type(environment).close is Environment.close

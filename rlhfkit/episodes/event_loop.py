@@ -1,7 +1,7 @@
 """An asyncio event loop in a thread, for concurrent calls of slow user code from a synchronous caller.
 
-A call that hangs costs no more than its own time limit: plain functions run in daemon threads that are abandoned,
-coroutines are cancelled without waiting for them, and a coroutine that blocks the loop is detected and named.
+A call that hangs costs only its own time limit: threads of plain functions are abandoned, coroutines cancelled without
+waiting, and a coroutine that blocks the loop is detected and named.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class BlockedLoopError(RuntimeError):
 
 
 class EventLoopThread:
-    """An event loop in a daemon thread of this name, started at first use."""
+    """An event loop in a daemon thread named ``name``, started at first use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,7 +35,7 @@ class EventLoopThread:
         self._beat = 0.0
 
     def __reduce__(self) -> Any:
-        """Pickle as one that has not been started."""
+        """Pickle without the loop and its thread."""
         return type(self), (self._name,)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
@@ -45,9 +45,8 @@ class EventLoopThread:
     def wait(self, futures: Sequence["concurrent.futures.Future[Any]"], *, blocked_after: float) -> None:
         """Wait until one of the futures is done.
 
-        Raises:
-            BlockedLoopError: If one step of a coroutine blocks the loop for more than ``blocked_after`` seconds; the
-                message shows where. The thread is abandoned.
+        Raises :class:`BlockedLoopError`, which shows where, and abandons the thread, if one step of a coroutine blocks
+        the loop for more than ``blocked_after`` seconds.
         """
         first = concurrent.futures.FIRST_COMPLETED
         while not concurrent.futures.wait(futures, timeout=1.0, return_when=first).done:
@@ -86,7 +85,7 @@ class EventLoopThread:
             loop.close()
 
     def _blocked(self, seconds: float) -> str:
-        """Return the error message, and forget the thread, so that the next call starts a new loop."""
+        """Return the error message, and forget the thread, so that the next call starts a new one."""
         with self._lock:
             thread, self._loop, self._thread = self._thread, None, None
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
@@ -98,13 +97,10 @@ class EventLoopThread:
 
 
 async def call_with_timeout(function: Callable[..., Any], *arguments: Any, timeout: float, description: str) -> Any:
-    """Call a function, async or not, and wait at most ``timeout`` seconds for its result.
+    """Call a function, async or plain (then in a new thread), and return its result within ``timeout`` seconds.
 
-    A plain function runs in a thread of its own.
-
-    Raises:
-        TimeoutError: If it takes longer. A coroutine is cancelled, a thread abandoned.
-        Exception: What the function raised.
+    Raises ``TimeoutError`` if it takes longer (a coroutine is cancelled, a thread abandoned), or what the function
+    raised.
     """
     task = asyncio.ensure_future(
         function(*arguments) if inspect.iscoroutinefunction(function) else run_in_thread(function, *arguments)
@@ -121,9 +117,9 @@ async def call_with_timeout(function: Callable[..., Any], *arguments: Any, timeo
 
 
 async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a new daemon thread: one that hangs blocks neither the loop nor the end of the interpreter.
+    """Call a function in a new daemon thread; an awaitable that it returns is awaited in the loop.
 
-    An awaitable that it returns is awaited in the loop.
+    A function that hangs blocks neither the loop nor the end of the interpreter.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

@@ -9,11 +9,9 @@ MAX_NESTING = 64
 
 
 def check_json(value: Any) -> None:
-    """Raise if a parsed JSON value is not safe to process.
+    """Raise ``ValueError`` for a parsed JSON value with more than ``MAX_NESTING`` levels or half a surrogate pair.
 
-    Raises:
-        ValueError: If it has more than ``MAX_NESTING`` levels, or a text with half of a UTF-16 surrogate pair, which
-            JSON can represent, but tokenizers and UTF-8 cannot.
+    JSON can represent halves of UTF-16 surrogate pairs, tokenizers and UTF-8 cannot.
     """
     values, level = [value], 0
     while values:
@@ -39,11 +37,7 @@ _TOO_DEEP = f"lists and objects may be nested {MAX_NESTING} levels deep, not mor
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON that a client or a model has written.
-
-    Raises:
-        ValueError: If it is not JSON, or :func:`check_json` refuses it.
-    """
+    """Parse JSON from a client or model; raises ``ValueError`` if it is invalid or :func:`check_json` refuses it."""
     try:
         value = json.loads(text)
     except RecursionError:

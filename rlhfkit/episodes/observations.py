@@ -1,9 +1,9 @@
 """Tokenise observations so that they can be appended to sampled tokens, which are never tokenised again.
 
 A chat template formats whole conversations. To find what it appends to an assistant turn, that turn is replaced by a
-character that occurs nowhere else; the text after it (the end of the turn, the new messages, and the start of the next
-turn) is tokenised. The turn itself stays as sampled, even if the template would format it or earlier turns differently
-(without thoughts, say): the policy continues from what it has really seen.
+character that occurs nowhere else, and the text after it (end of turn, new messages, start of the next turn) is
+tokenised. The turn itself stays as sampled, even where the template would format it differently (without thoughts,
+say).
 """
 
 import re
@@ -18,7 +18,7 @@ _SENTINEL = "\ue000"
 """A private-use character that no template writes."""
 
 _SOME_CONVERSATION: tuple[Message, ...] = ({"role": "user", "content": "."},)
-"""Stands for the messages before a turn if they are not known."""
+"""Used for the messages before a turn if they are unknown."""
 
 
 class ObservationTokenizer:
@@ -31,10 +31,8 @@ class ObservationTokenizer:
     def encode_conversation(self, messages: Sequence[Message], **arguments: Any) -> list[int]:
         """Return the token ids of a conversation up to the start of the policy's turn.
 
-        ``arguments`` are passed to the template in addition to its own.
-
-        Raises:
-            ValueError: If there is no template, or it refuses the messages.
+        ``arguments`` are passed to the template besides its own. Raises ``ValueError`` if there is no template, or it
+        refuses the messages.
         """
         return self._encode(self._render(messages, arguments))
 
@@ -48,8 +46,8 @@ class ObservationTokenizer:
     ) -> list[int]:
         """Return the token ids of an observation, to be appended to the trajectory.
 
-        Text and token ids are used as they are. Messages go through the chat template; they can only follow a
-        ``turn``, which the template has to end, after the messages of ``conversation`` if they are known.
+        Text and token ids are used as they are. Messages go through the chat template; they can only follow a ``turn``,
+        which the template ends, after the messages of ``conversation`` if they are known.
 
         Raises:
             TypeError: If the observation has the wrong type.
@@ -107,7 +105,7 @@ class ObservationTokenizer:
         return text
 
     def _plain(self, message: Message) -> dict[str, Any]:
-        """Remove control tokens from a message: a tool's output must not be able to start another role's turn."""
+        """Remove control tokens from a message, since a tool's output must not start another role's turn."""
         cleaned: dict[str, Any] = self._cleaned({**message, "content": message.get("content") or ""})
         return cleaned
 
@@ -122,7 +120,7 @@ class ObservationTokenizer:
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:
-        """Matches text that the tokenizer would encode as a control token."""
+        """Matches texts that the tokenizer would encode as control tokens."""
         added = self.tokenizer.added_tokens_decoder.values()
         every = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}
         return re.compile("|".join(map(re.escape, sorted(every, key=len, reverse=True))) or r"(?!)")
@@ -132,7 +130,7 @@ class ObservationTokenizer:
 
 
 def is_conversation(observation: Any) -> bool:
-    """Whether this is a list of chat messages."""
+    """Whether an observation is a list of chat messages."""
     return (
         isinstance(observation, Sequence)
         and not isinstance(observation, str)

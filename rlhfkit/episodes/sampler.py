@@ -21,7 +21,7 @@ PARALLEL_CALLS = 128
 
 
 class EngineFailedError(RuntimeError):
-    """The engine failed, through no fault of an episode; the cause is the engine's exception."""
+    """The engine failed, not an episode; the cause is the engine's exception."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Request:
 
 
 def turn_index(prompt_index: int, sample_index: int, turn: int | str) -> int:
-    """Return the number that replaces the prompt's index in the seed of one turn: a 63-bit hash of the arguments.
+    """Return a 63-bit hash of the arguments, which replaces the prompt's index in the seed of one turn.
 
     ``turn`` is the number of the turn, or any text that distinguishes the requests of an episode.
     """
@@ -42,17 +42,12 @@ def turn_index(prompt_index: int, sample_index: int, turn: int | str) -> int:
 
 
 class TurnSampler:
-    """Batches requests. To be used in one event loop.
+    """Batches requests, in one event loop.
 
     An engine in this process gets one call at a time, which starts when every active episode has a request waiting, or
-    the first one has waited ``max_wait``. A shared engine gets up to ``parallel_calls`` concurrent calls, each with an
-    equal part of the waiting requests, so that no episode waits for another's slow turn.
-
-    Args:
-        engine: The engine.
-        parallel_calls: Concurrent calls; ``None``: 1 for an engine in this process, 128 for a shared one, whose
-            ``generate`` must then be thread-safe.
-        max_wait: Seconds; ``None``: 0.05 with one call at a time, else 0.
+    the first has waited ``max_wait`` seconds (``None``: 0.05 with one call at a time, else 0). A shared engine gets up
+    to ``parallel_calls`` concurrent calls (``None``: 128; 1 for an engine in this process), each with an equal part of
+    the waiting requests, so that no episode waits for another's slow turn; its ``generate`` must be thread-safe.
     """
 
     def __init__(
@@ -87,9 +82,8 @@ class TurnSampler:
     async def sample(self, token_ids: list[int], sampling: SamplingSpec, *, iteration: int, index: int) -> Sample:
         """Sample one turn after a context; ``iteration`` and ``index`` (:func:`turn_index`) go into the seed.
 
-        Raises:
-            RequestError: If the engine refuses this request; other requests are not affected.
-            EngineFailedError: If the engine raised another error.
+        Raises :class:`RequestError` if the engine refuses this request only, :class:`EngineFailedError` for its other
+        errors.
         """
         answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(Prompt(index, token_ids), sampling, iteration, answer))
@@ -97,7 +91,7 @@ class TurnSampler:
         return await answer
 
     def _pump_soon(self) -> None:
-        """Schedule :meth:`_pump` after the episodes that are ready now have sent their requests."""
+        """Schedule :meth:`_pump` after the episodes that are ready now, so that it sees their requests."""
         if not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -123,7 +117,7 @@ class TurnSampler:
         self._pump(patient=False)
 
     def _start(self, share: int) -> None:
-        """Start a call with up to ``share`` requests of the same sampling parameters."""
+        """Start a call with up to ``share`` requests that have the same sampling parameters."""
         kind = (self._waiting[0].sampling, self._waiting[0].iteration)
         alike = [request for request in self._waiting if (request.sampling, request.iteration) == kind][:share]
         chosen = set(map(id, alike))

@@ -17,7 +17,7 @@ from rlhfkit.validation import check_integer, check_number
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function call that the policy asks for, or why it cannot be parsed."""
+    """A function call of the policy, or why it cannot be parsed."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -55,11 +55,11 @@ def _parse(text: str) -> ToolCall:
 
 
 def tool_schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Return JSON schemas of functions, from their type hints and docstrings, as chat templates take them as ``tools``.
+    """Return JSON schemas of functions, from type hints and docstrings, in the form of the template argument ``tools``.
 
     Example::
 
-        PromptDataModule(..., chat_template_kwargs={"tools": tool_schemas([search])})
+        PromptDataModule(..., chat_template_arguments={"tools": tool_schemas([search])})
 
     Args:
         tools: Functions with type hints and a Google-style docstring that describes each argument.
@@ -84,8 +84,8 @@ def tool_schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
 class ToolEnvironment(Environment):
     """Runs the tools that an action calls and returns their results as messages; an action without calls is the answer.
 
-    A tool that raises, times out, does not exist or is called with wrong arguments results in a message that says so,
-    which the policy can learn from. Subclass it for a reward, or for tools with state (bound methods can be tools).
+    If a tool raises, times out, does not exist or gets wrong arguments, a message to the policy says so. Subclass it
+    for a reward, or for tools with state (bound methods can be tools).
 
     Tools run in this process. To run code that the policy has written, use a function that runs it in a sandbox.
 
@@ -98,7 +98,7 @@ class ToolEnvironment(Environment):
         EpisodeEngine(engine, tools=[multiply])
 
     Args:
-        tools: Functions, called by their names: plain ones, which get a thread each, or async ones.
+        tools: Functions, called by their names; plain ones run in a thread each, async ones in the event loop.
         tool_call_parser: Finds the calls in an action.
         timeout: Time limit in seconds of each call.
         max_result_characters: A longer result is truncated.
@@ -142,7 +142,7 @@ class ToolEnvironment(Environment):
         return Step(messages, info={"tool_calls": len(calls), "tool_errors": failed})
 
     def answer_reward(self, action: Action) -> Any:
-        """Return the reward of an answer, an action without calls: 0. To be overridden, also by an async method."""
+        """Return the reward of an answer, an action without calls: 0. Override it, with an async method if needed."""
         return 0.0
 
     async def _run(self, wanted: ToolCall) -> tuple[str, bool]:

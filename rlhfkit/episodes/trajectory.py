@@ -42,18 +42,14 @@ class Trajectory:
         self.last_action = sampled
 
     def add_observation(self, token_ids: list[int], version: int) -> None:
-        """Append tokens that the policy reads and does not learn; ``version`` is the current policy version."""
+        """Append tokens that the policy reads but does not learn; ``version`` is the current policy version."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.versions += [version] * len(token_ids)
         self.action_mask += [False] * len(token_ids)
 
     def add_reward(self, reward: float) -> None:
-        """Add a reward to the last token of the last action.
-
-        Raises:
-            ValueError: If it is not finite, or there was no action.
-        """
+        """Add a reward to the last action's last token; raises ``ValueError`` without one, or if it is not finite."""
         if not math.isfinite(reward):
             raise ValueError(f"a reward must be a finite number, got {reward}")
         position = max((place for place, chosen in enumerate(self.action_mask) if chosen), default=None)

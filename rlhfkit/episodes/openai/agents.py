@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentConnection:
-    """How an agent reaches the policy. All its requests are recorded as its episode."""
+    """How an agent reaches the policy. All its requests are recorded as one episode."""
 
     base_url: str
     """Base URL of OpenAI's API; different for each episode."""
@@ -32,14 +32,7 @@ class AgentConnection:
     model: str = "policy"
 
     def client(self, **options: Any) -> Any:
-        """Return an ``openai.AsyncOpenAI`` for this connection; needs the ``openai`` package.
-
-        Args:
-            **options: Options of the client.
-
-        Raises:
-            ImportError: If ``openai`` is not installed.
-        """
+        """Return an ``openai.AsyncOpenAI`` with these options; raises ``ImportError`` without ``openai``."""
         _require("openai")
         from openai import AsyncOpenAI
 
@@ -53,12 +46,11 @@ Async, or a plain function, which gets a thread.
 
 
 class AgentEngine(EpisodeEngineBase):
-    """Runs an agent for each prompt and index in the group, and returns what the policy sampled in it.
+    """Runs an agent for each prompt and index in the group, and returns what the policy sampled for it.
 
     The agent, in any language or framework, reaches the policy at the ``base_url`` of its :class:`AgentConnection`
-    (:class:`OpenAIEndpoint`). ``Sample.prompt`` has the tokens of its first request. If an agent has several
-    conversations, the trajectory with the most sampled tokens is the sample; ``info["unused_tokens"]`` counts the
-    others.
+    (:class:`OpenAIEndpoint`). ``Sample.prompt`` has the tokens of its first request. Of several conversations, the one
+    with the most sampled tokens is the sample; ``info["unused_tokens"]`` counts the others.
 
     ============================================== ============= ================= ==========
     end (``sample.info["ended"]``)                 finish_reason truncated         reward
@@ -93,7 +85,7 @@ class AgentEngine(EpisodeEngineBase):
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
         server: Address, API key and TLS files of the endpoint.
         tool_call_parser: Finds tool calls in answers.
-        chat_template_kwargs: Passed to the chat template.
+        chat_template_arguments: Passed to the chat template.
 
     Raises:
         ImportError: If FastAPI or uvicorn is not installed.
@@ -172,7 +164,7 @@ class AgentEngine(EpisodeEngineBase):
     def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
         """Return a function that creates the episodes of one stream.
 
-        The endpoint starts to listen at the first call, so it does not on ranks that never sample.
+        The endpoint starts to listen at the first call, so ranks that never sample have none.
         """
         if self._endpoint is None:
             raise RuntimeError("AgentEngine was asked for samples before AgentEngine.start")
@@ -245,7 +237,7 @@ class _AgentEpisode:
 
 
 def _require(*names: str) -> None:
-    """Raise unless these packages are installed."""
+    """Raise ``ImportError`` unless these packages are installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"agents need {' and '.join(missing)}, not installed here: pip install 'rlhfkit[agents]'")

@@ -1,7 +1,7 @@
 """``OpenAIEndpoint``: an HTTP server with OpenAI's chat API, answered by the policy.
 
-``/sessions/<name>/v1`` is the base URL of one session, whose requests are recorded as one episode; requests to ``/v1``
-are not recorded. All paths need the token, which is the API key.
+``/sessions/<name>/v1`` is the base URL of a session, recorded as one episode; requests to ``/v1`` are not recorded. All
+paths need the token, which is the API key.
 """
 
 import asyncio
@@ -43,12 +43,11 @@ _NOT_USED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "freq
 class OpenAIEndpoint:
     """Serves ``POST .../v1/chat/completions`` and ``GET .../v1/models`` in a thread of this process.
 
-    Sampling parameters are set here, not by clients, because log-probs must be those of the distribution that is
-    trained. Requests may lower ``max_tokens`` and add ``stop``; ``temperature`` and the like are ignored, with one
-    warning.
+    Sampling parameters are set here, not by clients, since log-probs must be those of the distribution that is trained.
+    Requests may lower ``max_tokens`` and add ``stop``; ``temperature`` and the like are ignored, with one warning.
 
-    By default it listens on the loopback address with a random token; other addresses need a token of the user's. Size,
-    number and duration of requests are limited (:class:`~rlhfkit.serving.middleware.AccessControlMiddleware`).
+    The default is the loopback address with a random token; other addresses need a token of your own. Size, number and
+    duration of requests are limited (:class:`~rlhfkit.serving.middleware.AccessControlMiddleware`).
 
     Example::
 
@@ -68,7 +67,7 @@ class OpenAIEndpoint:
         max_body_values: Maximum number of values in a request's JSON: texts, numbers, lists and objects.
         max_concurrent: Maximum of concurrent requests; others are refused with 503, which clients retry.
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
-        chat_template_kwargs: Passed to the chat template.
+        chat_template_arguments: Passed to the chat template.
 
     Raises:
         ValueError: If the host can be reached from outside and there is no token, or a limit is out of range.
@@ -127,11 +126,11 @@ class OpenAIEndpoint:
     @property
     def api_key(self) -> str:
         """The token, as clients send it."""
-        assert self._token is not None  # otherwise the constructor has raised
+        assert self._token is not None  # checked in the constructor
         return self._token.header()["Authorization"].removeprefix("Bearer ")
 
     def base_url(self, session: str | None = None) -> str:
-        """Return the clients' ``base_url``, of a session, or with ``None`` outside of sessions."""
+        """Return the ``base_url`` for clients of a session; ``None``: outside of sessions."""
         here = self._server.url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
         path = "/v1" if session is None else f"/sessions/{session}/v1"
         return f"{self._public_url or here}{path}"
@@ -139,7 +138,7 @@ class OpenAIEndpoint:
     def open_session(
         self, prompt: Prompt, sample_index: int, sampling: SamplingSpec, *, iteration: int, max_turns: int
     ) -> tuple[str, ChatSession]:
-        """Start a session of at most ``max_turns`` answers, for the given index in the group of a prompt.
+        """Start a session of at most ``max_turns`` answers, for the given index in a prompt's group.
 
         Returns:
             Its name, which cannot be guessed, and the session, which records the requests.
@@ -277,11 +276,7 @@ class OpenAIEndpoint:
 
 
 def _chat_request(body: bytes) -> ChatRequest:
-    """Parse a request.
-
-    Raises:
-        ValueError: With the fields that are wrong.
-    """
+    """Parse a request; raises ``ValueError`` with the fields that are wrong."""
     try:
         return ChatRequest.model_validate_json(body)
     except ValidationError as error:

@@ -13,7 +13,7 @@ from rlhfkit.episodes.tools import ToolCall
 
 
 class ChatError(Exception):
-    """A request that cannot be answered; sent to clients as an error of OpenAI's API with a code and an HTTP status."""
+    """A request that cannot be answered; clients get an error of OpenAI's API with code and HTTP status."""
 
     def __init__(self, message: str, *, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(message)
@@ -68,8 +68,7 @@ class ChatRequest(BaseModel):
 def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message in the form of chat templates: content as text, arguments of tool calls as objects.
 
-    Raises:
-        ChatError: If it has no role, content that is not text, or invalid tool calls.
+    Raises :class:`ChatError` if it has no role, content that is not text, or invalid tool calls.
     """
     if not isinstance(message.get("role"), str):
         raise ChatError(f"a message needs a role: {str(dict(message))[:80]}")
@@ -153,9 +152,9 @@ def chat_completion(
     completion_tokens: int,
     logprobs: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
-    """Return a response as JSON.
+    """Return a response as JSON; ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``.
 
-    ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``logprobs`` has one entry per token, if asked for.
+    ``logprobs`` has one entry per token, if asked for.
     """
     return {
         "id": f"chatcmpl-{request_id}",
@@ -179,7 +178,7 @@ def chat_completion(
 
 
 def stream_events(body: Mapping[str, Any]) -> list[str]:
-    """Return a response of :func:`chat_completion` as server-sent events: the whole answer in one, then the end."""
+    """Return a response of :func:`chat_completion` as server-sent events: the whole answer, then the end."""
     (choice,) = body["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

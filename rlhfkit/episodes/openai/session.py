@@ -1,9 +1,9 @@
 """``ChatSession``: an agent's requests over the chat API, recorded as the tokens that were sampled.
 
-Clients send the whole conversation with every request. The part that it shares with an earlier answer of the session is
-not tokenised again: the recorded tokens are used, and only new messages are appended. A request that continues no
-earlier answer (another agent of the same program, a conversation that was summarised) starts a trajectory of its own;
-one that continues an answer for a second time (a retry) branches off there.
+Clients send the whole conversation with every request. The part shared with an earlier answer of the session is not
+tokenised again: its recorded tokens are used, and only new messages appended. A request that continues no earlier
+answer (another agent of the same program, a summarised conversation) starts its own trajectory; one that continues an
+answer a second time (a retry) branches off there.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ class ChatTurn:
 class ChatSession:
     """All requests of one agent and their answers.
 
-    At most ``max_turns`` answers are given, and a conversation has at most ``max_context_tokens``, all answers
-    included. ``iteration`` goes into the seeds.
+    Limits are ``max_turns`` answers, and ``max_context_tokens`` per conversation, answers included. ``iteration`` goes
+    into the seeds.
     """
 
     def __init__(
@@ -83,9 +83,8 @@ class ChatSession:
     async def answer(self, request: ChatRequest, sampler: TurnSampler) -> ChatTurn:
         """Sample the policy's next turn in the conversation of a request.
 
-        Raises:
-            ChatError: If the request cannot be answered, or a limit is reached.
-            EngineFailedError: If the engine failed.
+        Raises :class:`ChatError` if that is impossible or a limit is reached, :class:`EngineFailedError` if the engine
+        failed.
         """
         if len(self.turns) + self._answering >= self.max_turns:
             self.limit = self.limit or "turns"
@@ -117,7 +116,7 @@ class ChatSession:
         return turn
 
     async def _context_of(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
-        """Return parent and context; long conversations are tokenised in a thread, to keep the event loop free."""
+        """Return parent and context; long conversations are tokenised in a thread, off the event loop."""
         if sum(len(str(message["content"])) for message in messages) <= _LONG:
             return self._build_context(messages, tools)
         self._answering += 1  # other requests of the session may arrive meanwhile
@@ -128,7 +127,7 @@ class ChatSession:
             self._answering -= 1
 
     def _build_context(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
-        """Return the context, starting from the longest answer that the conversation continues, and that answer."""
+        """Return the longest answer that the conversation continues, and the context that starts from it."""
         if messages[-1]["role"] == "assistant":
             raise ChatError("the last message is the assistant's own; there is nothing to answer")
         arguments = {} if tools is None else {"tools": tools}
@@ -192,12 +191,12 @@ class ChatSession:
         return assistant_message(text, calls, request_id)
 
     def leaves(self) -> list[ChatTurn]:
-        """Answers that no request has continued: each ends a trajectory."""
+        """Answers that no request has continued; each ends a trajectory."""
         parents = {id(turn.parent) for turn in self.turns}
         return [turn for turn in self.turns if id(turn) not in parents]
 
     def sample(self, finish_reason: FinishReason, reward: float | None, info: dict[str, Any]) -> Sample:
-        """Return the trajectory with the most sampled tokens, of several the one that ended last.
+        """Return the trajectory with the most sampled tokens; among equals the last to end.
 
         ``reward`` is credited to its last action; ``info`` is added to ``Sample.info``.
         """
