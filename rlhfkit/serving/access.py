@@ -14,8 +14,8 @@ MIN_TOKEN_LENGTH = 16
 class AccessToken:
     """A secret shared by client and server, sent as ``Authorization: Bearer ...``.
 
-    Neither ``repr`` nor ``str`` nor any error shows it. A token given by environment variable is not stored in the
-    object either: pickles, logs and configuration files contain the variable's name.
+    ``repr``, ``str`` and errors never show it. A token given by environment variable is not stored either: pickles,
+    logs and configuration files contain only the variable's name.
 
     Example::
 
@@ -26,8 +26,8 @@ class AccessToken:
         """Set the secret or where to find it.
 
         Args:
-            value: The secret itself.
-            variable: Name of the environment variable that holds it, here and in processes this object is sent to.
+            value: The secret.
+            variable: Environment variable that holds it, here and in processes this object is sent to.
 
         Raises:
             ValueError: If not exactly one is given, the variable is not set, or the secret is empty or has characters
@@ -41,11 +41,7 @@ class AccessToken:
 
     @classmethod
     def optional(cls, value: str | None = None, *, variable: str | None = None) -> "AccessToken | None":
-        """Return a token, or ``None`` if neither argument is given.
-
-        Raises:
-            ValueError: See the constructor.
-        """
+        """Return a token, or ``None`` if neither argument is given; arguments and errors are the constructor's."""
         return None if value is None and variable is None else cls(value, variable=variable)
 
     def header(self) -> dict[str, str]:
@@ -53,7 +49,7 @@ class AccessToken:
         return {"Authorization": f"Bearer {self._read()}"}
 
     def matches(self, header: str | None) -> bool:
-        """Whether an ``Authorization`` header (``None``: not sent) holds this token, compared in constant time."""
+        """Whether an ``Authorization`` header (``None``: not sent) holds this token; compares in constant time."""
         scheme, _, given = (header or "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._read().encode())
 
@@ -81,11 +77,7 @@ class AccessToken:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where a server listens, and who may use it.
-
-    Raises:
-        ValueError: If the port is out of range.
-    """
+    """Where a server listens, and who may use it; raises ``ValueError`` if the port is out of range."""
 
     host: str = "127.0.0.1"
     """Address to listen on; others than the loopback address need a token."""
@@ -106,10 +98,7 @@ class ServerOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only: ``localhost``, 127.0.0.0/8 or ::1.
-
-    Other host names are not resolved; they count as reachable from outside.
-    """
+    """Whether an address is ``localhost``, in 127.0.0.0/8, or ::1; false for other names, which are not resolved."""
     if host == "localhost":
         return True
     try:
@@ -119,11 +108,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, token: AccessToken | None) -> None:
-    """Raise unless a server may listen on ``host``: without a good token, only on the loopback address.
-
-    Raises:
-        ValueError: If the host can be reached from outside and there is no token, or the token is short.
-    """
+    """Raise ``ValueError`` if ``host`` can be reached from outside and there is no token, or a short one."""
     if token is not None and len(token) < MIN_TOKEN_LENGTH:
         raise ValueError(
             f"a server's token must have at least {MIN_TOKEN_LENGTH} characters, {token!r} has {len(token)}; "

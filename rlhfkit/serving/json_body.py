@@ -1,8 +1,7 @@
 """``JSONBodyReader``: parse request bodies in a thread, after checking how much they hold.
 
-A parser creates all objects before anybody can count them, and holds the interpreter's lock meanwhile. So the content
-of a body is first counted on its bytes: a pass of a regular expression that lets other threads run, and stops at the
-first excess.
+A parser creates all objects before they can be counted, and holds the interpreter's lock meanwhile. So a regular
+expression first counts on the bytes; it lets other threads run, and stops at the first excess.
 """
 
 import asyncio
@@ -25,21 +24,19 @@ _PARTS = re.compile(rb'"[^"]*+"|([\[{])|([\]}])|(")|[^"\[\]{}]++')
 
 
 class JSONTooLarge(ValueError):
-    """The body holds more than is allowed."""
+    """The body exceeds a limit."""
 
 
 def check_json_size(body: bytes, *, max_objects: int, max_numbers: int, max_depth: int = MAX_DEPTH) -> None:
-    """Raise if a JSON text holds too much, or nests it too deep. Whether it is valid JSON is left to the parser.
+    """Raise :class:`JSONTooLarge` if a JSON text exceeds a limit; it may still be invalid JSON.
+
+    Raises ``ValueError`` if a text inside is not terminated.
 
     Args:
         body: The text.
         max_objects: Maximum number of texts (keys included), lists and objects.
-        max_numbers: Maximum number of commas, and so about of numbers; commas between other values count too.
+        max_numbers: Maximum number of commas, which is about that of numbers; commas between other values count too.
         max_depth: Maximum nesting of lists and objects.
-
-    Raises:
-        JSONTooLarge: If a limit is exceeded.
-        ValueError: If a text is not terminated.
     """
     if b"\\" in body:  # an escaped quote does not end a text; JSON has backslashes in texts only
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -70,27 +67,22 @@ def check_json_size(body: bytes, *, max_objects: int, max_numbers: int, max_dept
 class JSONBodyReader:
     """Reads the bodies of one application's requests, one at a time, outside of the event loop.
 
-    Refuses with 413 a body above the limits; with 422 one that is not JSON or not of the expected form, or was not
-    declared as JSON (a web page may post other types to any server without asking).
+    Answers 413 to a body above the limits, and 422 to one that is invalid, of the wrong form, or not declared as JSON
+    (a web page may post other types to any server).
     """
 
     def __init__(self, *, max_objects: int, max_numbers: int, max_depth: int = MAX_DEPTH) -> None:
-        """Set the limits, which are those of :func:`check_json_size`.
-
-        Raises:
-            ValueError: If a limit is not positive.
-        """
+        """Set the limits of :func:`check_json_size`; raises ``ValueError`` if one is not positive."""
         self.limits = {"max_objects": max_objects, "max_numbers": max_numbers, "max_depth": max_depth}
         for name, limit in self.limits.items():
             check_integer(name, limit, minimum=1)
-        # One thread, so that only one body at a time takes memory for parsing. It ends with the last reference.
+        # One thread: only one body at a time takes memory for parsing. It ends with the last reference.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlhfkit-json")
 
     async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
         """Read a request's body and parse it in the thread; ``parse`` raises ``ValueError`` if it is invalid.
 
-        Raises:
-            HTTPException: If the body is refused.
+        Raises ``HTTPException`` if the body is refused.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -101,7 +93,7 @@ class JSONBodyReader:
         return await self.run(self._parsed, body, parse)
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run another function that takes long in the same thread."""
+        """Run another slow function in the parser's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _parsed(self, body: bytes, parse: Callable[[bytes], T]) -> T:

@@ -29,16 +29,16 @@ BODY_TIMEOUT = 60.0
 class AccessControlMiddleware:
     """An ASGI middleware that refuses requests with
 
-    - 401 without the right token (not asked for on ``open_paths``);
+    - 401 without the right token (not needed on ``open_paths``);
     - 503 and ``Retry-After`` while ``max_concurrent`` requests are being served;
-    - 413 for a body of more than ``max_body_bytes``, of which no more than that is ever read;
+    - 413 for a body of more than ``max_body_bytes``; the rest is not read;
     - 503 and ``Retry-After`` if the bodies of all requests being served would exceed ``max_total_bytes``;
     - 408 for a body that does not arrive within ``body_timeout``;
     - 400, if there is no token, for a ``Host`` header other than this machine, with which a web page could reach a
       server on the loopback address (DNS rebinding).
 
-    So bodies take at most ``max_total_bytes`` of memory until their requests are answered; what the application makes
-    of them comes in addition. WebSockets are closed.
+    So bodies take at most ``max_total_bytes`` of memory, besides what the application makes of them. WebSockets are
+    closed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AccessControlMiddleware:
                 ``max_body_bytes``, and at least 128 MiB.
             max_concurrent: Maximum of concurrent requests.
             body_timeout: Time limit in seconds for a body to arrive.
-            open_paths: Paths that need no token and are not limited, such as a health check; they must reveal nothing.
+            open_paths: Paths without token and limits, such as a health check; they must reveal nothing.
 
         Raises:
             ValueError: If a limit is not positive.

@@ -45,11 +45,11 @@ class Server:
 
         Args:
             app: What is served.
-            host: Address to listen on. Others than this machine's loopback need a token.
+            host: Address to listen on; others than the loopback address need a token.
             port: 0: any that is free; see ``url``.
             token: Token that requests must bring.
-            ssl_certfile: TLS certificate (PEM). Without one tokens are sent unencrypted, which is acceptable for
-                loopback and trusted networks only.
+            ssl_certfile: TLS certificate (PEM). Without one tokens are sent unencrypted: for loopback and trusted
+                networks only.
             ssl_keyfile: Its private key.
             start_timeout: Seconds to wait until the application has started.
             shutdown_timeout: Seconds that running requests have to finish when the server is closed.
@@ -96,11 +96,7 @@ class Server:
     def run(self, ready: Callable[[str], None] | None = None) -> None:
         """Serve in this thread until the process is interrupted or terminated, then let running requests finish.
 
-        Args:
-            ready: Called with ``url`` once the server listens.
-
-        Raises:
-            OSError: If the address cannot be listened on.
+        ``ready`` is called with ``url`` once the server listens. Raises ``OSError`` if it cannot listen on the address.
         """
         listener = self._listen()
         if ready is not None:
@@ -111,7 +107,7 @@ class Server:
         """Serve in a thread of this process, and return when requests are answered.
 
         Raises:
-            OSError: If the address cannot be listened on.
+            OSError: If it cannot listen on the address.
             RuntimeError: If the application fails to start.
             TimeoutError: If it takes longer than ``start_timeout``.
         """
@@ -135,7 +131,7 @@ class Server:
         return self
 
     def close(self) -> None:
-        """Stop listening, let running requests finish, and end the thread. Does nothing if the server does not run."""
+        """Stop listening, let running requests finish, and end the thread; does nothing if the server does not run."""
         if self._thread is None:
             return
         if self._uvicorn is not None:
@@ -157,7 +153,7 @@ class Server:
         self.close()
 
     def _listen(self) -> socket.socket:
-        """Return a socket that already listens, so that the port is known and cannot be taken by others."""
+        """Return a listening socket, so that the port is known and cannot be taken by others."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.create_server((self.host, self.port), family=family, backlog=2048)
         address, self.port = listener.getsockname()[:2]
