@@ -29,10 +29,10 @@ def export(
     module: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write one model of a checkpoint and its tokenizer as a Hugging Face folder. One process, no GPU.
+    """Write one model of a checkpoint and its tokenizer as a Hugging Face folder, in one process without a GPU.
 
-    The checkpoint is a file of plain Lightning or a directory of a DeepSpeed strategy of rlhfkit, of any ZeRO stage and
-    number of ranks.
+    The checkpoint is a file of plain Lightning, or a directory of a DeepSpeed strategy of rlhfkit, of any ZeRO stage
+    and number of ranks.
 
     Example::
 
@@ -46,8 +46,8 @@ def export(
         dtype: Type of the written weights; ``None``: that of the model which training started from, or float32 for an
             adapter alone.
         model: Folder or hub name of that model, if it has moved; ``None``: as in the checkpoint.
-        module: Dotted name of the module's class; ``None``: as in the checkpoint. Needed for a class that was defined
-            in a script and builds its model in its own way.
+        module: Dotted name of the module's class; ``None``: as in the checkpoint. Needed for a class defined in a
+            script that builds its model in its own way.
         overwrite: Replace the output if it exists.
 
     Returns:
@@ -100,7 +100,7 @@ def _read_directory(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str
 
 
 def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> CheckpointMixin:
-    """Create the module, or the nearest of its base classes that can be imported and takes its hyperparameters."""
+    """Create the module, or its nearest base class that can be imported and takes its hyperparameters."""
     failures: list[str] = []
     for name in classes:
         try:
@@ -117,7 +117,7 @@ def _module(classes: Sequence[str], hyperparameters: Mapping[str, Any]) -> Check
 
 
 def _build(module: CheckpointMixin, child: str) -> None:
-    """Build a child alone if the module has a method for it, since all of them may not fit into memory."""
+    """Build a child alone if the module has a method for it, since memory may not hold all of them."""
     if hasattr(module, f"build_{child}"):
         setattr(module, child, getattr(module, f"build_{child}")())
     else:

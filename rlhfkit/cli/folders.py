@@ -15,10 +15,9 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 @contextmanager
 def atomic_folder(output: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``output`` if the block ends without an error, and removed otherwise.
+    """Yield a temporary folder, renamed to ``output`` if the block ends without an error, removed otherwise.
 
-    Raises:
-        FileExistsError: If ``output`` exists and is not to be overwritten.
+    Raises ``FileExistsError`` if ``output`` exists and ``overwrite`` is false.
     """
     folder = Path(output)
     if folder.exists() and not overwrite:
@@ -37,7 +36,7 @@ def atomic_folder(output: str | os.PathLike[str], *, overwrite: bool) -> Iterato
 
 
 def resolve_dtype(dtype: DType | None, model: str, *, trust_remote_code: bool) -> torch.dtype:
-    """Return the type that weights are written in; ``None``: the type of ``model``, which training started from."""
+    """Return the type to write weights in; ``None``: that of ``model``, which training started from."""
     from transformers import AutoConfig
 
     if dtype is None:

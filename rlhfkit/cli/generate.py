@@ -48,8 +48,8 @@ def generate(
 
     A line has the columns of the row and ``completion`` (text), ``index`` (row of the prompt), ``sample_index``,
     ``finish_reason`` (``stop`` or ``length``), ``logprob`` (of the whole completion, under the distribution it was
-    sampled from) and the token ids of both. An interrupted run is continued when started again; as every sample has its
-    own seed, the file is the same as without the interruption.
+    sampled from) and the token ids of both. An interrupted run is continued when started again, and gives the same
+    file, since every sample has its own seed.
 
     Example::
 
@@ -57,7 +57,7 @@ def generate(
             --engine rlhfkit.VLLMPool --engine.num_engines 2
 
     Args:
-        model: Folder or hub name; a folder that holds a LoRA adapter is merged with its base model.
+        model: Folder or hub name; the folder of a LoRA adapter is merged with its base model.
         data: Prompts: a file (JSON lines, JSON, CSV, Parquet), ``datasets`` folder, hub name, or rows.
         output: File to write or to continue.
         sampling: Sampling parameters.
@@ -70,7 +70,7 @@ def generate(
         overlong_prompts: What happens to longer prompts; dropped ones are counted in the log.
         apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
         system: System message in front of the prompt; needs the chat template.
-        chat_template_kwargs: Passed to the template.
+        chat_template_arguments: Passed to the template.
         token_ids: Write ``prompt_ids`` and ``completion_ids``, which rewards that count or read tokens need.
         batch_size: Prompts per batch; an interruption loses at most one batch.
         precision: Of the weights, as the Trainer's: ``32-true``, ``bf16-true`` or ``16-true``.
@@ -148,7 +148,7 @@ def generate(
 
 
 def _carried_columns(rows: PromptRows, prompt: str, columns: Sequence[str] | None) -> list[str]:
-    """Return the columns of the data that are copied, the prompt first."""
+    """Return the columns of the data to copy, the prompt first."""
     found = rows.rows.column_names
     for name in columns or ():
         if name not in found:
@@ -164,7 +164,7 @@ def _carried_columns(rows: PromptRows, prompt: str, columns: Sequence[str] | Non
 
 
 def _sample_line(sample: Sample, text: str, token_ids: bool) -> dict[str, Any]:
-    """Return the columns that are added for one completion."""
+    """Return the columns to add for one completion."""
     logprob = sum(sample.logprobs)
     line: dict[str, Any] = {
         "completion": text,

@@ -1,7 +1,7 @@
 """``JSONLWriter``: a JSON Lines file that is written in batches and can be continued after an interruption.
 
-The settings that determine the lines are saved beside it, ``samples.jsonl.settings.json`` for ``samples.jsonl``. A
-second run with the same settings continues the file; one with other settings is refused, so that no file mixes models.
+The settings that determine the lines are saved beside it, in ``samples.jsonl.settings.json`` for ``samples.jsonl``. A
+file is continued only with the same settings, so that it never mixes models.
 """
 
 import json
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class JSONLWriter:
-    """Appends JSON lines to a new or interrupted file.
+    """Appends JSON lines to a new or interrupted file, whose parent folders are created.
 
     Example::
 
@@ -24,15 +24,9 @@ class JSONLWriter:
             for prompt in prompts[writer.done // 8 :]:
                 writer.write(lines_of(prompt))
 
-    Args:
-        output: The file. Its parent folders are created.
-        settings: What determines the content of the lines; plain JSON values.
-        group: Number of lines that belong together: an interrupted file is truncated after its last complete group.
-        overwrite: Replace an existing file.
-
-    Raises:
-        FileExistsError: If the file was not written by this class.
-        ValueError: If it was written with other settings.
+    ``settings`` determine the lines (plain JSON values). ``group`` lines belong together: an interrupted file is
+    truncated after its last complete group. ``overwrite`` replaces an existing file. Raises ``FileExistsError`` if the
+    file was not written by this class, ``ValueError`` if it was with other settings.
     """
 
     def __init__(
@@ -80,10 +74,7 @@ class JSONLWriter:
         return kept
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines and flush them to the operating system.
-
-        Values that JSON cannot represent are written as text, numbers that are not finite as null.
-        """
+        """Append lines and flush them; values that JSON cannot represent become text, NaN and infinities null."""
         text = "".join(json.dumps(_finite(line), ensure_ascii=False, default=str) + "\n" for line in lines)
         self._file.write(text.encode())
         self._file.flush()
@@ -98,7 +89,7 @@ class JSONLWriter:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by ``None``."""
+    """Replace NaN and infinities, which JSON lacks, by ``None``."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -45,18 +45,14 @@ examples:
 
 
 def help_text() -> str:
-    """Return what ``rlhfkit --help`` prints, without importing Lightning."""
+    """Return the text of ``rlhfkit --help``, without importing Lightning."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     return _HELP.format(names=",".join(COMMANDS), commands=commands)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the ``rlhfkit`` command.
-
-    Args:
-        arguments: The command line without the program's name; ``None``: ``sys.argv[1:]``.
-    """
+    """Run the ``rlhfkit`` command with these arguments; ``None``: ``sys.argv[1:]``."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(help_text())
@@ -99,19 +95,15 @@ def _call(target: str, words: Sequence[str]) -> Any:
 
 
 def _refused_by_us(error: BaseException) -> bool:
-    """Whether code of rlhfkit raised the error, so that its message is enough; others are shown with a traceback."""
+    """Whether code of rlhfkit raised the error: then its message is enough, otherwise the traceback is shown."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("rlhfkit.")
 
 
 def run(arguments: Sequence[str]) -> Any:
-    """Build trainer, module and data from a command line and run the command.
+    """Build trainer, module and data from ``["fit", "--config", "run.yaml"]`` or the like, run it, and return the CLI.
 
-    Args:
-        arguments: E.g. ``["fit", "--config", "run.yaml"]``.
-
-    Returns:
-        The LightningCLI, with ``trainer``, ``model`` and ``datamodule``.
+    The LightningCLI has ``trainer``, ``model`` and ``datamodule``.
     """
     import lightning as L
     from lightning.pytorch.cli import LightningCLI

@@ -25,7 +25,7 @@ def merge_adapter(
         rlhfkit merge-adapter models/adapter models/merged --dtype bfloat16
 
     Args:
-        adapter: Folder that holds ``adapter_config.json``, as peft and ``rlhfkit export --adapter true`` write it.
+        adapter: Folder with ``adapter_config.json``, as peft and ``rlhfkit export --adapter true`` write it.
         output: Folder to write.
         dtype: Type of the written weights; ``None``: that of the base model. The sum is computed in float32.
         trust_remote_code: Run Python code that comes with the model.

@@ -36,8 +36,8 @@ def score(
 ) -> Path:
     """Score completions and write their lines with ``reward`` added, in the data's order.
 
-    A reward with several parts adds ``reward_parts`` too. A line that could not be scored gets null, and is counted in
-    the log. An interrupted run is continued when started again.
+    A reward with several parts adds ``reward_parts`` too. A line that could not be scored gets null; the log counts
+    these. An interrupted run is continued when started again.
 
     Example::
 
@@ -64,8 +64,8 @@ def score(
         The output file.
 
     Raises:
-        ValueError: If not exactly one of ``reward`` and ``reward_model`` is given, a column is missing, the reward
-            does not return one number or ``None`` per line, or the output was written with other settings.
+        ValueError: If not exactly one of ``reward`` and ``reward_model`` is given, a column is missing, the reward does
+            not return one number or ``None`` per line, or the output was written with other settings.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -110,10 +110,9 @@ def _resolve_reward(reward: Reward | None, reward_model: str | None) -> Reward:
 
 
 def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str, answer: Any = None) -> Sample:
-    """Return a line as a sample for rewards.
+    """Return a line as a sample for rewards, with its ``prompt_ids`` and ``completion_ids`` if it has any.
 
-    ``prompt_ids`` and ``completion_ids`` are used if there are any, and ``index`` if the line has no ``index`` of its
-    prompt. Of chat messages, ``Prompt.text`` gets the contents, one per line.
+    ``index`` is used for a line without one. ``Prompt.text`` of chat messages has the contents, one per line.
     """
     content = line[prompt]
     text = content if isinstance(content, str) else "\n".join(str(message["content"]) for message in content)
@@ -142,7 +141,7 @@ def _parts(sample: Sample) -> dict[str, Any]:
 
 
 def _stamp(data: Source) -> list[int]:
-    """Size and modification time of a file, to notice that it has changed; empty for other sources."""
+    """Size and modification time of a file, to notice changes; empty for other sources."""
     if not isinstance(data, str | os.PathLike) or not Path(data).is_file():
         return []
     return [Path(data).stat().st_size, Path(data).stat().st_mtime_ns]

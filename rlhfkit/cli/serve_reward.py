@@ -44,19 +44,19 @@ def serve_reward(
         rlhfkit serve-reward rlhfkit.rewards.math_match --port 8001
 
     Args:
-        reward: Folder or hub name of a reward model, or the dotted path of a reward: a function, a class without
-            required arguments, or an object.
+        reward: Folder or hub name of a reward model, or dotted path of a reward: a function, a class without required
+            arguments, or an object.
         host: Address to listen on.
         port: 0: any that is free. The address is printed.
-        token_variable: Environment variable that holds the secret that clients must send. There is no option for the
-            secret itself, since every user of the machine can read command lines.
+        token_variable: Environment variable with the secret that clients must send. The secret itself is no option,
+            since every user of the machine can read command lines.
         ssl_certfile: TLS certificate (PEM); needed where the network is not trusted.
         ssl_keyfile: Its private key.
         separator: Use the model as a process reward model; this text ends a step.
         normalized: See ``ModelReward``.
         dtype: Type of a model's weights.
         device: Where a model runs; ``None``: the accelerator, else the CPU.
-        trust_remote_code: Run Python code that comes with the model. Off unless asked.
+        trust_remote_code: Run Python code that comes with the model.
         max_batch: Samples at which a batch of requests is closed.
         max_wait: Seconds that a request waits for others.
         timeout: Time limit of a request in seconds.
@@ -115,12 +115,10 @@ def load_reward(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Reward:
-    """Return the reward that a name on the command line refers to: a folder, an importable dotted path, or a hub name.
+    """Return the reward that a command line names: a folder, an importable dotted path, or a hub name.
 
-    The other arguments are those of :func:`serve_reward`; they are for models, which are loaded.
-
-    Raises:
-        ValueError: If a dotted path leads to nothing that can be called.
+    The other arguments, those of :func:`serve_reward`, are for models, which are loaded. Raises ``ValueError`` if a
+    dotted path leads to nothing that can be called.
     """
     from rlhfkit.rewards.models import ModelReward, ProcessModelReward
 
