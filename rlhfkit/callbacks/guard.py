@@ -149,8 +149,7 @@ class NonFiniteGuard(Callback):
 def plain(value: Any) -> Any:
     """Convert a value to CPU tensors and plain types, so that it loads with ``weights_only=True``.
 
-    Values with a ``state_dict`` become that dictionary, dataclasses one of their fields, and unknown types their
-    ``repr``.
+    Values with a ``state_dict`` become that dictionary, dataclasses one of their fields, unknown types their ``repr``.
     """
     if isinstance(value, Tensor):
         return value.detach().cpu()

@@ -78,7 +78,7 @@ class Invariants(Callback):
             if values is not None and not bool(values[mask].isfinite().all()):
                 problems.append(f"{name} are not all finite")
         of_engine = experience.rollout_logprobs[mask]
-        # All NaN: the engine does not know them. Some NaN: they are wrong.
+        # All NaN means that the engine returns no log-probs; some NaN is an error.
         if not bool(of_engine.isfinite().all() or of_engine.isnan().all()):
             problems.append("rollout_logprobs are not all finite")
         if bool((of_engine > 1e-4).any()):

@@ -28,12 +28,9 @@ def function_name(function: Callable[..., Any]) -> str:
 def resolve_function(
     function: str | Callable[..., Any], argument: str, *, home: str | None = None
 ) -> Callable[..., Any]:
-    """Return a function that was given as itself or by its dotted name, e.g. ``"my_package.my_loss"``.
+    """Return a function given as itself or by its dotted name; raises ValueError if nothing callable has it.
 
     ``argument`` is for error messages; names without a dot are looked up in the package ``home``.
-
-    Raises:
-        ValueError: If nothing callable has that name.
     """
     if callable(function):
         return function
@@ -55,8 +52,7 @@ def resolve_function(
 def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> Options:
     """Return an options dataclass given as an instance, as a mapping of its fields (from a checkpoint), or as ``None``.
 
-    Raises:
-        ValueError: If the mapping has other names.
+    Raises ValueError if the mapping has other names.
     """
     if value is None:
         return kind()

@@ -204,7 +204,7 @@ class PolicyModule(CheckpointMixin):
         """Check the type of the batch and, for the first batch, :meth:`row_problems`.
 
         Raises:
-            TypeError: If the type of the batch is not in ``batch_types``; ``SFTModule`` would learn rejected answers.
+            TypeError: If the type is not in ``batch_types``: an ``SFTModule`` would learn rejected answers of pairs.
             RuntimeError: If the log-probs of a row depend on the other rows.
         """
         if self.batch_types and type(batch) not in self.batch_types:
@@ -220,12 +220,11 @@ class PolicyModule(CheckpointMixin):
                 raise RuntimeError(f"{'; '.join(problems)}. Load the model with attention='sdpa' to train it")
 
     def row_problems(self, batch: PaddedBatch) -> list[str]:
-        """Compare the policy's output for a random row alone with that for the row in its batch (at least one row).
+        """Compare the output for a random row alone with that in its batch. A collective of two forward passes.
 
-        A collective of two forward passes. Returns a description for each rank on which they differ, the same on every
-        rank.
+        Returns a description for each rank on which they differ, the same on every rank.
         """
-        # The first row of a packed batch comes before all others and cannot have seen them.
+        # Not the first row: in a packed batch it cannot attend to later rows.
         row = random.Random(f"{self.trainer.global_step} {self.global_rank}").randrange(1, max(len(batch), 2))
         row = min(row, len(batch) - 1)
         training = self.policy.training
@@ -426,6 +425,6 @@ class PolicyModule(CheckpointMixin):
 
 def freeze(model: nn.Module) -> nn.Module:
     """Prepare a model that is never trained: no gradients, eval mode."""
-    # Lightning 2.6 warns of every module in eval mode when fitting starts; this one is meant to be.
+    # Lightning 2.6 warns of every module in eval mode when fitting starts; here that is intended.
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
     return model.requires_grad_(False).eval()

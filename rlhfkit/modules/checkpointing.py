@@ -117,8 +117,7 @@ class CheckpointMixin(L.LightningModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights; those that are loaded by name may be missing.
 
-        Raises:
-            RuntimeError: If ``strict`` and names are missing or unknown; it lists them.
+        Raises RuntimeError with ``strict`` if others are missing or unknown; it lists them.
         """
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         by_name = self.loaded_by_name()

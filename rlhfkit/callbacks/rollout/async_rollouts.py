@@ -21,9 +21,9 @@ from rlhfkit.validation import check_integer, check_number
 class AsyncRollouts:
     """While the trainer learns from iteration i, a thread collects up to iteration i + ``max_staleness``.
 
-    Iteration j is queued when training on iteration ``j - max_staleness`` begins, after its weights were synced, so
-    at most ``max_staleness + 1`` iterations exist at a time. Each begins with the prompt at which the one before it
-    stopped; the DataModule's cursor moves after the iteration was trained on.
+    Iteration j is queued when training on iteration ``j - max_staleness`` begins, after its weights were synced, so no
+    token is older, and at most ``max_staleness + 1`` iterations exist at a time. Each begins with the prompt at which
+    the one before it stopped; the DataModule's cursor moves after the iteration was trained on.
 
     A sync waits for the iteration being collected, and queued ones wait for the sync. With ``in_flight`` the engine
     swaps the weights between two tokens instead. With an engine in every rank, the ranks' threads exchange samples in

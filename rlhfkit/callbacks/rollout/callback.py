@@ -72,7 +72,7 @@ class RolloutCallback(Callback):
             a sync; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
 
     Raises:
-        TypeError: If ``reward`` cannot be called or ``engine`` is no engine.
+        TypeError: If ``reward`` cannot be called or ``engine`` is not a :class:`~rlhfkit.rollout.RolloutEngine`.
         ValueError: If a number is out of range, or the engine cannot do what ``oversampling`` or ``in_flight`` needs.
     """
 
@@ -370,11 +370,7 @@ class RolloutCallback(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue counting where the checkpoint stopped.
-
-        Raises:
-            ValueError: If training would resume inside an iteration with the micro-batches of another rank.
-        """
+        """Continue counting; raises ValueError inside an iteration if its micro-batches belong to another rank."""
         self.iteration = state_dict["iteration"]
         self._metrics = dict(state_dict["metrics"])
         self.samples, self.experience = [], None  # those of an earlier fit are not this iteration's

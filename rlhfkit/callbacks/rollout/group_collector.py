@@ -174,12 +174,10 @@ class GroupCollector:
             score_samples(self.reward, samples)
 
     def add_model_scores(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
-        """Add the scores of the module's reward model to the rewards, and as ``model`` to the parts, in place.
+        """Add the module's reward model scores to the rewards, and as ``model`` to the parts, in place.
 
         A collective, for the main thread; samples are the same on every rank. A sample without a reward keeps none.
-
-        Raises:
-            ValueError: If a part of the callback's reward is called ``model`` too.
+        Raises ValueError if the callback's reward also has a part ``model``.
         """
         if not samples:
             return
@@ -216,8 +214,8 @@ class GroupCollector:
     def check(self, trainer: L.Trainer, *, in_thread: bool = False) -> None:
         """Raise ValueError if the configuration cannot work.
 
-        Refused are dynamic sampling by an unknown reward part, a module that would score in a thread beside training
-        (``in_thread``), and oversampling with an engine in every rank.
+        That is: dynamic sampling by an unknown reward part, a module that would score in a thread beside training
+        (``in_thread``), or oversampling with an engine in every rank.
         """
         parts = part_names(self.reward)
         if self.dynamic_sampling is not None and parts is not None:

@@ -11,10 +11,9 @@ from rlhfkit.protocols import prompts_of
 
 
 def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
-    """Divide an iteration into updates and micro-batches; with ``fast_dev_run=n``, n micro-batches of one group.
+    """Updates and micro-batches of an iteration; with ``fast_dev_run=n``, n micro-batches of one group.
 
-    Raises:
-        ValueError: If the sizes do not divide.
+    Raises ValueError if the sizes do not divide.
     """
     fast = int(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by Lightning outside its class
     if fast:
@@ -30,9 +29,9 @@ def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
 
 
 def plan_iteration(experience: Experience, shape: IterationShape, ranks: int) -> list[list[MicroBatch]]:
-    """Choose the rows of every rank's micro-batches, of nearly equal tokens, samples of a prompt side by side.
+    """Choose the rows of every rank's micro-batches, of nearly equal tokens, and set ``experience.update`` of each row.
 
-    Sets ``experience.update``, the update of each row, in place.
+    Samples of a prompt are side by side.
     """
     lengths = experience.lengths.tolist()
     plan = plan_micro_batches(
@@ -55,15 +54,12 @@ def plan_iteration(experience: Experience, shape: IterationShape, ranks: int) ->
 
 
 def micro_batch(experience: Experience, planned: MicroBatch, averaged: int) -> Experience:
-    """The rows of one micro-batch, with the counts of its whole optimizer step.
-
-    ``averaged`` is the number of micro-batches of an optimizer step on all ranks.
-    """
+    """The rows of one micro-batch, with the counts of its optimizer step (``averaged`` micro-batches on all ranks)."""
     whole = experience.action_mask[experience.update == planned.update]
     batch = experience.select(planned.rows)
     return dataclasses.replace(
         batch,
-        # In the first update the policy is still the one that sampled: its own log-probs are the old ones.
+        # The first update's old log-probs are the policy's own.
         old_logprobs=None if planned.update == 0 else batch.old_logprobs,
         step_tokens=float(whole.sum()),
         step_sequences=float(whole.any(-1).sum()),

@@ -19,7 +19,7 @@ def check_prompts(
 ) -> None:
     """Have the DataModule check its training or validation prompts against the model and engine.
 
-    DataModules that are no :class:`~rlhfkit.protocols.ChecksPrompts` have their prompts checked when they are drawn.
+    DataModules that do not implement :class:`~rlhfkit.protocols.ChecksPrompts` check prompts when they are drawn.
 
     Raises:
         ValueError: If a prompt leaves no room for an answer or has an unknown token, or nothing would end an answer.

@@ -27,12 +27,9 @@ class WeightSynchronizer:
         """Largest difference of log-probs in the last probe."""
 
     def sync(self, trainer: L.Trainer) -> None:
-        """Load the current weights into the engine unless it has them, and probe it. A collective.
+        """Load the weights of ``global_step`` into the engine unless it has them, and probe it. A collective.
 
-        The version of the weights is the Trainer's ``global_step``.
-
-        Raises:
-            RuntimeError: If the engine's log-probs of a fixed sequence differ from the trainer's.
+        Raises RuntimeError if the engine's log-probs of a fixed sequence differ from the trainer's.
         """
         from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
@@ -40,7 +37,7 @@ class WeightSynchronizer:
         dtype = precision_dtype(trainer.precision, compute=True)
         version = trainer.global_step
         if true_on_all_ranks(self.engine.version == version):
-            if self.engine.colocate:  # it may sleep since the policy learned, with its weights
+            if self.engine.colocate:  # it may sleep during training, with its weights
                 run_on_all_ranks(self.engine.wake)
             return
         with profiler_of(trainer).profile("rollout.sync_weights"):

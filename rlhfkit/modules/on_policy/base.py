@@ -251,7 +251,6 @@ class OnPolicyModule(RewardedModule):
         ``experience`` is the whole iteration, the same on every rank, with processed rewards
         (:meth:`sample_rewards`), and log-probs and values where they are needed.
         """
-        # Abstract: the estimator is what makes GRPO, PPO or a user's own module of this one.
         raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
 
     # ------------------------------------------------------------------ one micro-batch
@@ -337,7 +336,7 @@ class OnPolicyModule(RewardedModule):
         weights, _, metrics = importance_weights(old, batch.rollout_logprobs, mask, **correction)
         levels = {correction.get("level", "token"), correction.get("reject_level") or "sequence"}
         if "token" not in levels:
-            # One number for each sequence, not the same one on every token: VESPO takes the product of a sequence's.
+            # (B, 1), not repeated on every token: VESPO takes the product over a sequence.
             weights = select(weights, mask, fill=-torch.inf).amax(-1, keepdim=True)
             weights = select(weights, mask.any(-1, keepdim=True), fill=1.0)
         return weights, metrics

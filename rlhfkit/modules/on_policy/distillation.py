@@ -172,7 +172,7 @@ class OnPolicyDistillationModule(GRPOModule):
         self.hparams.update(divergence=function_name(divergence) if callable(divergence) else divergence)
         if divergence is not None:
             rows = torch.zeros(1, max(top_k or 0, 2))
-            self.compare(rows, rows, 1.0)  # shows bad arguments now instead of an hour into the run
+            self.compare(rows, rows, 1.0)  # so that bad arguments raise before training
 
     def _check_effects(self, divergence: object) -> None:
         """Refuse arguments that have no effect with a divergence, or without a reward."""

@@ -84,7 +84,7 @@ class PolicyLoss:
     its defaults; ``aggregation`` is ``token-mean`` if it has none. ``max_length`` is in tokens (``constant-length``).
 
     Raises:
-        ValueError: If there is no such function, it has another form, or it has no argument of a given name.
+        ValueError: If the function does not exist, has another form, or lacks one of the arguments.
     """
 
     def __init__(

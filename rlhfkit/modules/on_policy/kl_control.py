@@ -27,7 +27,7 @@ class KLControl:
     """Samples in which the coefficient may change by a fifth (10000: OpenRLHF's and the paper's)."""
     early_stop: float | None = None
     """KL to the policy that began the iteration, in nats per token (k3, over an update's tokens): the update that
-    exceeds it and the later ones of the iteration leave the policy as it is, bitwise. A critic is still updated, unless
+    exceeds it and the later ones of the iteration leave the policy bitwise unchanged. A critic is still updated, unless
     it shares the policy's trunk. 0.015 in Spinning Up; ``None``: never, as in OpenRLHF."""
 
     def __post_init__(self) -> None:

@@ -274,7 +274,7 @@ class PPOModule(OnPolicyModule):
         policy = super().total_loss(batch, out)
         values = cast(Tensor, out.values) if self.shared_backbone else self.value_output(batch)
         value = self.value_loss(batch, values)
-        # Shares of the step's means, as losses are: micro-batches count alike.
+        # Shares of the step's means, so all micro-batches have the weight 1.
         metrics = {"policy/loss": weighted_metric(policy.loss, 1.0), "value/loss": weighted_metric(value.loss, 1.0)}
         loss = policy.loss + self.value_coef * value.loss
         result = LossOutput(loss, {**policy.metrics, **value.metrics, **metrics})

@@ -169,11 +169,7 @@ class RewardedModule(PolicyModule):
             self.reward_model = self.build_reward_model()
 
     def build_reward_model(self) -> nn.Module:
-        """Load the reward model, frozen; override to wrap or change it.
-
-        Raises:
-            ValueError: If its tokens are not the policy's, or it is no reward model.
-        """
+        """Load the reward model, frozen; raises ValueError if its tokens differ. Override to wrap or change it."""
         assert self.reward_model_name is not None
         name, trust = self.reward_model_name, self.trust_remote_code
         if load_tokenizer(name, trust_remote_code=trust).get_vocab() != self.tokenizer.get_vocab():
@@ -192,10 +188,7 @@ class RewardedModule(PolicyModule):
         return self.reward_model_name is not None
 
     def reward_model_scores(self, experience: Experience) -> Tensor:
-        """(B,) float32 normalized scores on the CPU. A collective, for the main thread.
-
-        ``experience`` and the scores are the same on every rank.
-        """
+        """(B,) float32 normalized scores on the CPU, the same on every rank. A collective, for the main thread."""
 
         def scores(batch: Experience) -> Tensor:
             return reward_output(self.reward_model, batch, normalized=True)[:, None]
@@ -213,7 +206,7 @@ class RewardedModule(PolicyModule):
     # ------------------------------------------------------------------ penalties and scale
 
     def process_rewards(self, experience: Experience) -> Experience:
-        """Apply :class:`RewardProcessing`; override for another order or another penalty.
+        """Apply :class:`RewardProcessing` to a whole iteration; override for another order or another penalty.
 
         Called once per iteration, the same on every rank, as running moments are updated here.
         """
@@ -226,7 +219,7 @@ class RewardedModule(PolicyModule):
             self.reward_moments = self.reward_moments.update(rewards)
             mean, std = self.reward_moments.mean, self.reward_moments.std
             rewards = normalize_rewards(rewards, mean, std)
-            # What a token earned is a difference of rewards: it has a scale, and no mean.
+            # A token's part is a difference of rewards, so it is scaled but not shifted.
             earned = None if earned is None else normalize_rewards(earned, mean, std, shift_mean=False)
         if processing.clip is not None:
             rewards = clip_rewards(rewards, low=-processing.clip, high=processing.clip)

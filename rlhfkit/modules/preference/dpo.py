@@ -166,11 +166,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         return length_desensitized_logprobs(logprobs, batch.loss_mask, shared, alpha=alpha)
 
     def prepare(self, batch: PreferenceBatch) -> PreferenceBatch:
-        """Add the reference's log-probs, unless they came with the data.
-
-        Raises:
-            RuntimeError: With ``precompute_ref_log_probs``, if the pairs do not have them.
-        """
+        """Add the reference's log-probs unless the data has them; with ``precompute_ref_log_probs`` RuntimeError."""
         if self.reference_free or batch.ref_logprobs is not None:
             return batch
         if self.precompute_ref_log_probs:

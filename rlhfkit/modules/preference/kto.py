@@ -100,7 +100,7 @@ class KTOModule(ReferenceModule):
         self.register_buffer("kl", torch.zeros(()))
         self._validation_kl = torch.zeros(())
         self._sums = torch.zeros(6)
-        # Computing the loss of one answer shows bad arguments now instead of an hour into the run.
+        # Compute the loss of one answer, so that bad arguments raise before training.
         self._kto_loss(torch.zeros(1), torch.zeros(1), torch.ones(1).bool(), self.kl)
 
     def build_policy(self) -> nn.Module:
@@ -129,10 +129,9 @@ class KTOModule(ReferenceModule):
 
     @torch.no_grad()
     def reference_logprobs(self, batch: ReferencedBatch) -> Tensor:
-        """(B,) log-probs of completions under the reference model, taken from the batch if it has them.
+        """(B,) reference log-probs of completions, from the batch if it has them.
 
-        Raises:
-            RuntimeError: With ``precompute_ref_log_probs``, if the batch does not have them.
+        Raises RuntimeError with ``precompute_ref_log_probs`` if it has not.
         """
         if batch.ref_logprobs is not None:
             return batch.ref_logprobs
@@ -148,8 +147,7 @@ class KTOModule(ReferenceModule):
     def kl_estimate(self, mismatched: Sequence[ReferencedBatch]) -> Tensor:
         """The reference point (nats per sequence, at least 0) from the mismatched pairs of all ranks. A collective.
 
-        Raises:
-            ValueError: If there are none.
+        Raises ValueError if there are none.
         """
         if not mismatched:
             raise ValueError(

@@ -149,7 +149,7 @@ class ReferenceModule(PolicyModule):
             return [tokens_fingerprint(answers), model, str(self.trainer.precision), *details]
 
         def compute() -> Tensor:
-            # Until training starts the policy is the reference; a resumed run loads it once more.
+            # Before training the policy is the reference; a resumed run loads the reference again.
             same = self._policy_is_initial and self.ref_model_name is None
             model = self.policy if same else self.build_reference().to(self.device)
             return compute_reference(pairs, model, logprobs, self.trainer, max_tokens=self.max_tokens_per_forward)

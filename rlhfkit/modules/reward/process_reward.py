@@ -18,9 +18,9 @@ class ProcessRewardModule(ScalarModule):
     Let's Verify Step by Step, Lightman et al. (2023, arXiv:2305.20050), with hard labels; Math-Shepherd, Wang et al.
     (2023, arXiv:2312.08935), with soft ones. The loss is the mean over the steps of the whole optimizer step.
 
-    The model is saved as a token classifier with two labels, of which 1 is *good* (TRL's format). It is trained on the
-    difference of the two outputs, with value and gradient of cross-entropy on two labels. Unlike OpenRLHF's models, its
-    labels are no words of the vocabulary, so (N, V) logits are never computed, and it can score a step at any token.
+    The model is saved as a token classifier with two labels, 1 for *good* (TRL's format), and trained on the difference
+    of its two outputs, which is equivalent to cross-entropy. Labels are not words of the vocabulary as in OpenRLHF, so
+    (N, V) logits are never computed, and it can score a step at any token.
 
     Args:
         model: Folder or hub name of a causal language model, or of a token classifier with two labels.

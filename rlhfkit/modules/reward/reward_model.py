@@ -27,7 +27,7 @@ class RewardModule(ScalarModule):
 
     Every validation epoch stores mean and standard deviation of the rewards of all validation answers in the model's
     configuration (``mean`` and ``std``, OpenRLHF's names). They normalize the rewards of :meth:`predict_step` and
-    :class:`~rlhfkit.rewards.models.ModelReward`; loss and metrics are of raw rewards.
+    :class:`~rlhfkit.rewards.models.ModelReward`; loss and metrics, and all rewards without validation data, are raw.
 
     Args:
         model: Folder or hub name of a causal language model, or of a reward model to continue with.

@@ -119,7 +119,7 @@ class DistillationModule(PolicyModule):
         self.teacher_cache = teacher_cache
         self.chunk_size = chunk_size
         self.max_tokens_per_forward = max_tokens_per_forward
-        # Computing the loss of one token shows bad arguments now instead of an hour into the run.
+        # Compute the loss of one token, so that bad arguments raise before training.
         rows = torch.zeros(1, max(top_k or 0, 2))
         ids = torch.arange(rows.shape[1])[None] if precompute_teacher else None
         self.compare(rows, (rows, ids), torch.zeros(1, dtype=torch.int64), None)
@@ -192,11 +192,7 @@ class DistillationModule(PolicyModule):
         return self.with_router_loss(result, router_loss, mask)
 
     def teacher_rows(self, batch: TokenBatch) -> TeacherRows:
-        """The teacher's outputs for the trained tokens of a batch.
-
-        Raises:
-            RuntimeError: With ``precompute_teacher``, if the batch does not have them.
-        """
+        """The teacher's outputs for a batch; RuntimeError with ``precompute_teacher`` if it does not have them."""
         if isinstance(batch, DistilledBatch):
             return lambda part: (batch.teacher_logprobs[part], batch.teacher_ids[part])
         if self.precompute_teacher:

@@ -8,11 +8,7 @@ from rlhfkit.modules.base import PolicyModule, freeze
 
 
 def load_teacher(name: str, student: PolicyModule) -> nn.Module:
-    """Load a teacher, frozen and without dropout, with the weight type and attention of the student.
-
-    Raises:
-        ValueError: If the teacher has other tokens than the student.
-    """
+    """Load a frozen teacher without dropout, like the student; raises ValueError if their tokens differ."""
     trusted = student.trust_remote_code
     vocabulary = student.tokenizer.get_vocab()
     teacher_vocabulary = load_tokenizer(name, trust_remote_code=trusted).get_vocab()
