@@ -18,7 +18,7 @@ _NAMES: dict[str, dict[str, Any]] = {
 
 
 def register() -> None:
-    """Add the names to Lightning's strategy registry. DeepSpeed is imported only when a Trainer uses one of them."""
+    """Add the names to Lightning's strategy registry; DeepSpeed is imported only when a Trainer uses one of them."""
     for name, arguments in _NAMES.items():
         where = " with the optimizer" if "offload_optimizer" in arguments else ""
         where += " and the parameters" if "offload_parameters" in arguments else ""

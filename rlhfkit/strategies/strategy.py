@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStrategy):
     """Trains several child modules of one LightningModule with a DeepSpeed engine each.
 
-    ``configure_optimizers`` returns one ordinary torch optimizer. Its parameter groups are sorted by the direct child
-    that owns them, and each of these children is replaced by its own engine while the Trainer runs, so that
-    ``self.policy(...)`` and ``self.critic(...)`` keep working; the inner model is
-    ``getattr(self.policy, "module", self.policy)``. The LightningModule itself is not wrapped. Children without an
-    optimizer are frozen: sharded inference engines at ZeRO stage 3, plain modules otherwise. They are never saved.
+    ``configure_optimizers`` returns one ordinary torch optimizer. Each direct child that owns parameter groups of it is
+    replaced by its own engine while the Trainer runs. ``self.policy(...)`` and ``self.critic(...)`` keep working; the
+    inner model is ``getattr(self.policy, "module", self.policy)``. Children without an optimizer are frozen and never
+    saved: sharded inference engines at ZeRO stage 3, plain modules otherwise. The LightningModule itself is not
+    wrapped.
 
     Lightning owns the accumulation window: losses are divided by ``accumulate_grad_batches`` once, and the last partial
     window of an epoch is stepped. ``gradient_clip_val`` clips each engine by its own norm, which is in
@@ -72,7 +72,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
             else ``"subprocess"``, or what has started them already (torchrun, SLURM, ...).
         num_nodes: With Ray: machines, each with ``Trainer(devices=...)`` ranks; ``None``: ``Trainer(num_nodes=...)``.
         resources_per_rank: With Ray: resources of a rank; default ``{"CPU": 1}``, on GPUs with ``"GPU": 1``. If only
-            other machines than the driver's have GPUs, ask for them here and leave ``Trainer(accelerator=...)`` out.
+            machines other than the driver's have GPUs, ask for them here and leave ``Trainer(accelerator=...)`` out.
         return_weights: With Ray: whether the driver's module gets the trained weights, which must fit into its memory.
         log_gradient_norm: Whether to log ``grad_norm/<child>`` after each step.
         **kwargs: Arguments of Lightning's ``DeepSpeedStrategy`` (``config``, ``offload_optimizer``,
@@ -138,7 +138,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
     # ----------------------------------------------------------------------------------------------------- start-up
 
     def setup_environment(self) -> None:
-        """Join the other ranks, on CPUs too, which Lightning's version refuses."""
+        """Join the other ranks; unlike Lightning's version, on CPUs too."""
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
@@ -228,7 +228,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         return None if dtype == torch.float32 else dtype
 
     def config_of(self, child: str, *, trainable: bool) -> dict[str, Any]:
-        """The complete DeepSpeed configuration of one child, after the Trainer has set the precision."""
+        """Return the complete DeepSpeed configuration of a child, after the Trainer has set the precision."""
         assert isinstance(self.config, dict)
         return engine_config(self.config, self.engine_configs.get(child, {}), trainable=trainable)
 
@@ -236,7 +236,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         return int(self.config_of(child, trainable=True)["zero_optimization"].get("stage", 0))
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
-        """Raise if the configuration has settings of the Trainer, which Lightning's version would add to it."""
+        """Raise MisconfigurationException for settings of the Trainer, which Lightning's version would add."""
         assert isinstance(self.config, dict)
         for key in ("gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler"):
             if key in self.config:
@@ -289,13 +289,12 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
             yield
 
     def consolidated_state_dict(self, child: str) -> dict[str, Tensor]:
-        """Return the full weights of one child on the CPU, gathered module by module. A collective.
+        """Return the full weights of one child on the CPU of rank 0, gathered module by module. A collective.
+
+        Other ranks get an empty dictionary. Tied weights share one tensor.
 
         Args:
             child: Name of a direct child of the LightningModule.
-
-        Returns:
-            The state dictionary on rank 0, an empty one on the others. Tied weights share one tensor.
         """
         return full_state_dict(self.unwrapped_child(child), keep=self.is_global_zero)
 
@@ -318,8 +317,8 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (forward and backward), then step all engines of ``optimizer``.
 
-        If a loss or gradient was not finite on some rank, no engine is stepped: weights and optimizer states stay
-        bitwise as they were, while learning-rate schedules and ``global_step`` go on.
+        If a loss or gradient is not finite on some rank, no engine is stepped: weights and optimizer states stay
+        bitwise the same, while learning-rate schedules and ``global_step`` advance.
         """
         module = self.lightning_module
         assert module is not None
@@ -349,17 +348,17 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         return result
 
     def discard_gradients(self, child: str) -> None:
-        """Drop the gradients that were accumulated for one child since its last step."""
+        """Drop the gradients accumulated for one child since its last step."""
         if child in self._accumulating:
             discard_gradients(self.engines[child])
             self._steps.reset(child)
             self._accumulating.discard(child)
 
     def skip_update(self, child: str) -> None:
-        """Leave one child out of the coming optimizer step; to be called in ``on_before_optimizer_step`` on all ranks.
+        """Leave one child out of the coming optimizer step; call it in ``on_before_optimizer_step`` on all ranks.
 
-        Its gradients are dropped, its weights and optimizer state stay bitwise as they are, and its gradient norm is
-        reported as 0.
+        The child's gradients are dropped, its weights and optimizer state stay bitwise the same, and its gradient norm
+        is reported as 0.
 
         Args:
             child: Name of a child with an engine.

@@ -17,12 +17,12 @@ _FORMAT = 1
 
 
 def temporary_path(path: Path) -> Path:
-    """Path under which a checkpoint is written before it is complete."""
+    """Return the path under which a checkpoint is written before it is complete."""
     return path.with_name(path.name + ".tmp")
 
 
 def backup_path(path: Path) -> Path:
-    """Path to which an existing checkpoint is renamed while a new one of the same name replaces it."""
+    """Return the path of an existing checkpoint while a new one of the same name replaces it."""
     return path.with_name(path.name + ".old")
 
 
@@ -39,7 +39,7 @@ def create_temporary(path: Path) -> Path:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Relative paths of all files of a checkpoint except the manifest, sorted."""
+    """Return the sorted relative paths of all files of a checkpoint except the manifest."""
     found = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     return sorted(name for name in found if name not in (MANIFEST, OWNER))
 
@@ -60,8 +60,8 @@ def sync_and_hash(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any
 def commit(path: Path, records: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:
     """Write the manifest and rename the temporary directory to ``path``.
 
-    If the process is killed at any moment, there is a complete checkpoint under ``path`` or, if one was being replaced,
-    under ``backup_path(path)``.
+    A process killed at any moment leaves a complete checkpoint under ``path`` or, if one was being replaced, under
+    ``backup_path(path)``.
     """
     folder = temporary_path(path)
     manifest = {"format": _FORMAT, **about, "files": dict(sorted(records.items()))}
@@ -144,14 +144,7 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
 
 
 def verify(path: Path, *, checksums: bool = True) -> dict[str, Any]:
-    """Check a checkpoint against its manifest.
-
-    Args:
-        path: Checkpoint directory.
-        checksums: Whether to read every file and compare its digest, not only its size.
-
-    Returns:
-        The manifest.
+    """Check a checkpoint against its manifest, which is returned; without ``checksums`` compare sizes only.
 
     Raises:
         DamagedCheckpointError: Naming the first file that is missing, of the wrong size, or changed.
@@ -172,7 +165,7 @@ def verify(path: Path, *, checksums: bool = True) -> dict[str, Any]:
 
 
 def older_checkpoints(path: Path) -> list[Path]:
-    """Checkpoints to load instead of ``path``: its backup, then others in its folder, newest first.
+    """Return checkpoints to load instead of ``path``: its backup, then others in its folder, newest first.
 
     If the manifest of ``path`` can be read, checkpoints saved after it are left out.
     """
@@ -196,16 +189,12 @@ def older_checkpoints(path: Path) -> list[Path]:
 
 
 def find_intact(path: Path) -> tuple[Path, list[str]]:
-    """Return the checkpoint if it is intact, or the newest intact older one if it is damaged.
+    """Return the checkpoint, or if it is damaged the newest intact older one, and why others were not used.
 
-    A path that does not exist or is no checkpoint is an error, unless there is a backup of it: then a run was killed
-    between the two renames of :func:`commit`, and the backup is used.
-
-    Returns:
-        The path to load, and the reasons why others were not used.
+    If only a backup of the path exists, a run was killed between the two renames of :func:`commit`; the backup is used.
 
     Raises:
-        CheckpointError: If the path is no checkpoint, or no intact one is found.
+        CheckpointError: If the path is missing or no checkpoint, or no intact one is found.
     """
     reasons: list[str] = []
     if path.exists() or not backup_path(path).is_dir():
@@ -226,7 +215,7 @@ def find_intact(path: Path) -> tuple[Path, list[str]]:
 
 
 def lost_steps(wanted: Path, found: Path) -> str:
-    """Sentence about the optimizer steps that are lost when ``found`` is loaded instead of the damaged ``wanted``."""
+    """Return a sentence about the optimizer steps lost by loading ``found`` instead of the damaged ``wanted``."""
     here = read_manifest(found)["global_step"]
     there = None
     with contextlib.suppress(CheckpointError):

@@ -39,8 +39,8 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             rank_00000.pt          everything else of one rank: loops, callbacks, loaders, schedulers, random state
 
     It is written to ``step=100.ckpt.tmp``, on a file system that all ranks share, and renamed when complete. Frozen
-    children are not in it. Random states and the exact position in the run come from
-    :class:`~rlhfkit.checkpoints.ExactResume`, which the strategy adds to the callbacks.
+    children are not in it. :class:`~rlhfkit.checkpoints.ExactResume`, which the strategy adds to the callbacks, saves
+    random states and the exact position in the run.
     """
 
     saves_every_rank = True
@@ -61,13 +61,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         return module
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a run. A collective.
-
-        Args:
-            checkpoint: Lightning's dictionary.
-            filepath: Directory to create; that of rank 0 is used.
-            storage_options: Not supported.
-        """
+        """Save a run to the directory ``filepath`` of rank 0; TypeError for ``storage_options``. A collective."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes directories itself; storage_options are not supported.")
         path = Path(self.broadcast(str(filepath)))
@@ -118,10 +112,8 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a run into the engines. If the checkpoint is damaged, warn and load the newest intact older one.
 
-        Args:
-            checkpoint_path: A directory that :meth:`save_checkpoint` wrote.
-            weights_only: False allows pickled objects of callbacks or DataModules, which can run code. Lightning does
-                not pass this on for strategies that restore after setup, so ``None`` means True.
+        ``weights_only=False`` allows pickled objects of callbacks or DataModules, which can run code. ``None`` means
+        True: Lightning does not pass the argument on for strategies that restore after setup.
 
         Raises:
             CheckpointError: If no intact checkpoint is found, if this run trains other engines or uses other stages, or
@@ -215,7 +207,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             load_full_state_dict(self.unwrapped_child(name), state, from_rank_zero=self.world_size > 1)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """State outside the engines and frozen children, such as metrics and buffers."""
+        """Return state outside the engines and frozen children, such as metrics and buffers."""
         module = self.lightning_module
         assert module is not None
         names = {*self.engines, *self.frozen_children}
@@ -232,13 +224,13 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
                     module._modules[name] = hidden[name]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the state outside the engines, which have loaded theirs in :meth:`load_checkpoint`."""
+        """Load the state outside the engines; :meth:`load_checkpoint` loads theirs."""
         assert self.lightning_module is not None
         if checkpoint.get("state_dict"):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Empty: the engines save their shards."""
+        """Return an empty dictionary: the engines save their shards."""
         return {}
 
     @property
@@ -278,5 +270,5 @@ def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file in a checkpoint with the state of a rank outside its engines."""
+    """Return the name of the file with the state of a rank outside its engines."""
     return f"rank_{rank:05d}.pt"

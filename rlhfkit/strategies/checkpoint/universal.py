@@ -28,15 +28,12 @@ _ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
 def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
-    """Run a slow step on rank 0, for which the others wait longer than for other collectives. A collective.
+    """Run a slow step on rank 0 and return its picklable result on all ranks. A collective.
 
     Args:
-        step: Called on rank 0; its result must be picklable.
-        timeout: Seconds that the other ranks wait.
+        step: Called on rank 0.
+        timeout: Seconds that the other ranks wait, instead of the time limit of other collectives.
         doing: What rank 0 does, for the error, for example ``"checking last.ckpt"``.
-
-    Returns:
-        The result of ``step``, on all ranks.
 
     Raises:
         CheckpointError: On the other ranks, if ``step`` failed on rank 0 or took too long.
@@ -70,10 +67,9 @@ def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
 
 @contextmanager
 def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, timeout: float) -> Iterator[Path]:
-    """Convert the sharded engines of a checkpoint, inside the context, for loading by any number of ranks.
+    """Convert the sharded engines of a checkpoint for any number of ranks, inside the context. A collective.
 
-    Rank 0 writes the copy into a temporary folder beside the checkpoint, which takes as much disk space. The checkpoint
-    itself is only read.
+    Rank 0 writes a copy of the same size into a temporary folder beside the checkpoint, which is only read.
 
     Raises:
         CheckpointError: If DeepSpeed cannot convert it.
@@ -126,7 +122,7 @@ def _convert(path: Path, names: Iterable[str], manifest: Mapping[str, Any]) -> P
 
 
 def _require_adam(path: Path, name: str, folder: Path) -> None:
-    """Raise if DeepSpeed cannot convert the state of the optimizer."""
+    """Raise CheckpointError if DeepSpeed cannot convert the state of the optimizer."""
     file = min(folder.glob("*_optim_states.pt"))
     state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
     base = state.get("base_optimizer_state") or state["optimizer_state_dict"]  # stage 3
@@ -176,9 +172,8 @@ def _load_buffers(engine: "DeepSpeedEngine", folder: Path) -> None:
 def require_common_position(path: Path, rank_files: Sequence[Path]) -> None:
     """Raise CheckpointError if the data loaders cannot continue with another number of ranks.
 
-    Between epochs they can. Inside an epoch, the loaders of all ranks must have been at the same position of the same
-    data, which is then split anew. Batches that belong to one rank, such as the rest of an iteration's samples, would
-    be lost or repeated.
+    Between epochs they can. Inside an epoch, the loaders of all ranks must be at the same position of the same data;
+    batches that belong to one rank, such as the rest of an iteration's samples, would be lost or repeated.
     """
     fits = [torch.load(file, map_location="cpu", weights_only=False)["loops"]["fit_loop"] for file in rank_files]
     progress = fits[0]["epoch_loop.batch_progress"]

@@ -28,7 +28,7 @@ _ENGINE_TAG = "rlhfkit_engine"
 def require_unmanaged_accumulation() -> None:
     """Raise ImportError if DeepSpeed is too old to leave the accumulation window to the caller.
 
-    It would ignore the key silently and drop the last partial window.
+    Older versions silently ignore the key and drop the last partial window.
     """
     import deepspeed
     from deepspeed.runtime import constants
@@ -41,13 +41,10 @@ def require_unmanaged_accumulation() -> None:
 
 
 def engine_config(base: Mapping[str, Any], overrides: Mapping[str, Any], *, trainable: bool) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of one child, a copy that shares nothing with ``base``.
+    """Return the DeepSpeed configuration of one child, a deep copy.
 
-    Args:
-        base: The configuration of the strategy.
-        overrides: Entries for this child; a nested dictionary is merged into that of ``base``, other values replace it.
-        trainable: Whether the child has an optimizer. A frozen child keeps ZeRO at stage 3 only, where parameters are
-            sharded.
+    Nested dictionaries in ``overrides`` are merged into those of ``base``, other values replace them. A child that is
+    not ``trainable`` keeps ZeRO at stage 3 only, where parameters are sharded.
     """
     config: dict[str, Any] = copy.deepcopy(dict(base))
     for key, value in overrides.items():
@@ -81,14 +78,14 @@ def engine_config(base: Mapping[str, Any], overrides: Mapping[str, Any], *, trai
 
 
 class ConfigOf(Protocol):
-    """A function that returns the complete DeepSpeed configuration of a child."""
+    """Returns the complete DeepSpeed configuration of a child."""
 
     def __call__(self, child: str, *, trainable: bool) -> dict[str, Any]:
         """Return the configuration; ``trainable``: for a child with an optimizer."""
 
 
 def require_known_children(module: nn.Module, engine_configs: Mapping[str, Any]) -> None:
-    """Raise if there are configuration entries for children that do not exist."""
+    """Raise MisconfigurationException if there are configuration entries for children that do not exist."""
     children = [name for name, _ in module.named_children()]
     unknown = sorted(set(engine_configs) - set(children))
     if unknown:
@@ -135,7 +132,7 @@ def create_training_engines(
 def place_frozen_children(
     module: nn.Module, names: Collection[str], config_of: ConfigOf, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[set[str], dict[str, "DeepSpeedEngine"]]:
-    """Move the named children, which are not trained, into ZeRO-3 inference engines, or plainly to the device.
+    """Move the named, untrained children into ZeRO-3 inference engines or directly to the device.
 
     Returns:
         Names of the children that have parameters, and the engines among them.
@@ -158,9 +155,9 @@ def place_frozen_children(
 
 
 def split_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Copy an optimizer, restricted to some of its groups; the copy shares the dictionaries of these groups.
+    """Copy an optimizer with only some of its groups, whose dictionaries are shared.
 
-    The constructor is not called: it may have other arguments than ``optimizer.defaults`` holds.
+    The constructor is not called: it may take other arguments than ``optimizer.defaults`` holds.
     """
     if len(groups) == len(optimizer.param_groups):
         return optimizer
@@ -175,7 +172,7 @@ def split_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optim
 def create_engine(
     child: nn.Module, config: dict[str, Any], optimizer: Optimizer | None, device: torch.device
 ) -> "DeepSpeedEngine":
-    """Wrap a child module in a DeepSpeed engine: with an optimizer for training, without for inference."""
+    """Wrap a child module in a DeepSpeed engine: for training with an optimizer, else for inference."""
     import deepspeed
 
     arguments: dict[str, Any] = {}
@@ -198,15 +195,10 @@ def create_engine(
 
 
 def move_frozen_child(child: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move a frozen child without an engine to the device, cast as DeepSpeed would, and broadcast it from rank 0.
+    """Move a frozen child without an engine to the device, cast its parameters to ``dtype``, broadcast it from rank 0.
 
-    Only parameters are cast; buffers (for example rotary frequencies) keep their precision. So the reference computes
-    in the precision of the policy, and they agree exactly before the first update.
-
-    Args:
-        child: Module without an engine.
-        device: Device of this rank.
-        dtype: The training precision; ``None``: leave parameters as they are.
+    Buffers (for example rotary frequencies) keep their precision, as in DeepSpeed, so a reference agrees exactly with
+    the policy before the first update. ``dtype=None``: no cast. A collective.
     """
     if dtype is not None:
         for parameter in child.parameters():
@@ -243,7 +235,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def engines_of(loss: Tensor) -> set[str]:
-    """Names of the engines that ``loss`` depends on, found by walking its graph back to the outputs of engines."""
+    """Return the names of the engines that ``loss`` depends on, by walking its graph back to the outputs of engines."""
     names: set[str] = set()
     seen: set[Any] = set()
     stack: list[Any] = [loss.grad_fn]
@@ -260,15 +252,9 @@ def engines_of(loss: Tensor) -> set[str]:
 
 
 def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **kwargs: Any) -> list[str]:
-    """Back-propagate ``loss`` through all engines that it depends on.
+    """Back-propagate a scalar loss through all engines that it depends on; return their names.
 
-    Args:
-        engines: All training engines by child name.
-        loss: Scalar.
-        **kwargs: Passed on to ``backward`` (for example ``retain_graph=True``).
-
-    Returns:
-        Names of these engines.
+    ``kwargs`` are passed to ``backward`` (for example ``retain_graph=True``).
 
     Raises:
         RuntimeError: If the loss does not depend on an engine.
@@ -323,7 +309,7 @@ class EngineOptimizer(Optimizer):
     Args:
         base: The optimizer that ``configure_optimizers`` returned.
         engines: The engines that own its parameters, by child name.
-        discard: Called with the name of an engine to drop its accumulated gradients.
+        discard: Drops the accumulated gradients of the named engine.
     """
 
     def __init__(self, base: Optimizer, engines: Mapping[str, "DeepSpeedEngine"], discard: Callable[[str], None]):
@@ -336,7 +322,7 @@ class EngineOptimizer(Optimizer):
 
     # torch types step by overloads that return the closure's loss; this one always raises.
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raise: Lightning steps the engines through the strategy."""
+        """Raise RuntimeError: Lightning steps the engines through the strategy."""
         raise RuntimeError("Step through Lightning: optimizer.step() on self.optimizers(), or automatic optimization.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -345,11 +331,11 @@ class EngineOptimizer(Optimizer):
             self._discard(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: optimizer state is sharded and saved by the engines."""
+        """Return an empty dictionary: the engines shard and save optimizer state."""
         return {}
 
     def share_groups(self) -> None:
-        """Make the engines use the group dictionaries of this optimizer again after loading, which replaces them."""
+        """Make the engines share this optimizer's group dictionaries again; loading replaces them."""
         for name, originals in self._groups:
             optimizer = self.engines[name].basic_optimizer
             for original, loaded in zip(originals, optimizer.param_groups, strict=True):

@@ -1,6 +1,6 @@
 """Clip, measure and discard the gradients of a DeepSpeed engine.
 
-The optimizer wrappers of deepspeed 0.19.8 have no common interface, so they are told apart by their attributes.
+The optimizer wrappers of deepspeed 0.19.8 have no common interface and are distinguished by their attributes.
 """
 
 import math
@@ -51,7 +51,7 @@ def _clip_and_measure(engine: "DeepSpeedEngine", norm: float) -> None:
 
 
 def gradient_norm(engine: "DeepSpeedEngine") -> float:
-    """Norm of the gradient of the engine's last step before clipping; NaN if DeepSpeed does not know it."""
+    """Return the norm of the last step's gradient before clipping; NaN if DeepSpeed does not know it."""
     norm: Any = engine.get_global_grad_norm()
     if norm is None:
         return math.nan
@@ -59,10 +59,9 @@ def gradient_norm(engine: "DeepSpeedEngine") -> float:
 
 
 def stage_0_loss_scale(engine: "DeepSpeedEngine") -> float | None:
-    """The loss scale of an fp16 engine at stage 0, else ``None``.
+    """Return the loss scale of an fp16 engine at stage 0, else ``None``.
 
-    From stage 1 on, deepspeed 0.19.8 scales losses and unscales norms. At stage 0 it only divides gradients by the
-    scale.
+    At stage 0, deepspeed 0.19.8 only divides gradients by it; from stage 1 on it also scales losses and unscales norms.
     """
     if engine.fp16_enabled() and not engine.zero_optimization():
         return float(engine.optimizer.loss_scale_config.cur_scale)
@@ -70,9 +69,9 @@ def stage_0_loss_scale(engine: "DeepSpeedEngine") -> float | None:
 
 
 def discard_gradients(engine: "DeepSpeedEngine") -> None:
-    """Drop all accumulated gradients, also those that ZeRO has already reduced, which ``zero_grad`` keeps.
+    """Drop all accumulated gradients, also those already reduced by ZeRO, which ``zero_grad`` keeps.
 
-    These are the buffers that deepspeed 0.19.8 clears after an overflow.
+    Clears the buffers that deepspeed 0.19.8 clears after an overflow.
     """
     optimizer = engine.optimizer
     for parameter in engine.module.parameters():

@@ -11,12 +11,8 @@ from torch.optim import Optimizer
 def groups_by_child(module: nn.Module, optimizer: Optimizer) -> dict[str, list[dict[str, Any]]]:
     """Sort the parameter groups of an optimizer by the direct child of ``module`` that owns their parameters.
 
-    A group must belong to exactly one child, because a DeepSpeed engine shards, clips and steps whole groups. A child
-    may have several groups (for example with and without weight decay).
-
-    Returns:
-        Groups by child name, in the order of the optimizer. They are its own dictionaries, not copies, so that a
-        learning-rate scheduler on ``optimizer`` changes the engines too.
+    A DeepSpeed engine shards, clips and steps whole groups, so each must belong to one child; a child may have several.
+    The groups are the optimizer's dictionaries, not copies: a learning-rate scheduler on it changes the engines too.
 
     Raises:
         MisconfigurationException: If a parameter is outside all children or shared by two, a group spans children, or

@@ -33,7 +33,7 @@ class EnginePrecision(DeepSpeedPrecision):
         return data
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module unchanged: parameters are cast when engines are created."""
+        """Return the module unchanged: DeepSpeed casts parameters when engines are created."""
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:

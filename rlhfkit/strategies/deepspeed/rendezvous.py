@@ -17,10 +17,10 @@ _POLL_SECONDS = 0.1
 def join_process_group(
     backend: str, *, rank: int, world_size: int, address: str, port: int, init_timeout: float, timeout: timedelta | None
 ) -> None:
-    """Create the default process group, or raise an error that names the ranks that did not join.
+    """Create the default process group, or raise TimeoutError naming the ranks that did not join.
 
-    Every rank first announces itself in the store and waits for the others there, because the error of
-    ``init_process_group`` gives only their number.
+    Every rank first announces itself in the store at ``address`` and ``port`` of rank 0 and waits for the others there,
+    because the error of ``init_process_group`` gives only their number.
 
     Args:
         backend: ``"gloo"``, ``"nccl"``, ...
@@ -30,9 +30,6 @@ def join_process_group(
         port: Port on that host.
         init_timeout: Seconds to wait for the other ranks.
         timeout: Time limit of collectives; ``None``: the default of the backend.
-
-    Raises:
-        TimeoutError: If ranks did not join in time.
     """
     # Under torchrun the agent already serves a store at this address.
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -73,9 +70,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def _loopback_listener(address: str, port: int) -> int | None:
-    """Return a socket on loopback for the store, which has no authentication and by default listens on all interfaces.
+    """Return a loopback socket for the store, which has no authentication and by default listens on all interfaces.
 
-    ``None``, for the default, if other machines take part or a store of this process listens there already.
+    ``None`` (the default) if other machines take part or a store of this process already listens there.
     """
     if not _is_loopback(address):
         return None
@@ -93,7 +90,7 @@ def _keep_gloo_on_loopback() -> None:
 
 
 def wait_for_ranks(store: Store, world_size: int, seconds: float) -> list[int]:
-    """Wait until all ranks have announced themselves; return those that have not when the time is up."""
+    """Wait up to ``seconds`` for all ranks to announce themselves; return those that have not."""
     deadline = time.monotonic() + seconds
     missing = list(range(world_size))
     while True:
@@ -104,15 +101,9 @@ def wait_for_ranks(store: Store, world_size: int, seconds: float) -> list[int]:
 
 
 def extension_locks(older_than: float = 600.0) -> list[Path]:
-    """Find lock files of interrupted builds of torch extensions, which make every later start hang.
+    """Find lock files of interrupted builds of torch extensions, older than ``older_than`` seconds.
 
-    torch waits for such a lock silently and without limit (``torch.utils.file_baton``).
-
-    Args:
-        older_than: Age in seconds from which a lock counts as abandoned.
-
-    Returns:
-        The lock files, which the user may delete if no build is running.
+    torch waits for such a lock silently and without limit (``torch.utils.file_baton``), so every later start hangs.
     """
     from torch.utils.cpp_extension import get_default_build_root
 

@@ -25,12 +25,12 @@ class StepOutcome(Enum):
 class GradientNormTracker:
     """Sums the norms of all gradients of one engine, by hooks on its parameters.
 
-    Hooks work at every ZeRO stage, wherever DeepSpeed keeps the gradients afterwards (parameters, flat buffers, CPU
-    memory). They run one kernel per parameter and backward pass and do not synchronize with the device.
+    Hooks work at every ZeRO stage, wherever DeepSpeed keeps the gradients afterwards. They run one kernel per parameter
+    and backward pass, without device synchronization.
 
-    The sum of the norms over all micro-batches is an upper bound of the norm that the optimizer sees (triangle
-    inequality). If its square is a finite float32, no average over micro-batches and ranks and no norm that DeepSpeed
-    computes can overflow, so that no engine skips a step on its own.
+    The sum over all micro-batches is an upper bound of the norm that the optimizer sees (triangle inequality). If its
+    square is a finite float32, no average over micro-batches and ranks and no norm that DeepSpeed computes can
+    overflow, so that no engine skips a step on its own.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -49,14 +49,14 @@ class GradientNormTracker:
         self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
 
     def after_backward(self, loss: Tensor) -> None:
-        """Add the gradients of one backward pass, and the absolute value of ``loss``."""
+        """Add the gradients of one backward pass and the absolute value of ``loss``."""
         if self._norms:
             self._gradients += torch.stack(self._norms).sum()
         self._norms = []
         self._losses += loss.detach().float().abs()
 
     def totals(self) -> Tensor:
-        """(2,) float32: the sum of absolute losses, and the squared sum of gradient norms, since the last reset."""
+        """(2,) float32: sum of absolute losses and squared sum of gradient norms, since the last reset."""
         return torch.stack([self._losses, self._gradients.square()])
 
     def remove(self) -> None:
@@ -66,11 +66,10 @@ class GradientNormTracker:
 
 
 class SynchronizedSteps:
-    """Steps all engines of one optimizer or none of them.
+    """Steps all engines of one optimizer, or none if a loss or gradient is not finite in any of them on any rank.
 
-    If a loss or gradient of any of its engines is not finite on any rank, the weights and optimizer states of all of
-    them stay as they were. Otherwise a policy could be updated without its critic, and runs whose ranks or engines
-    disagree on the number of updates could not be resumed exactly.
+    Otherwise a policy could be updated without its critic, and a run whose ranks or engines disagree on the number of
+    updates could not be resumed exactly.
     """
 
     def __init__(self, engines: Mapping[str, "DeepSpeedEngine"], device: torch.device) -> None:
@@ -120,14 +119,14 @@ class SynchronizedSteps:
         return name in self._skipped
 
     def _finite(self, names: list[str]) -> tuple[dict[str, bool], dict[str, bool]]:
-        """Whether the losses, and the gradients, of each engine were finite on all ranks."""
+        """Whether the losses, and the gradients, of each engine were finite on all ranks. A collective."""
         totals = torch.stack([self._trackers[name].totals() for name in names])
         all_reduce(totals)
         losses, gradients = torch.isfinite(totals).T.tolist()
         return dict(zip(names, losses, strict=True)), dict(zip(names, gradients, strict=True))
 
     def reset(self, name: str) -> None:
-        """Begin a new accumulation window of one engine, whose gradients were used or dropped."""
+        """Begin a new accumulation window of one engine."""
         self._trackers[name].reset()
 
     def remove(self) -> None:

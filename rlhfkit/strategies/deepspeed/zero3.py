@@ -13,10 +13,8 @@ from rlhfkit.distributed import full_parameters, is_sharded
 def hugging_face_sharding(config: dict[str, Any] | None) -> Iterator[None]:
     """Make ``from_pretrained`` and ``from_config`` of Transformers build sharded models inside the context.
 
-    Other layers that are built inside the context are ordinary, and sharded when their engine is created.
-
-    Args:
-        config: A DeepSpeed configuration with ZeRO stage 3; ``None``: do nothing.
+    Other layers built inside are sharded when their engine is created. ``config`` is a DeepSpeed configuration with
+    ZeRO stage 3; ``None``: do nothing.
     """
     if config is None:
         yield
@@ -35,10 +33,9 @@ def hugging_face_sharding(config: dict[str, Any] | None) -> Iterator[None]:
 
 
 def unshard(module: nn.Module) -> None:
-    """Replace sharded parameters by ordinary ones with full values on every rank. A collective.
+    """Replace sharded parameters by ordinary ones with full values, on the CPU of every rank. A collective.
 
-    For a child that was built sharded, or comes from an earlier run at stage 3, and is used without ZeRO 3. The new
-    parameters are on the CPU; tied ones stay tied.
+    For a child that was built or left sharded and is used without ZeRO 3. Tied parameters stay tied.
     """
     replaced: dict[int, nn.Parameter] = {}
     for submodule in module.modules():
@@ -59,12 +56,7 @@ def unshard(module: nn.Module) -> None:
 def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """Return the full state dictionary of a module on the CPU, gathered one submodule at a time. A collective.
 
-    Args:
-        module: May have ordinary and sharded parameters.
-        keep: Whether this rank gets the result; the others only take part.
-
-    Returns:
-        Tensors by name, empty unless ``keep``. Tied parameters share one tensor.
+    It is empty on ranks without ``keep``, which only take part. Tied parameters share one tensor.
     """
     state: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
@@ -88,12 +80,9 @@ def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, from_rank_zero: bool) -> None:
-    """Copy full weights into a module with ordinary or sharded parameters. A collective.
+    """Copy full weights into the parameters and buffers of a module that ``state`` names, sharded or not. A collective.
 
-    Args:
-        module: Its parameters and buffers are overwritten where ``state`` has their names.
-        state: Tensors by name; only that of rank 0 is used if ``from_rank_zero``.
-        from_rank_zero: Whether the other ranks receive the values from rank 0.
+    If ``from_rank_zero``, only the ``state`` of rank 0 is used, and the other ranks receive its values.
     """
     import torch.distributed as dist
 

@@ -20,7 +20,7 @@ Event = tuple[Any, ...]
 
 
 class Mailbox:
-    """Events of all ranks for the driver, those of one rank in the order in which it sent them.
+    """Events of all ranks for the driver; those of one rank in sending order.
 
     Ray may run the calls of an asynchronous actor in any order (``allow_out_of_order_execution`` in Ray 2.60), so each
     rank numbers its events.
@@ -97,7 +97,7 @@ class RankActor:
     _sending: threading.Lock
 
     def location(self) -> dict[str, Any]:
-        """Where Ray has placed this process: machine, a free port there, GPUs, process id."""
+        """Return where Ray has placed this process: machine, a free port there, GPUs, process id."""
         import ray
 
         with socket.socket() as probe:
@@ -131,10 +131,9 @@ class RankActor:
             self._sent += 1
 
     def run(self, work: bytes) -> tuple[str, Any]:
-        """Unpickle and call what :func:`rlhfkit.strategies.ray.remote_run.pickle_run` has pickled.
+        """Call what :func:`rlhfkit.strategies.ray.remote_run.pickle_run` pickled; return ``(kind, value)``.
 
-        Returns:
-            ``("done", result)``, or ``("failed", failure)`` as in the event of that name.
+        That is ``("done", result)``, or ``("failed", failure)`` as in the event of that name.
         """
         import ray.cloudpickle
 
@@ -149,7 +148,7 @@ class RankActor:
             ray.get(self._mailbox.delivered.remote(self.rank, self._sent))
 
     def report(self, error: BaseException) -> dict[str, Any]:
-        """Send an error to the driver."""
+        """Send an error to the driver, and return it as a ``failure``."""
         import ray.cloudpickle
 
         text = "".join(traceback.format_exception(error))

@@ -13,9 +13,6 @@ class RayEnvironment(ClusterEnvironment):
 
     Setters do nothing: Lightning would compute the rank from the number of its machine, as if all machines had equally
     many ranks.
-
-    Args:
-        world_size: Number of ranks.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -65,7 +62,7 @@ class RayEnvironment(ClusterEnvironment):
         return int(os.environ.get("NODE_RANK", 0))
 
     def device(self, kind: str) -> torch.device:
-        """Device of this rank: the ranks of a machine see the same GPUs and use those of their local ranks."""
+        """Return this rank's device: all ranks of a machine see the same GPUs, and each uses that of its local rank."""
         return torch.device(kind, self.local_rank()) if kind == "cuda" else torch.device(kind)
 
 
@@ -87,7 +84,7 @@ class RemoteCUDAAccelerator(CUDAAccelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """Raise: GPUs of other machines cannot be counted here."""
+        """Raise MisconfigurationException: GPUs of other machines cannot be counted here."""
         raise MisconfigurationException(
             "This machine has no GPU to count, so Trainer(devices=...) must say how many ranks to start per machine."
         )

@@ -33,8 +33,8 @@ class RayLaunchMixin(DeepSpeedStrategy):
     def _configure_launcher(self) -> None:
         """Choose who starts the ranks, when the Trainer is made.
 
-        In a notebook there is no script that Lightning's launcher could run again: several ranks are started by Ray,
-        and a single one is the process of the notebook.
+        Lightning's launcher runs the script again, which is impossible in a notebook: there, Ray starts several ranks,
+        and a single rank runs in the notebook's process.
 
         Raises:
             MisconfigurationException: If Ray is asked for and ranks have been started already.
@@ -80,11 +80,7 @@ class RayLaunchMixin(DeepSpeedStrategy):
         self._own_variables |= set(os.environ) - before
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a run, on ranks.
-
-        Raises:
-            MisconfigurationException: In the driver of ranks on Ray, which has no engines.
-        """
+        """Save a run on ranks; MisconfigurationException in the driver of ranks on Ray, which has no engines."""
         if not isinstance(self._launcher, RayLauncher):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.lightning_module is None or not self.lightning_module.trainer.interrupted:
@@ -126,7 +122,7 @@ class RayOptions:
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """The accelerator for Lightning if ranks use GPUs and the driver's machine has none; else ``None``."""
+        """Accelerator for Lightning if ranks use GPUs and the driver's machine has none; else ``None``."""
         wants_gpus = self.launcher == "ray" and "GPU" in (self.resources_per_rank or {})
         return RemoteCUDAAccelerator() if wants_gpus and not torch.cuda.is_available() else None
 
@@ -134,7 +130,7 @@ class RayOptions:
 class RayLauncher(_Launcher):
     """Runs ``trainer.fit`` and other methods on ranks that are Ray actors, and returns the results to the driver.
 
-    The script or notebook runs once, in the driver. Every run starts new processes. The Trainer is pickled with its
+    The script or notebook runs once, in the driver; every run starts new processes. The Trainer is pickled with its
     module, callbacks and data (classes of ``__main__`` by value, so notebooks work).
 
     The driver gets the weights of trained children, metrics, counters, states of callbacks (``best_model_path``) and of
@@ -176,16 +172,9 @@ class RayLauncher(_Launcher):
         """Do nothing: :meth:`launch` stops the ranks when it ends, also on Ctrl-C."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Run a function on all ranks.
+        """Run a function, such as a method of ``trainer``, on all ranks; return the result of rank 0.
 
-        Args:
-            function: A method of the Trainer, or any function.
-            *args: Its positional arguments.
-            trainer: The Trainer, which gets the results; ``None`` for another function.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            The result on rank 0.
+        The other results of a run are loaded into ``trainer``, if given.
 
         Raises:
             PlacementError: If Ray cannot place the ranks.

@@ -25,12 +25,12 @@ def require_ray() -> Any:
 
 
 def placement_strategy(num_ranks: int, num_nodes: int) -> str:
-    """Ray's strategy for spreading the bundles over machines.
+    """Return Ray's strategy for spreading the bundles over machines.
 
     - One machine: ``STRICT_PACK``, all ranks on one, with shared memory and fast links.
     - One rank on each of several machines: ``STRICT_SPREAD``.
-    - Several ranks on several machines: ``PACK``, which fills machines one after another. Ray cannot place k ranks on
-      each; an uneven split trains the same, because ranks are numbered after they have been placed.
+    - Several ranks on several machines: ``PACK``, which fills machines one after another, as Ray cannot place k ranks
+      on each. An uneven split trains the same, because ranks are numbered after placement.
     """
     if num_nodes == 1:
         return "STRICT_PACK"
@@ -38,13 +38,9 @@ def placement_strategy(num_ranks: int, num_nodes: int) -> str:
 
 
 def create_placement_group(bundle: dict[str, float], num_ranks: int, num_nodes: int, timeout: float) -> Any:
-    """Create a placement group of one bundle per rank, and wait until Ray has placed it.
+    """Create a placement group of ``num_ranks`` bundles, and wait up to ``timeout`` seconds until Ray has placed it.
 
-    Args:
-        bundle: Resources of one rank.
-        num_ranks: Number of bundles.
-        num_nodes: Machines to use; see :func:`placement_strategy`.
-        timeout: Seconds to wait; a cluster may have to start machines first.
+    ``bundle`` holds the resources of one rank. The cluster may have to start machines first.
 
     Raises:
         PlacementError: If the time is up; with the resources that are missing.
@@ -71,7 +67,7 @@ def create_placement_group(bundle: dict[str, float], num_ranks: int, num_nodes: 
 
 
 def missing_resources(bundle: dict[str, float], num_ranks: int, num_nodes: int) -> str:
-    """Sentences that say which resources are missing."""
+    """Return sentences that say which resources are missing."""
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()

@@ -33,9 +33,8 @@ _HOOKS = [
 class RemoteProgressBar(ProgressBar):
     """Replaces the progress bar on a rank: sends the hooks that the bar overrides to the driver.
 
-    Args:
-        bar: This rank's copy of the driver's bar, which is not drawn.
-        post: Sends an event to the driver; ``None`` on ranks whose progress is not shown.
+    ``bar`` is this rank's copy of the driver's bar, which is not drawn; ``post`` sends an event to the driver (``None``
+    on ranks whose progress is not shown).
     """
 
     def __init__(self, bar: ProgressBar, post: Callable[..., Any] | None) -> None:
@@ -80,11 +79,7 @@ class _TrainerView:
 
 
 class DriverDisplay:
-    """Draws the progress bar and prints lines of ranks in the driver.
-
-    Args:
-        trainer: Its bar is drawn; ``None``, or a Trainer without a bar: print lines only.
-    """
+    """Draws the progress bar of ``trainer``, if it has one, and prints lines of ranks in the driver."""
 
     def __init__(self, trainer: pl.Trainer | None) -> None:
         self._bar = trainer.progress_bar_callback if trainer is not None else None
@@ -101,7 +96,7 @@ class DriverDisplay:
         getattr(self._bar, name)(self._view, self._trainer.lightning_module, *args, **kwargs)
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """Print a line of a rank above the progress bar; rich's bars capture what is printed."""
+        """Print a line of a rank above the progress bar; rich's bars capture printed text."""
         tqdm.write(text if rank == 0 else f"[rank {rank}] {text}", file=getattr(sys, stream))
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class Ranks:
         return values
 
     def wait(self, runs: list[Any], display: DriverDisplay) -> Any:
-        """Wait until all ranks have ended, show what they send, and return the result of rank 0.
+        """Show what the ranks send until all have ended; return the result of rank 0.
 
         Raises:
             BaseException: The error of the rank whose failure caused the others.
@@ -108,7 +108,7 @@ class Ranks:
         return result
 
     def _time_limit(self, waiting: dict[Any, int], failures: dict[int, dict[str, Any]]) -> float:
-        """Seconds after the first failure until the other ranks are stopped."""
+        """Return the seconds after the first failure until the other ranks are stopped."""
         all_in_hooks = all(rank in failures for rank in waiting.values())
         nobody_died = all(failure["type"] is not None for failure in failures.values())
         return _ON_EXCEPTION_SECONDS if all_in_hooks and nobody_died else _GRACE_SECONDS
@@ -123,7 +123,7 @@ class Ranks:
                 failures.setdefault(values[0]["rank"], values[0])
 
     def _outcome(self, ref: Any, rank: int) -> tuple[str, Any]:
-        """Return what ``RankActor.run`` returned, or a failure if its process died."""
+        """Return the value of ``RankActor.run``, or a failure if its process died."""
         import ray
 
         try:
@@ -177,14 +177,10 @@ class Ranks:
 
 
 def rank_environments(locations: list[dict[str, Any]], device: str) -> list[dict[str, str]]:
-    """Environment variables of each rank.
+    """Return the environment variables of each rank, from the ranks' ``RankActor.location``.
 
     Ranks on the driver's machine get the variables of the driver, other ranks only those of Lightning, such as the
-    seed. All ranks of a machine see the same GPUs in the same order, so that these can reach each other directly.
-
-    Args:
-        locations: ``RankActor.location`` of each rank.
-        device: ``"cpu"`` or ``"cuda"``.
+    seed. All ranks of a machine see the same GPUs in the same order, so that GPUs can reach each other directly.
     """
     machines = list(dict.fromkeys(one["node"] for one in locations))
     size = shutil.get_terminal_size()

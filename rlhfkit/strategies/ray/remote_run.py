@@ -28,7 +28,7 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 def pickle_run(
     function: Callable[..., Any], args: Any, kwargs: Any, trainer: pl.Trainer | None, return_weights: bool
 ) -> bytes:
-    """Pickle a call for :meth:`~rlhfkit.strategies.ray.actor.RankActor.run`, in one piece with its Trainer if any.
+    """Pickle a call, with its Trainer if any, for :meth:`~rlhfkit.strategies.ray.actor.RankActor.run`.
 
     Raises:
         TypeError: If something cannot be pickled.
@@ -62,7 +62,7 @@ def _call_trainer(
     return_weights: bool,
     actor: ray_actor.RankActor,
 ) -> "RunResult | None":
-    """Call a method of this rank's Trainer and collect what the driver gets; ``snapshot`` has its random states."""
+    """Call a method of this rank's Trainer and collect its result; ``snapshot`` holds the driver's random states."""
     snapshot.restore()
     trainer.strategy._launcher = None  # runs that callbacks start stay in this process
     if trainer.progress_bar_callback is not None:
@@ -81,7 +81,7 @@ def _call_trainer(
 
 @dataclass
 class RunResult:
-    """What a run has changed on rank 0."""
+    """State of rank 0 that a run has changed."""
 
     value: Any
     """Return value of ``trainer.validate``, ``test`` or ``predict``."""
@@ -97,7 +97,7 @@ class RunResult:
 
     @classmethod
     def collect(cls, trainer: pl.Trainer, value: Any, return_weights: bool) -> "RunResult | None":
-        """Collect the result on rank 0, ``None`` on other ranks. A collective, as weights may be sharded."""
+        """Return the result on rank 0, ``None`` on other ranks. A collective, as weights may be sharded."""
         weights = None
         if return_weights and trainer.state.fn == TrainerFn.FITTING:
             weights = changed_weights(trainer)
@@ -163,7 +163,7 @@ def load_weights(module: pl.LightningModule, weights: dict[str, Tensor]) -> None
 
 
 def _mark_not_resuming(loop: _Loop) -> None:
-    """Undo the marks that loading counters has set: the run is finished and is not being resumed."""
+    """Clear the flags that loading counters has set: the run is finished and not being resumed."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     for child in vars(loop).values():
         if isinstance(child, _Loop):
