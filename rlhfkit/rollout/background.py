@@ -30,11 +30,7 @@ class BackgroundRollouts(Generic[T]):
         return type(self), (self._name,)
 
     def submit(self, number: int, job: Callable[[], T]) -> None:
-        """Queue a job to be called once in the thread, unless its number is :attr:`pending`.
-
-        Raises:
-            RuntimeError: After :meth:`close`.
-        """
+        """Queue a job, unless its number is :attr:`pending`; raises RuntimeError after :meth:`close`."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("these background rollouts were closed")
@@ -68,13 +64,10 @@ class BackgroundRollouts(Generic[T]):
 
     @contextmanager
     def paused(self, timeout: float, *, agree: Callable[[int], int] = int) -> Iterator[None]:
-        """Wait up to ``timeout`` seconds for the running job, and start no other one inside the context.
+        """Wait for the running job, and start no other inside; TimeoutError if it takes more than ``timeout`` seconds.
 
         ``agree`` maps the number of the newest started job (-1: none) to that of the last job to run before the pause.
         Processes whose jobs work together agree on the highest number.
-
-        Raises:
-            TimeoutError: If the jobs take longer.
         """
         deadline = time.monotonic() + timeout
         with self._changed:

@@ -14,8 +14,7 @@ Criterion = str | Callable[[Sample], float | None] | None
 def has_signal(group: Sequence[Sample], by: Criterion = None) -> bool:
     """Whether the samples of a group that have a reward differ in ``by``; if not, every advantage is 0.
 
-    Raises:
-        ValueError: If no sample has a reward part named ``by``.
+    Raises ValueError if no sample has a reward part named ``by``.
     """
     scored = [sample for sample in group if sample.reward is not None]
     if isinstance(by, str):

@@ -1,8 +1,7 @@
 """``RolloutEngine`` and ``SamplingSpec``: what an engine does, and how it is asked to sample.
 
-Engines take and return token ids, so text is never tokenized twice. Each rank has its own engine
-(:class:`~rlhfkit.LocalEngine`) or all ranks share one (:class:`~rlhfkit.VLLMPool`); the samples are the same, as each
-has its own seed.
+Engines take and return token ids, so text is never tokenized twice. Samples do not depend on whether each rank has its
+own engine (:class:`~rlhfkit.LocalEngine`) or all share one (:class:`~rlhfkit.VLLMPool`), as each has its own seed.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """``GPUReservation``: keeps Ray from giving the GPUs of training ranks to engines.
 
-Ray has assigned the GPUs of ranks that are Ray actors, but takes those of ranks of a script, torchrun or Slurm for
-free. So before engines are placed, every free GPU of the ranks' machines is claimed; those of ranks are held as long as
-the engines live, the others are released. Each engine checks its own GPUs before it starts.
+Ray takes the GPUs of ranks of a script, torchrun or Slurm for free. So every free GPU of their machines is claimed
+before engines are placed; the ranks' are held as long as the engines live, the others are released. Each engine checks
+its own GPUs before it starts.
 """
 
 import contextlib

@@ -108,8 +108,7 @@ def _gpus_from_ray() -> list[str]:
 def start_ray_for_engines(*, num_cpus: int, ranks: Sequence[RankLocation] = ()) -> bool:
     """Join or start Ray; returns whether it was started here.
 
-    A Ray started here has the GPUs that this process sees and no rank uses, and at least ``num_cpus`` cores, even if
-    the machine has fewer.
+    A Ray started here has the visible GPUs that no rank uses, and at least ``num_cpus`` cores, even if there are fewer.
     """
     import ray
 
@@ -162,10 +161,8 @@ def assign_ranks(
 ) -> list[list[RankLocation]]:
     """Return the ranks whose devices each colocated engine shares: engine i has ranks i * T to (i + 1) * T - 1.
 
-    T is ``tensor_parallel_size``; ``ranks`` are all training ranks, in order.
-
-    Raises:
-        EngineError: If there are fewer ranks than devices needed, or those of one engine are on several machines.
+    T is ``tensor_parallel_size``. Raises EngineError if there are fewer ranks than devices needed, or those of one
+    engine are on several machines.
     """
     wanted = num_engines * tensor_parallel_size
     if wanted > len(ranks) and any(rank.gpu is not None for rank in ranks):
@@ -192,11 +189,7 @@ def assign_ranks(
 def colocated_placements(
     ranks: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int
 ) -> list[ActorPlacement]:
-    """Return the placements of colocated engines.
-
-    Raises:
-        EngineError: As :func:`assign_ranks`, or if a rank's machine is not in Ray's cluster.
-    """
+    """Return the placements of colocated engines; EngineError also if a rank's machine is not in Ray's cluster."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     placements = []
@@ -231,21 +224,12 @@ def _node_of(host: str) -> str:
 
 
 class DedicatedPlacement:
-    """Devices of their own for engines: a placement group with one bundle per engine.
+    """Devices of their own for engines: a placement group with one bundle of ``cpus`` and ``gpus`` per engine.
 
     A bundle is never divided, so the GPUs of an engine are on one machine. ``SPREAD`` prefers different machines for
-    different engines. A restarted engine gets its bundle again; if the machine is gone, Ray moves the bundle.
-
-    Args:
-        num_engines: Number of bundles.
-        cpus: Cores of each.
-        gpus: GPUs of each.
-        timeout: Seconds that Ray may take.
-        ranks: All training ranks; no engine is started on a GPU of theirs.
-        held: Number of Ray's GPUs that are reserved for ranks unknown to Ray.
-
-    Raises:
-        EngineError: If the cluster is too small, or its resources are not free in time.
+    different engines. A restarted engine gets its bundle again; if the machine is gone, Ray moves the bundle. No engine
+    is started on a GPU of ``ranks`` (all training ranks); ``held`` counts Ray's GPUs that are reserved for ranks
+    unknown to Ray. EngineError if the cluster is too small, or busy for ``timeout`` seconds.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """``RemoteEnginePool``: several engines in Ray actors that look like one engine; the base class of ``VLLMPool``.
 
-Every training rank holds a pool, and rank 0's owns the actors. All ranks call ``start``, ``load``, ``sleep``, ``wake``
-and ``close``, whose errors are raised on all ranks. Rank 0 calls ``generate``, ``stream`` and ``score``, from any
-thread, also during ``load``: requests are kept and continue with the new weights. Samples do not depend on the number
-of engines; what a dead engine has not finished is sampled again by another, with the same result.
+Rank 0's pool owns the actors. All ranks call ``start``, ``load``, ``sleep``, ``wake`` and ``close``, whose errors are
+raised on all. Rank 0 calls ``generate``, ``stream`` and ``score``, from any thread, also during ``load``: requests are
+kept and continue with the new weights. What a dead engine has not finished is sampled again, with the same result.
 """
 
 import itertools

@@ -49,9 +49,7 @@ class PoolStream:
     def collect(self, most: int) -> list[list[Sample]]:
         """Wait for groups; those of dead engines are sampled by the others.
 
-        Raises:
-            RequestError: If an engine refuses a request.
-            EngineError: If all engines are dead, or nothing was finished in time.
+        Raises RequestError if an engine refuses a request, EngineError if all are dead or nothing was finished in time.
         """
         while not self._complete:
             finished = self.scheduler.collect()

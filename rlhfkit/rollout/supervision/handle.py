@@ -83,9 +83,7 @@ class EngineHandle:
 def fetch(ref: Any, handle: EngineHandle, doing: str) -> Any:
     """Return the result of a remote call that has ended; ``doing`` names the work in messages.
 
-    Raises:
-        RequestError: If the engine refused a request.
-        EngineFailure: If the engine failed or died.
+    Raises RequestError if the engine refused a request, EngineFailure if it failed or died.
     """
     import ray
 

@@ -24,17 +24,11 @@ _UP = (State.STALE, State.SERVING, State.ASLEEP)
 
 
 class EngineManager:
-    """N remote engines, some of which may be dead.
+    """N remote engines, some of which may be dead. All times are in seconds.
 
-    Args:
-        num_engines: N.
-        create_actor: Creates the Ray actor of an engine; called again for each restart.
-        engine_name: Kind of engine, for messages.
-        workers_per_engine: Processes of each engine that hold weights.
-        sync_timeout: Seconds for each step of a weight transfer.
-        start_timeout: Seconds for an engine to start or restart.
-        policy: How engines are probed and restarted.
-        has_weights: Whether engines serve the model's own weights, as version 0, once started.
+    ``create_actor`` is called again for each restart; ``workers_per_engine`` counts processes that hold weights;
+    ``sync_timeout`` is for each step of a weight transfer, ``start_timeout`` for a start or restart; ``has_weights``:
+    engines serve the model's own weights, as version 0, once started.
     """
 
     def __init__(
@@ -209,12 +203,9 @@ class EngineManager:
     # ---------------------------------------------------------------- weights and sleep
 
     def begin_sync(self, *, wait_for_all: bool = False) -> EngineHandles:
-        """Take the engines that are up out of service for new weights.
+        """Take the engines that are up out of service for new weights; EngineError if none is within ``start_timeout``.
 
         Those that are starting get the next weights, or are waited for if ``wait_for_all`` is set.
-
-        Raises:
-            EngineError: If no engine is up within ``start_timeout``.
         """
         deadline = time.monotonic() + self.start_timeout + self.policy.detection_seconds
         with self._changed:

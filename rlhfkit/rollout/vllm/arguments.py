@@ -25,15 +25,11 @@ def engine_arguments(
     sleeps: bool,
     logprobs_mode: str,
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.EngineArgs``; those not listed are as in :class:`~rlhfkit.VLLMPool`.
+    """Build the arguments of ``vllm.EngineArgs``, mostly from those of :class:`~rlhfkit.VLLMPool`.
 
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        backend: Name of the weight transfer.
-        load_weights: Read the model's own weights; otherwise they come with the first sync.
-        sleeps: Whether the engine frees GPU memory between iterations.
-        logprobs_mode: ``"processed_logprobs"``: of the distribution that is sampled from, after temperature and
-            truncation. ``"raw_logprobs"``: of the model, before both. vLLM gives one of them.
+    ``backend`` is that of the weight transfer. ``load_weights``: read the model's own; otherwise they come with the
+    first sync. ``logprobs_mode``: ``"processed_logprobs"`` after temperature and truncation, ``"raw_logprobs"`` before
+    both.
     """
     arguments: dict[str, Any] = {
         "model": model,

@@ -25,8 +25,7 @@ class Backend(Protocol):
     async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
         """Run one request and return its ``RequestOutput``; cancelling the coroutine aborts it.
 
-        Raises:
-            RefusedRequest: If the engine does not accept it; other requests are unaffected.
+        Raises RefusedRequest if the engine does not accept it; other requests are unaffected.
         """
         ...
 

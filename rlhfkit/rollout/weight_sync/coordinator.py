@@ -32,13 +32,10 @@ class WeightSyncCoordinator:
         self._participants: tuple[EngineHandle, ...] = ()  # of the last attempt
 
     def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Make one attempt: pause, begin the update, send, finish the update, resume. ``weights`` is read once.
+        """Make one attempt: pause, begin the update, send, finish the update, resume; EngineError if an engine fails.
 
         Engines are out of service from the first step to the last, and stay so if any fails. Requests in flight are
         kept, and continue with the new weights.
-
-        Raises:
-            EngineError: If an engine died, failed, or took too long.
         """
         try:
             self._try_sync(infos, weights, version)

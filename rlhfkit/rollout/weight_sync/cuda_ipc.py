@@ -1,8 +1,7 @@
 """``IPCSender``: weights for engines on the ranks' GPUs, by handles to GPU memory.
 
-Every training rank fills a buffer on its own GPU, and each engine's worker opens the buffer on the same GPU. The
-messages are those of vLLM 0.32's ``ipc`` engine in packed mode (``vllm/distributed/weight_transfer/ipc_engine.py``).
-Not run on a GPU yet.
+Each rank fills a buffer on its GPU, which the engine's worker there opens. The messages are those of vLLM 0.32's
+``ipc`` engine in packed mode (``vllm/distributed/weight_transfer/ipc_engine.py``). Not run on a GPU yet.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """``WeightSender``, the trainer's side of a weight transfer, and ``GlooSender`` for CPUs.
 
-Rank 0 of the training is rank 0 of a group with the engines' workers. One remote call announces all names, types and
-shapes; the bytes follow, bucket by bucket.
+Training rank 0 is rank 0 of a group with the engines' workers. One remote call announces names, types and shapes; the
+bytes follow, bucket by bucket.
 """
 
 import logging
@@ -92,10 +92,7 @@ def verified(infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]])
 class GlooSender:
     """Sends buckets from the CPU: through shared memory if all engines are on this machine, else over TCP.
 
-    Args:
-        timeout: Seconds that one bucket, or the rendezvous, may take.
-        bucket_bytes: Size of a bucket.
-        shared_memory: Whether to use shared memory where possible.
+    ``timeout`` is in seconds, for one bucket or the rendezvous.
     """
 
     backend = "gloo"

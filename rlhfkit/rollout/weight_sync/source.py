@@ -122,10 +122,9 @@ class ModuleWeights:
         return [WeightInfo(weight.name, weight.shape, self.dtype or weight.dtype) for weight in self._weights]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor, valid until the next one is yielded.
+        """Yield name and full tensor, valid until the next one.
 
-        Raises:
-            ValueError: On every rank, before anything is yielded, if a weight is not finite.
+        Before the first, all ranks raise ValueError if any weight is not finite.
         """
         if self.check_finite:
             self._raise_if_not_finite()
