@@ -31,7 +31,7 @@ def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
 def plan_iteration(experience: Experience, shape: IterationShape, ranks: int) -> list[list[MicroBatch]]:
     """Choose the rows of every rank's micro-batches, of nearly equal tokens, and set ``experience.update`` of each row.
 
-    Samples of a prompt are side by side.
+    Samples of a prompt are side by side; ``update`` is set in place.
     """
     lengths = experience.lengths.tolist()
     plan = plan_micro_batches(

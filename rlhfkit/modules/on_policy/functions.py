@@ -54,7 +54,7 @@ class AdvantageFunction:
         self._takes_lengths = len(needed) == 3
 
     def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
-        """(B,) advantages from rewards (B,), NaN where missing, group ids (B,) and lengths (B,) in tokens."""
+        """(B,) advantages from rewards (B,), NaN where missing, group ids (B,) int64 and lengths (B,) in tokens."""
         return cast(Tensor, self.function(rewards, group, *([lengths] if self._takes_lengths else [])))
 
     def __call__(self, experience: Experience, rewards: Tensor) -> Tensor:

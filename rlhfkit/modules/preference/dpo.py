@@ -157,7 +157,10 @@ class DPOModule(PreferenceModule, ReferenceModule):
     # ------------------------------------------------------------------ one micro-batch
 
     def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
-        """(2B,) log-probs of the answers; tokens beyond the shorter answer's length have the weight ``ld_alpha``."""
+        """(2B,) log-probs of the answers from those of their tokens, (2B, T-1).
+
+        Tokens beyond the shorter answer's length have the weight ``ld_alpha``.
+        """
         alpha = self.ld_alpha
         if alpha is None:
             return super().answer_logprobs(batch, logprobs)
