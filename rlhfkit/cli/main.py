@@ -101,10 +101,7 @@ def _refused_by_us(error: BaseException) -> bool:
 
 
 def run(arguments: Sequence[str]) -> Any:
-    """Build trainer, module and data from ``["fit", "--config", "run.yaml"]`` or the like, run it, and return the CLI.
-
-    The LightningCLI has ``trainer``, ``model`` and ``datamodule``.
-    """
+    """Run a command such as ``["fit", "--config", "run.yaml"]`` and return the LightningCLI."""
     import lightning as L
     from lightning.pytorch.cli import LightningCLI
 

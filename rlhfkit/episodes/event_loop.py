@@ -117,10 +117,7 @@ async def call_with_timeout(function: Callable[..., Any], *arguments: Any, timeo
 
 
 async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a new daemon thread; an awaitable that it returns is awaited in the loop.
-
-    A function that hangs blocks neither the loop nor the end of the interpreter.
-    """
+    """Call a function in a new daemon thread, which may hang; an awaitable that it returns is awaited in the loop."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

@@ -9,10 +9,7 @@ MAX_NESTING = 64
 
 
 def check_json(value: Any) -> None:
-    """Raise ``ValueError`` for a parsed JSON value with more than ``MAX_NESTING`` levels or half a surrogate pair.
-
-    JSON can represent halves of UTF-16 surrogate pairs, tokenizers and UTF-8 cannot.
-    """
+    """Raise ``ValueError`` above ``MAX_NESTING`` levels, or for half a surrogate pair, which UTF-8 cannot encode."""
     values, level = [value], 0
     while values:
         if level > MAX_NESTING:

@@ -33,10 +33,7 @@ class _Request:
 
 
 def turn_index(prompt_index: int, sample_index: int, turn: int | str) -> int:
-    """Return a 63-bit hash of the arguments, which replaces the prompt's index in the seed of one turn.
-
-    ``turn`` is the number of the turn, or any text that distinguishes the requests of an episode.
-    """
+    """Return a 63-bit hash that replaces the prompt's index in a turn's seed; ``turn`` is unique in the episode."""
     digest = hashlib.blake2b(f"{prompt_index}/{sample_index}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -15,10 +15,7 @@ def gold_text(answer: str) -> str:
 
 
 def grade(answer: str, text: str, timeout: int) -> float | None:
-    """1 if the text's final answer equals ``answer``, 0 if not, ``None`` if ``answer`` cannot be parsed.
-
-    ``timeout`` is the limit of each of the three steps in seconds.
-    """
+    """1 if the answers are equal, else 0; ``None`` if ``answer`` cannot be parsed. ``timeout``: seconds per step."""
     from math_verify import parse, verify
 
     gold = parse(gold_text(answer), parsing_timeout=timeout)

@@ -28,15 +28,10 @@ class JSONTooLarge(ValueError):
 
 
 def check_json_size(body: bytes, *, max_objects: int, max_numbers: int, max_depth: int = MAX_DEPTH) -> None:
-    """Raise :class:`JSONTooLarge` if a JSON text exceeds a limit; it may still be invalid JSON.
+    """Raise :class:`JSONTooLarge` if a JSON text exceeds a limit, ``ValueError`` if a text in it is not terminated.
 
-    Raises ``ValueError`` if a text inside is not terminated.
-
-    Args:
-        body: The text.
-        max_objects: Maximum number of texts (keys included), lists and objects.
-        max_numbers: Maximum number of commas, which is about that of numbers; commas between other values count too.
-        max_depth: Maximum nesting of lists and objects.
+    ``max_objects`` counts texts (keys included), lists and objects; ``max_numbers`` counts commas, about as many as
+    numbers. The text may still be invalid JSON.
     """
     if b"\\" in body:  # an escaped quote does not end a text; JSON has backslashes in texts only
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")

@@ -66,10 +66,7 @@ class ChatRequest(BaseModel):
 
 
 def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in the form of chat templates: content as text, arguments of tool calls as objects.
-
-    Raises :class:`ChatError` if it has no role, content that is not text, or invalid tool calls.
-    """
+    """Return a message as chat templates take it: content as text, arguments as objects; raises :class:`ChatError`."""
     if not isinstance(message.get("role"), str):
         raise ChatError(f"a message needs a role: {str(dict(message))[:80]}")
     content = message.get("content")

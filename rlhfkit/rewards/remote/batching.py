@@ -67,10 +67,7 @@ class Batcher:
         self._thread = None
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
-        """Add one request of samples, which may be empty, and return a future of the scores.
-
-        A request whose future is cancelled before its batch starts is not scored.
-        """
+        """Add a request and return a future of its scores; if cancelled before its batch starts, it is not scored."""
         request = _Request(list(samples))
         self._requests.put(request)
         return request.scores

@@ -106,10 +106,7 @@ async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout
 
 
 def parse_retry_after(header: str | None) -> float:
-    """Seconds that a ``Retry-After`` header asks for, a number or a date (RFC 9110, section 10.2.3).
-
-    0 for a missing or malformed header, and at most :data:`MAX_RETRY_AFTER`.
-    """
+    """Seconds in a ``Retry-After`` header (RFC 9110, 10.2.3), up to :data:`MAX_RETRY_AFTER`; 0 if there are none."""
     if header is None:
         return 0.0
     try:

@@ -36,14 +36,9 @@ def confine(
 ) -> list[str]:
     """Confine this process and all it will start, irrevocably, and return the active layers besides resource limits.
 
-    Args:
-        limits: The fields of :class:`~rlhfkit.rewards.sandbox.ResourceLimits`.
-        folder: The writable folder; becomes the working directory.
-        user: User id that root switches to.
-        pid_namespace: Whether this process has its own PID namespace.
-        existing: Layers that are set up already.
-        readable: Folders, such as those of modules, that must stay readable after root has switched users.
-        readable_paths: All that untrusted code may read; ``None``: what the trainer can read.
+    ``folder`` is the writable one and becomes the working directory. Root switches to the id ``user``, for which the
+    folders ``readable``, such as those of modules, stay readable. ``existing`` layers are set up already. Untrusted
+    code may read ``readable_paths`` only (``None``: what the trainer can).
     """
     linux, root = sys.platform == "linux", os.geteuid() == 0
     layers = [*existing]

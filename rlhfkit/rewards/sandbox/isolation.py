@@ -54,10 +54,7 @@ def missing_isolation(name: str, required: Collection[str], active: Collection[s
 
 
 def resolve_backend(backend: Backend) -> Literal["bubblewrap", "namespaces"]:
-    """Return the backend for this machine.
-
-    Raises ``ValueError`` if ``backend`` is unknown, ``RuntimeError`` if bubblewrap is asked for and cannot be used.
-    """
+    """Return the backend; raises ``ValueError`` if unknown, ``RuntimeError`` if bubblewrap is required but unusable."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
     if backend == "bubblewrap" and not bubblewrap_works():

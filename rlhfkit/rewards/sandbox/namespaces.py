@@ -31,7 +31,7 @@ def become_subreaper() -> None:
 def new_pid_namespace() -> bool:
     """Make the next child process 1 of a new PID namespace, whose end kills all in it; false if that is not allowed.
 
-    Users other than root also get a user namespace, which allows the other namespaces.
+    Users other than root also get a user namespace, which the other namespaces need.
     """
     if sys.platform != "linux":
         return False
@@ -65,13 +65,9 @@ def isolate_network() -> None:
 def isolate_filesystem(folder: str, size: int, user: int, readable_paths: Sequence[str] | None) -> list[str]:
     """Give process 1 of a PID namespace its own view of the file system, and return the active layers.
 
-    These are ``"processes"``, and where mounts are allowed ``"writes"`` and, with ``readable_paths``, ``"reads"``.
-
-    Args:
-        folder: The only writable place besides shared memory; a tmpfs.
-        size: Size of each of the two in bytes.
-        user: Their owner.
-        readable_paths: All that can be read; ``None``: everything, read-only.
+    These are ``"processes"``, and where mounts are allowed ``"writes"`` and, with ``readable_paths`` (``None``: all,
+    read-only), ``"reads"``. Only ``folder`` and shared memory are writable: tmpfs of ``size`` bytes each, owned by
+    ``user``.
     """
     layers = []
     try:
