@@ -24,8 +24,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     ``torch.save`` stores a CRC-32 of each tensor, which ``torch.load`` does not check (torch 2.13); all are checked
     here, also in files of other programs. Remote paths (``s3://...``) are passed to Lightning's own functions.
-
-    :class:`~rlhfkit.checkpoints.ExactResume` installs it in strategies without a ``CheckpointIO`` of the user. Without
+    :class:`~rlhfkit.checkpoints.ExactResume` installs it in strategies without a ``CheckpointIO`` of the user; without
     that callback: ``Trainer(plugins=[VerifiedCheckpointIO()])``.
     """
 
@@ -79,11 +78,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
 
 def verify_file(path: Path) -> None:
-    """Check a single-file checkpoint against the checksums in it.
-
-    Raises:
-        CheckpointError: If it is missing, a folder, empty, truncated, changed, or no file of ``torch.save``.
-    """
+    """Verify the checksums in a file of ``torch.save``; CheckpointError if it is missing, damaged, or no such file."""
     if path.is_dir():
         kind = "a checkpoint of RLHFDeepSpeedStrategy" if (path / MANIFEST).is_file() else "no checkpoint"
         raise CheckpointError(f"{path} is a folder and {kind}; this strategy reads single files. {_advice(path)}")
@@ -108,7 +103,7 @@ def verify_file(path: Path) -> None:
 def _advice(path: Path) -> str:
     others = [
         one for one in path.parent.glob("*.ckpt") if one != path and one.is_file() and one.stat().st_size
-    ]  # verifying them would take long
+    ]  # not verified: that would take long
     if not others:
         return "There is no other checkpoint in its folder."
     newest = max(others, key=lambda one: one.stat().st_mtime)

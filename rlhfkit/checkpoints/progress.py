@@ -21,8 +21,8 @@ Counters = dict[str, Any]
 def normalize_counters(fit: Counters) -> None:
     """Correct the counters of a checkpoint, in place, so that Lightning resumes exactly.
 
-    After the last batch of an epoch, the epoch is counted as completed and the next one as not begun, whichever hook
-    saved the checkpoint. Inside an epoch, a "ready" that is one too low is corrected.
+    After the last batch of an epoch, the epoch is counted as completed and the next one as not begun; inside an epoch,
+    a "ready" that is one too low is corrected.
     """
     epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
     epoch, batch = epochs["current"], batches["current"]

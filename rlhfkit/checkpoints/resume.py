@@ -69,10 +69,9 @@ class ExactResume(Callback):
     # ------------------------------------------------------------------ saving
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the random state; inside an accumulation window, rewind the checkpoint to its beginning.
+        """Add the random state; inside an accumulation window, rewind to its beginning.
 
-        Raises:
-            CheckpointError: If training stopped between an optimizer step and the end of its batch.
+        Raises CheckpointError if training stopped between an optimizer step and the end of its batch.
         """
         device = trainer.strategy.root_device
         checkpoint[_KEY] = {
@@ -130,8 +129,7 @@ class ExactResume(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Correct the counters and restore the random state.
 
-        Raises:
-            CheckpointError: If the checkpoint was saved inside an accumulation window by a run without this callback.
+        Raises CheckpointError if a run without this callback saved the checkpoint inside an accumulation window.
         """
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return

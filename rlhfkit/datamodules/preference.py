@@ -116,9 +116,8 @@ class PreferenceBuilder(ExampleBuilder):
     ) -> PreferenceExamples:
         """Tokenise rows; log how many were truncated or dropped.
 
-        Raises:
-            ValueError: If a value has the wrong type, a pair is too long under ``overlong="error"`` or for the model's
-                context, or no pair is left.
+        Raises ValueError if a value has the wrong type, a pair is too long under ``overlong="error"`` or for the
+        model's context, or no pair is left.
         """
         columns = {"chosen": chosen, "rejected": rejected, "prompt": prompt}
         answers = self.cached_examples(rows, columns, lambda: self._make_pairs(rows, columns))

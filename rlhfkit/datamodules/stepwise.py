@@ -104,9 +104,8 @@ class StepwiseBuilder(ExampleBuilder):
     def build_steps(self, rows: "Dataset", columns: Mapping[str, str], ends: str) -> StepwiseExamples:
         """Tokenise rows; log how many were truncated or dropped.
 
-        Raises:
-            ValueError: If a value has the wrong type, steps and labels differ in number, ``ends`` is not one token of
-                a text, an answer is longer than the model's context, or no answer is left.
+        Raises ValueError if a value has the wrong type, steps and labels differ in number, ``ends`` is not one token of
+        a text, an answer is longer than the model's context, or no answer is left.
         """
         self.columns, self.ends = columns, ends
         self.step_token_id = self._step_token_id(ends) if "text" in columns else None

@@ -69,11 +69,7 @@ class StreamingSFTDataModule(SFTDataModule):
         """Do nothing: rows are read during training."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the streams and find their columns; a second call does nothing.
-
-        Raises:
-            ValueError: If a column is missing or the first row has a value of the wrong type.
-        """
+        """Open the streams and find their columns; ValueError if one is missing or the first row has a wrong type."""
         if self._streams is not None:
             return
         tokenizer = self._load_tokenizer()
@@ -88,8 +84,7 @@ class StreamingSFTDataModule(SFTDataModule):
     def open_stream(self, place: Any = None) -> Stream:
         """Yield (position after the example, example) without end, interleaving the sources by weight.
 
-        Args:
-            place: Position to begin at, as yielded earlier; ``None``: the beginning.
+        ``place`` is a position yielded earlier; ``None``: the beginning.
         """
         assert self._streams is not None
         weights = self.data.weights if isinstance(self.data, Mixture) else [1.0]

@@ -50,13 +50,8 @@ class PromptCursor(NamedTuple):
 class PromptOrder:
     """The order of the rows in each pass.
 
-    Args:
-        total: Number of rows.
-        seed: The shuffling is a function of (seed, pass) alone.
-        shuffle: Shuffle each pass.
-        plain: Returns the rows of a pass by its number; ``None``: all rows, shuffled.
-        curriculum: Selects and orders the rows of a pass; ``None``: all rows.
-        column: Returns the values of a column by row, for the curriculum.
+    The shuffling is a function of (seed, pass) alone. ``plain`` returns the rows of a pass by its number (``None``: all
+    rows, shuffled), ``curriculum`` selects and orders them (``None``: all), ``column`` gives it the values of a column.
     """
 
     def __init__(
@@ -80,18 +75,11 @@ class PromptOrder:
     def take(
         self, count: int, cursor: PromptCursor, *, without: Collection[int] = ()
     ) -> tuple[list[int], PromptCursor]:
-        """Take ``count`` different rows starting at the cursor; return them and the cursor after them.
+        """Take ``count`` different rows, none in ``without``; return them and the cursor after them.
 
         A batch that spans two passes may meet a row twice. The second occurrence is postponed to the front of the next
-        batch, so that no pass loses a row.
-
-        Args:
-            count: Rows to take.
-            cursor: Where to begin.
-            without: Rows already in the batch, from an earlier call.
-
-        Raises:
-            ValueError: If ``count`` is below 1, or there are not as many different rows.
+        batch, so that no pass loses a row. Raises ValueError if ``count`` is below 1, or there are not as many
+        different rows.
         """
         seen = set(without)
         if not 1 <= count <= self.total - len(seen):
@@ -162,11 +150,7 @@ class PromptOrder:
 class IterationQueue:
     """The queue of prompts of one iteration: none is drawn twice, and those that were not used can be requeued.
 
-    Args:
-        order: The sequence of rows.
-        prompt: Returns the prompt of a row.
-        cursor: Where the iteration begins.
-        fingerprint: Digest of the data, included in :attr:`after`.
+    ``prompt`` returns the prompt of a row; ``fingerprint`` is a digest of the data, included in :attr:`after`.
     """
 
     def __init__(

@@ -12,10 +12,7 @@ class PretrainingText:
     """Micro-batches of text by number, a function of the number alone, so no cursor is saved.
 
     A pass over the text takes whole optimizer steps; left-over examples come in later passes, which have other orders.
-    ``data`` must be attached to a Trainer and set up.
-
-    Raises:
-        ValueError: If the text does not fill one optimizer step.
+    ``data`` must be attached to a Trainer and set up. Raises ValueError if the text does not fill one optimizer step.
     """
 
     def __init__(self, data: SFTDataModule) -> None:

@@ -48,18 +48,10 @@ class PromptRows:
     ) -> None:
         """Check the columns and every row.
 
-        Args:
-            rows: The data.
-            source: Where the rows come from, for messages.
-            formatter: Renders and tokenises prompts.
-            prompt: Column of the prompts.
-            answer: Column of the reference answers; ``None``: there are none.
-            answer_extractor: Applied to each value of that column.
-            max_length: Tokens that a prompt may have; ``None``: any number.
-            overlong: Whether longer prompts are an error or are dropped.
+        ``answer_extractor`` is applied to each value of the column ``answer``. Prompts above ``max_length`` tokens
+        (``None``: no limit) are an error or dropped, as ``overlong`` says. ``source`` is for messages.
 
-        Raises:
-            ValueError: If a column is missing, or a prompt is empty, of the wrong type, or too long.
+        Raises ValueError if a column is missing, or a prompt is empty, of the wrong type, or too long.
         """
         check_columns(rows, source, prompt=prompt, answer=answer)
         self.rows = rows
@@ -142,10 +134,9 @@ class PromptRows:
             )
 
     def limit_lengths(self, limit: int, reason: str) -> None:
-        """Refuse or drop the prompts with more than ``limit`` tokens.
+        """Drop the prompts with more than ``limit`` tokens.
 
-        Raises:
-            ValueError: If there are some and ``overlong`` is ``"error"``, or no prompt is left.
+        Raises ValueError if there are some and ``overlong`` is ``"error"``, or no prompt is left.
         """
         kept = [index for index in self.kept if self.lengths[index] <= limit]
         if len(kept) == len(self.kept):
@@ -178,11 +169,7 @@ class PromptRows:
 class PromptBatches:
     """Loads validation prompts; rank r takes every ``world_size``-th prompt of a batch, so last shares may be empty.
 
-    Args:
-        prompts: All prompts.
-        batch_size: Prompts per batch, all ranks together.
-        rank: This rank.
-        world_size: Number of ranks.
+    ``batch_size`` counts the prompts of all ranks.
     """
 
     def __init__(self, prompts: PromptSequence, batch_size: int, rank: int, world_size: int) -> None:

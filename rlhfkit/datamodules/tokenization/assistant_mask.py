@@ -38,8 +38,7 @@ class Conversation(NamedTuple):
 def write_conversation(formatter: PromptFormatter, messages: Messages, *, first: int = 0) -> Conversation:
     """Render a conversation and find the assistant's turns from message ``first`` on.
 
-    Raises:
-        ValueError: If a turn consists of tool calls and the template does not write them.
+    Raises ValueError if a turn consists of tool calls and the template does not write them.
     """
     _check_calls(formatter, messages)
     if _GENERATION.search(formatter.tokenizer.get_chat_template()):
@@ -91,7 +90,7 @@ def _span(formatter: PromptFormatter, messages: Messages, turn: int, text: str) 
         return None
     content = common_prefix(text, replaced)
     behind = len(text) - min(common_prefix(text[::-1], replaced[::-1]), len(text) - content)
-    alone = replaced  # the conversation up to this turn, to see what the template writes right behind the turn
+    alone = replaced  # the conversation up to this turn shows what the template writes right after it
     if turn < len(messages) - 1:
         alone = _written(formatter, _replaced(messages[: turn + 1], turn)) or replaced
     closing = alone.rpartition(_SENTINEL)[2]
@@ -145,12 +144,9 @@ def _stop(formatter: PromptFormatter, text: str, spans: Sequence[Span]) -> Liter
 
 
 def span_mask(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-    """Tokenise a text, special tokens included, as a whole; return the ids and whether each has a character in a span.
+    """Return the token ids of a text and whether each has a character in a span.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        text: The whole text.
-        spans: Ranges of characters, ascending, ends excluded.
+    The text contains its special tokens; spans are ascending ranges of characters, ends excluded.
     """
     if not tokenizer.is_fast:
         return _mask_by_prefixes(tokenizer, text, spans)

@@ -36,10 +36,7 @@ class TokenCache:
 
     Args:
         folder: Created if missing; ``None``: ``rlhfkit`` in the cache folder of ``datasets``, for rows from files only.
-        num_proc: Processes that tokenise.
-
-    Raises:
-        ValueError: If ``num_proc`` is below 1.
+        num_proc: Processes that tokenise, at least 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, num_proc: int = 1) -> None:
@@ -110,12 +107,8 @@ def tokenize_in_chunks(
 ) -> Iterator[TokenExample]:
     """Yield the examples of all rows, in order, with a progress bar.
 
-    Args:
-        rows: The data.
-        tokenize: Called with some rows and the index of the first; returns their examples. Must be picklable by
-            ``dill`` if ``num_proc`` is above 1.
-        num_proc: Number of processes.
-        title: Title of the progress bar.
+    ``tokenize`` is called with some rows and the index of the first, and returns their examples. With ``num_proc``
+    above 1 it must be picklable by ``dill``.
     """
     import datasets
     from datasets.utils import tqdm

@@ -63,11 +63,8 @@ def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     ShareGPT's turns get roles. Keys without a value are removed, because a table has every key in every row. Content in
     parts is joined. ``None`` beside tool calls or reasoning, as in OpenAI's API, becomes empty text, because a template
-    would write the word "None".
-
-    Raises:
-        ValueError: If a ShareGPT turn has an unknown speaker, a part of a content is not text, or a message has no
-            content.
+    would write the word "None". Raises ValueError for an unknown ShareGPT speaker, a part that is not text, or no
+    content.
     """
     return [_as_message(message) for message in content]
 
@@ -152,8 +149,7 @@ class PromptFormatter:
     def for_row(self, row: Mapping[str, Any]) -> Self:
         """Return the formatter for one row, whose ``chat_template_kwargs`` column overrides the common arguments.
 
-        Raises:
-            ValueError: If that column holds neither a mapping nor JSON text of one.
+        Raises ValueError if that column holds neither a mapping nor JSON text of one.
         """
         own = row.get(TEMPLATE_ARGUMENTS)
         if isinstance(own, str):
@@ -214,8 +210,7 @@ class PromptFormatter:
     def handle_special_tokens(self, value: Any, *, templated: bool) -> Any:
         """Apply ``special_tokens_in_text`` to a text, or to all texts nested in messages.
 
-        Raises:
-            SpecialTokenError: If a text contains a control token that is refused.
+        Raises SpecialTokenError if a text contains a control token that is refused.
         """
         way = self.special_tokens_in_text or ("escape" if templated else "keep")
         if way == "keep":

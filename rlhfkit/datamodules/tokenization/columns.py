@@ -68,17 +68,12 @@ TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 def find_columns(
     rows: "Dataset", source: Any, formats: Sequence[DataFormat], named: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """Find the columns to read, by argument; all of them exist and have no missing values.
+    """Return the columns to read, by argument; all of them exist and have no missing values.
 
-    Args:
-        rows: The data.
-        source: Where it came from, for messages.
-        formats: The kinds of data that the caller reads.
-        named: Column by argument; ``None`` where the user named none.
+    ``named`` holds the columns that the user has named, by argument; ``source`` is for messages.
 
-    Raises:
-        ValueError: If no format fits, several do, a named column is missing, values are missing, or there are columns
-            of tools or images.
+    Raises ValueError if none of ``formats`` fits, several do, a named column or values are missing, or there are
+    columns of tools or images.
     """
     check_columns(rows, source, **named)
     given = {argument: column for argument, column in named.items() if column is not None}

@@ -83,11 +83,8 @@ class ExampleBuilder:
     ) -> TokenExamples:
         """Tokenise rows, from columns ``prompt`` and ``completion``, ``messages``, or ``text``.
 
-        Rows without a token to learn are dropped, with a logged count.
-
-        Raises:
-            ValueError: If a value has the wrong type, a sequence is too long under ``overlong="error"`` or for the
-                model's context, or no example is left.
+        Rows without a token to learn are dropped, with a logged count. Raises ValueError if a value has the wrong type,
+        a sequence is too long under ``overlong="error"`` or for the model's context, or no example is left.
         """
         columns = {"prompt": prompt, "completion": completion, "messages": messages, "text": text}
         self.check_first(rows[0], columns)
@@ -98,12 +95,10 @@ class ExampleBuilder:
     def cached_examples(
         self, rows: "Dataset", columns: Mapping[str, Any], make: Callable[[], TokenExamples]
     ) -> TokenExamples:
-        """Load examples from the cache, or make and store them; then check them against the model's context.
+        """Load examples from the cache, or make and store them.
 
-        ``columns`` holds the columns that are read, and whatever else the examples depend on.
-
-        Raises:
-            ValueError: If one is longer than the model's context. The cache keeps it, for other models.
+        ``columns`` holds what they depend on besides rows and builder. Raises ValueError if an example is longer than
+        the model's context; the cache keeps it, for other models.
         """
         if self.cache is None:
             examples = make()
@@ -235,8 +230,7 @@ class ExampleBuilder:
     def limit_length(self, example: TokenExample, where: str, counts: dict[str, int]) -> TokenExample | None:
         """Apply ``max_length``, counting in ``counts``; ``None`` if the example is dropped or has no token to learn.
 
-        Raises:
-            ValueError: If it is too long under ``overlong="error"``.
+        Raises ValueError if it is too long under ``overlong="error"``.
         """
         length = len(example.input_ids)
         if length > self.max_length:
@@ -290,10 +284,8 @@ class ExampleBuilder:
         """Return the recipe of a conversation; only the assistant's turns with their end-of-turn tokens are learned.
 
         If the template writes no end-of-turn token after a last turn of the assistant, an end-of-sequence token is
-        added and learned. Messages before index ``first`` are not learned.
-
-        Raises:
-            ValueError: If these are no chat messages, or the template does not accept them.
+        added and learned. Messages before index ``first`` are not learned. Raises ValueError if the template does not
+        accept them.
         """
         from jinja2 import TemplateError
 

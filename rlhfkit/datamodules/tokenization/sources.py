@@ -32,11 +32,9 @@ UNSUPPORTED = ("tools", "images", "image", "videos", "video", "audios", "audio")
 def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> "Dataset":
     """Open a source as a ``datasets.Dataset`` with at least one row; files are memory-mapped.
 
-    Args:
-        data: A path, hub name, list of rows, or a ``Dataset``.
-        split: Split of a hub data set or saved ``DatasetDict``; a file has one split, under any name. Slices such as
-            ``"train[:90%]"`` work for files and hub names.
-        subset: Configuration of a hub data set (``"main"`` of ``openai/gsm8k``).
+    ``split`` may be a slice such as ``"train[:90%]"`` of a file or hub data set, but not of a saved ``DatasetDict``; a
+    file has one split, under any name. ``subset`` is a configuration of a hub data set (``"main"`` of
+    ``openai/gsm8k``).
 
     Raises:
         FileNotFoundError: If a path does not exist.
@@ -66,11 +64,9 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
 def stream_rows(data: Any, *, split: str = "train", subset: str | None = None) -> "IterableDataset":
     """Open a source as a ``datasets.IterableDataset``; rows are read when used, without conversion.
 
-    Arguments are those of :func:`read_rows`; ``data`` may be an ``IterableDataset``, and ``split`` cannot be a slice.
-
-    Raises:
-        FileNotFoundError: If a path does not exist.
-        ValueError: If there is no such split, or the first row cannot be read.
+    Arguments are those of :func:`read_rows`, but ``data`` may be an ``IterableDataset``, and ``split`` cannot be a
+    slice. Raises FileNotFoundError if a path does not exist, ValueError if there is no such split or the first row is
+    unreadable.
     """
     import datasets
 
@@ -123,9 +119,9 @@ def _load(source: str, *args: Any, **kwargs: Any) -> Any:
             f"{source} is neither a file, nor a folder, nor a data set on the hub: {error}"
         ) from error
     except ValueError as error:
-        if str(error).startswith(source):  # already one of our messages
+        if str(error).startswith(source):  # raised by this module
             raise
-        if "corresponds to no data" in str(error):  # datasets 5.2 on a table with a header alone
+        if "corresponds to no data" in str(error):  # datasets 5.2 for a table with only a header
             raise ValueError(f"{source} has no rows; at least one is needed") from error
         raise ValueError(f"{source} could not be read: {error}") from error
     except DatasetGenerationError as error:
@@ -178,7 +174,7 @@ def _table(rows: list[dict[str, Any]]) -> "Dataset":
 
     try:
         return datasets.Dataset.from_list(rows)
-    except pyarrow.ArrowException as error:  # whose message names neither column nor row
+    except pyarrow.ArrowException as error:  # its message names neither column nor row
         for column in rows[0]:
             kinds = [(index, type(row[column])) for index, row in enumerate(rows) if row.get(column) is not None]
             other = next((one for one in kinds if one[1] is not kinds[0][1]), None)
@@ -192,12 +188,9 @@ def _table(rows: list[dict[str, Any]]) -> "Dataset":
 
 
 def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
-    """Raise unless the named columns exist and have no missing values, and there are none of tools or images.
+    """Raise ValueError unless the named columns exist without missing values, and there are none of tools or images.
 
     ``columns`` maps the argument in which a column was given to the column; ``None``: not used.
-
-    Raises:
-        ValueError: Naming the argument, the column, and the columns that exist.
     """
     found = rows.column_names
     for kind in UNSUPPORTED:
@@ -226,14 +219,9 @@ def describe(source: Any) -> str:
 
 
 def load_tokenizer(tokenizer: Any, module: Any = None) -> Any:
-    """Return the tokenizer to use.
+    """Return the given tokenizer, load it from a folder or hub name, or take that of ``module`` if it is ``None``.
 
-    Args:
-        tokenizer: A tokenizer, the folder or hub name of one, or ``None`` for the module's.
-        module: The LightningModule that is trained, if any.
-
-    Raises:
-        ValueError: If there is no tokenizer, or it has tokens that the module's model does not know.
+    Raises ValueError if there is no tokenizer, or it has tokens that the module's model does not know.
     """
     if isinstance(tokenizer, str | os.PathLike):
         from transformers import AutoTokenizer

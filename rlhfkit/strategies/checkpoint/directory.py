@@ -192,9 +192,7 @@ def find_intact(path: Path) -> tuple[Path, list[str]]:
     """Return the checkpoint, or if it is damaged the newest intact older one, and why others were not used.
 
     If only a backup of the path exists, a run was killed between the two renames of :func:`commit`; the backup is used.
-
-    Raises:
-        CheckpointError: If the path is missing or no checkpoint, or no intact one is found.
+    Raises CheckpointError if the path is missing or no checkpoint, or no intact one is found.
     """
     reasons: list[str] = []
     if path.exists() or not backup_path(path).is_dir():

@@ -30,13 +30,8 @@ _ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
 def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
     """Run a slow step on rank 0 and return its picklable result on all ranks. A collective.
 
-    Args:
-        step: Called on rank 0.
-        timeout: Seconds that the other ranks wait, instead of the time limit of other collectives.
-        doing: What rank 0 does, for the error, for example ``"checking last.ckpt"``.
-
-    Raises:
-        CheckpointError: On the other ranks, if ``step`` failed on rank 0 or took too long.
+    The others wait up to ``timeout`` seconds, and raise CheckpointError if the step failed or took longer; ``doing``
+    names the step in the error, for example ``"checking last.ckpt"``.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return step()
@@ -69,10 +64,8 @@ def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
 def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, timeout: float) -> Iterator[Path]:
     """Convert the sharded engines of a checkpoint for any number of ranks, inside the context. A collective.
 
-    Rank 0 writes a copy of the same size into a temporary folder beside the checkpoint, which is only read.
-
-    Raises:
-        CheckpointError: If DeepSpeed cannot convert it.
+    Rank 0 writes a copy of the same size into a temporary folder beside the checkpoint, which is only read. Raises
+    CheckpointError if DeepSpeed cannot convert it.
     """
     folder = on_rank_zero(lambda: _convert(path, names, manifest), timeout=timeout, doing=f"converting {path}")
     try:
@@ -146,8 +139,8 @@ def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
         raise CheckpointError(f"DeepSpeed found nothing to load in {folder}.")
     file = folder / tag / "zero" / "optimizer_state.pt"
     groups = torch.load(file, map_location="cpu", weights_only=False)["param_groups"]
-    # deepspeed 0.19.8 at stage 3 gives all groups the settings of the first, and one and the same tensor that counts
-    # steps, which each group then increments.
+    # deepspeed 0.19.8 at stage 3 gives all groups the settings of the first, and one shared step counter that each
+    # group then increments.
     for own, saved in zip(engine.basic_optimizer.param_groups, groups, strict=True):
         own.update({key: value for key, value in saved.items() if key != "params"})
     for state in engine.basic_optimizer.state.values():

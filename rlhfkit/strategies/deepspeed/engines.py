@@ -20,7 +20,7 @@ from rlhfkit.strategies.deepspeed.param_groups import groups_by_child
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-# Keys of settings that belong to Lightning's Trainer; an engine gets its own values.
+# Settings of the Trainer; engine_config replaces or removes them.
 _OWNED_BY_TRAINER = ("gradient_accumulation_steps", "train_batch_size", "gradient_clipping", "scheduler", "optimizer")
 _ENGINE_TAG = "rlhfkit_engine"
 
@@ -99,11 +99,8 @@ def create_training_engines(
 ) -> tuple[dict[str, "DeepSpeedEngine"], list[tuple[Optimizer, dict[str, "DeepSpeedEngine"]]]]:
     """Create one engine for each child that an optimizer updates.
 
-    Returns:
-        All engines by child name, and pairs of each optimizer and its engines.
-
-    Raises:
-        MisconfigurationException: If it is ambiguous which child owns a parameter; before any engine is created.
+    Returns all engines by child name, and pairs of each optimizer and its engines. Raises MisconfigurationException,
+    before any engine is created, if it is ambiguous which child owns a parameter.
     """
     owned: list[dict[str, list[dict[str, Any]]]] = []
     for optimizer in optimizers:
@@ -134,15 +131,14 @@ def place_frozen_children(
 ) -> tuple[set[str], dict[str, "DeepSpeedEngine"]]:
     """Move the named, untrained children into ZeRO-3 inference engines or directly to the device.
 
-    Returns:
-        Names of the children that have parameters, and the engines among them.
+    Returns the names of those with parameters, and the engines among them.
     """
     frozen: set[str] = set()
     engines = {}
     for name, child in module.named_children():
         if name not in names:
             continue
-        if next(child.parameters(), None) is None:  # metrics and the like
+        if next(child.parameters(), None) is None:  # for example metrics
             child.to(device)
             continue
         frozen.add(name)
@@ -254,8 +250,6 @@ def engines_of(loss: Tensor) -> set[str]:
 def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **kwargs: Any) -> list[str]:
     """Back-propagate a scalar loss through all engines that it depends on; return their names.
 
-    ``kwargs`` are passed to ``backward`` (for example ``retain_graph=True``).
-
     Raises:
         RuntimeError: If the loss does not depend on an engine.
         MisconfigurationException: If it depends on several engines under fp16, where each has its own loss scale.
@@ -301,15 +295,11 @@ def _running_backward(engine: "DeepSpeedEngine") -> Iterator[None]:
 
 
 class EngineOptimizer(Optimizer):
-    """A facade for one torch optimizer whose parameters live in DeepSpeed engines.
+    """A facade for the optimizer ``base``, whose parameters live in DeepSpeed engines.
 
     Its ``param_groups`` are the dictionaries that the engines use, so learning-rate schedulers and
-    ``LearningRateMonitor`` work unchanged. Lightning steps the engines through the strategy.
-
-    Args:
-        base: The optimizer that ``configure_optimizers`` returned.
-        engines: The engines that own its parameters, by child name.
-        discard: Drops the accumulated gradients of the named engine.
+    ``LearningRateMonitor`` work unchanged. Lightning steps the engines through the strategy; ``discard`` drops the
+    gradients of the named engine.
     """
 
     def __init__(self, base: Optimizer, engines: Mapping[str, "DeepSpeedEngine"], discard: Callable[[str], None]):

@@ -14,9 +14,8 @@ def groups_by_child(module: nn.Module, optimizer: Optimizer) -> dict[str, list[d
     A DeepSpeed engine shards, clips and steps whole groups, so each must belong to one child; a child may have several.
     The groups are the optimizer's dictionaries, not copies: a learning-rate scheduler on it changes the engines too.
 
-    Raises:
-        MisconfigurationException: If a parameter is outside all children or shared by two, a group spans children, or
-            the optimizer has only a part of the trainable parameters of a child.
+    Raises MisconfigurationException if a parameter is outside all children or shared by two, a group spans children, or
+    the optimizer has only a part of the trainable parameters of a child.
     """
     children_of: dict[int, list[str]] = defaultdict(list)
     for child_name, child in module.named_children():

@@ -19,17 +19,9 @@ def join_process_group(
 ) -> None:
     """Create the default process group, or raise TimeoutError naming the ranks that did not join.
 
-    Every rank first announces itself in the store at ``address`` and ``port`` of rank 0 and waits for the others there,
-    because the error of ``init_process_group`` gives only their number.
-
-    Args:
-        backend: ``"gloo"``, ``"nccl"``, ...
-        rank: Rank of this process.
-        world_size: Number of processes.
-        address: Host of rank 0.
-        port: Port on that host.
-        init_timeout: Seconds to wait for the other ranks.
-        timeout: Time limit of collectives; ``None``: the default of the backend.
+    Every rank first announces itself in the store at ``address`` and ``port`` of rank 0 and waits up to
+    ``init_timeout`` seconds for the others there, because the error of ``init_process_group`` gives only their number.
+    ``timeout`` is the time limit of collectives; ``None``: the default of the backend.
     """
     # Under torchrun the agent already serves a store at this address.
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -34,10 +34,8 @@ class RayLaunchMixin(DeepSpeedStrategy):
         """Choose who starts the ranks, when the Trainer is made.
 
         Lightning's launcher runs the script again, which is impossible in a notebook: there, Ray starts several ranks,
-        and a single rank runs in the notebook's process.
-
-        Raises:
-            MisconfigurationException: If Ray is asked for and ranks have been started already.
+        and a single rank runs in the notebook's process. Raises MisconfigurationException if Ray is asked for and ranks
+        have been started already.
         """
         assert self.cluster_environment is not None
         assert self.parallel_devices is not None
@@ -182,13 +180,13 @@ class RayLauncher(_Launcher):
             BaseException: The error of a rank, with its traceback as the cause.
         """
         ray = require_ray()
-        ray.cloudpickle.register_pickle_by_value(ray_actor)  # the module says why
+        ray.cloudpickle.register_pickle_by_value(ray_actor)  # see that module's docstring
         work = pickle_run(function, args, kwargs, trainer, self.return_weights)
-        # A machine with fewer cores than ranks claim is overcommitted; all of its cores are left for engines.
+        # Ranks may claim more CPUs than the machine has; all of its cores stay free for engines.
         claimed = int(self.num_ranks * self.resources_per_rank.get("CPU", 0))
         join_or_start_ray(num_cpus=claimed + (os.cpu_count() or 1))
         if trainer is not None:
-            trainer.lightning_module.trainer = trainer  # as a run in this process would; hooks for errors ask for it
+            trainer.lightning_module.trainer = trainer  # the hooks for errors need it
         display = DriverDisplay(trainer)
         try:
             with self._ranks() as ranks:

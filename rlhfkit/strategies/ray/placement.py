@@ -40,10 +40,8 @@ def placement_strategy(num_ranks: int, num_nodes: int) -> str:
 def create_placement_group(bundle: dict[str, float], num_ranks: int, num_nodes: int, timeout: float) -> Any:
     """Create a placement group of ``num_ranks`` bundles, and wait up to ``timeout`` seconds until Ray has placed it.
 
-    ``bundle`` holds the resources of one rank. The cluster may have to start machines first.
-
-    Raises:
-        PlacementError: If the time is up; with the resources that are missing.
+    ``bundle`` holds the resources of one rank. The cluster may have to start machines first. Raises PlacementError,
+    with the missing resources, if the time is up.
     """
     import ray
 

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import DriverDisplay
 
-# Time for the other ranks to end after one has failed; mostly they wait for it in a collective.
+# Time for the other ranks to end after one has failed; most wait for it in a collective.
 _GRACE_SECONDS = 5.0
-# Time for the hooks for errors if all ranks have failed: OnExceptionCheckpoint saves a checkpoint there.
+# Time for the hooks for errors if all ranks have failed: OnExceptionCheckpoint saves a checkpoint in one.
 _ON_EXCEPTION_SECONDS = 600.0
 _KILL_SECONDS = 10.0
 # Environment variables of the driver that are not passed to ranks.
@@ -74,8 +74,7 @@ class Ranks:
     def wait(self, runs: list[Any], display: DriverDisplay) -> Any:
         """Show what the ranks send until all have ended; return the result of rank 0.
 
-        Raises:
-            BaseException: The error of the rank whose failure caused the others.
+        Raises the error of the rank whose failure caused the others.
         """
         import ray
 

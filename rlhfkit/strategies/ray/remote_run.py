@@ -28,11 +28,7 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 def pickle_run(
     function: Callable[..., Any], args: Any, kwargs: Any, trainer: pl.Trainer | None, return_weights: bool
 ) -> bytes:
-    """Pickle a call, with its Trainer if any, for :meth:`~rlhfkit.strategies.ray.actor.RankActor.run`.
-
-    Raises:
-        TypeError: If something cannot be pickled.
-    """
+    """Pickle a call and its Trainer, if any, for ``RankActor.run``; TypeError if something cannot be pickled."""
     import ray.cloudpickle
 
     def call_function(actor: ray_actor.RankActor) -> Any:  # pickled by value, so it does not import this file
@@ -105,7 +101,7 @@ class RunResult:
             return None
         data = datamodule_of(trainer)
         loops = trainer.fit_loop.state_dict()
-        loops["state_dict"] = {}  # of loaders: those of the driver start anew
+        loops["state_dict"] = {}  # states of loaders; the driver's start anew
         return cls(
             value=move_data_to_device(value, torch.device("cpu")),
             state=trainer.state,
