@@ -1,9 +1,9 @@
 """What a reward is, and how samples are scored with one.
 
-A reward is a callable, plain or async, that returns for each sample, in order, a number, or ``None`` if it cannot score
-it (the sample is then not trained on). Async rewards have a time limit. A synchronous reward runs in the caller's
-thread and cannot be stopped: a warning names one that runs long, and :class:`~rlhfkit.rewards.SandboxedReward` runs it
-in a process that can be killed.
+A reward is a callable, plain or async, that takes samples and returns a number for each, in order, or ``None`` for
+those that it cannot score, which are not trained on. Async rewards have a time limit. A synchronous one runs in the
+caller's thread and cannot be stopped; a warning names one that runs long, and :class:`~rlhfkit.rewards.SandboxedReward`
+runs it in a process that can be killed.
 """
 
 import asyncio
@@ -333,8 +333,8 @@ def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | 
 def warn_if_slow(what: str, advice: str, *, after: float = WARN_AFTER) -> Iterator[None]:
     """While the block runs, warn from another thread after ``after`` seconds, and each time that has doubled.
 
-    The warning shows the line that is running. ``what`` is being called, ``advice`` says what to do; both are for the
-    message. Raises ``ValueError`` if ``after`` is not positive.
+    ``what`` names the call and ``advice`` a remedy, for the message, which also shows the line that is running. Raises
+    ``ValueError`` if ``after`` is not positive.
     """
     check_number("after", after, above=0, why="it is in seconds")
     caller = threading.get_ident()

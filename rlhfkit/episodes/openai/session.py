@@ -1,9 +1,8 @@
 """``ChatSession``: an agent's requests over the chat API, recorded as the tokens that were sampled.
 
-Clients send the whole conversation with every request. The part shared with an earlier answer of the session is not
-tokenised again: its recorded tokens are used, and only new messages appended. A request that continues no earlier
-answer (another agent of the same program, a summarised conversation) starts its own trajectory; one that continues an
-answer a second time (a retry) branches off there.
+Clients send the whole conversation with every request. The part shared with an earlier answer is not tokenised again:
+its recorded tokens are used, and only new messages are appended. A request that continues no earlier answer (another
+agent, a summarised conversation) starts a trajectory; one that continues an answer again (a retry) branches off there.
 """
 
 import dataclasses

@@ -72,7 +72,7 @@ def _typed(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A call of the program's function, and the expected value."""
+    """A call of one of the program's functions, and the expected value."""
 
     function: str
     arguments: tuple[Any, ...]

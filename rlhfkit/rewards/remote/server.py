@@ -77,7 +77,7 @@ class SampleBody(_Body):
 
 
 class ScoreBody(_Body):
-    """The body of ``POST /score``; samples are decoded later, after the limits are checked."""
+    """The body of ``POST /score``; samples are decoded one by one, while limits are checked."""
 
     samples: list[msgspec.Raw]
 

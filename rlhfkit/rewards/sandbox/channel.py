@@ -1,10 +1,8 @@
 """The protocol between trainer and worker: framed messages over a socket pair, each response tied to its request.
 
-A request starts with its size and 128 random bits, with which the response must start too, so a response that was
-written in advance, twice, or by a process that has not read the request is detected. On Linux the kernel also reports
-which process wrote each chunk, and the trainer accepts the worker's only.
-
-Loaded by path in the worker; standard library only.
+A request starts with 128 random bits, which its response repeats: one that was written in advance, twice, or by a
+process that has not read the request is detected. On Linux the kernel also reports which process wrote each chunk, and
+the trainer accepts only the worker's. Loaded by path in the worker; standard library only.
 """
 
 import contextlib
