@@ -70,7 +70,7 @@ class SimPOModule(PreferenceModule):
         check_number("beta", beta, above=0)
         check_number("gamma", gamma, minimum=0)
         check_number("alpha", alpha)
-        check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
+        check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("nll_coef", nll_coef, minimum=0)
         self.beta = beta
         self.gamma = gamma
@@ -143,7 +143,7 @@ class CPOModule(PreferenceModule):
             **kwargs,
         )
         check_number("beta", beta, above=0)
-        check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
+        check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("nll_coef", nll_coef, minimum=0)
         self.beta = beta
         self.loss_type = loss_type

@@ -168,8 +168,10 @@ def test_orpo_learns_to_write_the_chosen_answer_and_prefers_it(folder: Path, tmp
         (lambda: SimPOModule("nobody", gamma=-1.0), "gamma must be a finite number of at least 0"),
         (lambda: CPOModule("nobody", loss_type="simpo"), "loss_type must be one of sigmoid, hinge, ipo"),
         (lambda: ORPOModule("nobody", beta=0.0), "beta must be a finite number above 0"),
+        (lambda: SimPOModule("nobody", label_smoothing=0.5), "label_smoothing must be a finite number .*below 0.5"),
+        (lambda: CPOModule("nobody", label_smoothing=0.5), "label_smoothing must be a finite number .*below 0.5"),
     ],
-    ids=["simpo", "cpo", "orpo"],
+    ids=["simpo", "cpo", "orpo", "simpo smoothing", "cpo smoothing"],
 )
 def test_bad_arguments_are_refused_at_once(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
