@@ -1,7 +1,7 @@
 """Masked reductions: every sum, mean and whitening of this package selects with its mask and never multiplies by it.
 
-A masked entry may be anything, NaN and infinity included; ``nan * 0`` is ``nan``. :func:`select` replaces such entries
-before any arithmetic, which keeps them out of the value *and* out of the gradient.
+A masked entry may be NaN or infinite, and ``nan * 0`` is ``nan``; :func:`select` replaces it before any arithmetic,
+which keeps it out of the value *and* the gradient.
 
 Shapes: B sequences, T positions on the next-token axis (``x[:, t]`` belongs to token ``t + 1``).
 """
@@ -68,11 +68,7 @@ def select(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
 
 
 def full_precision(values: Tensor) -> Tensor:
-    """Cast to at least float32: half precision is cast up, float32 and float64 stay.
-
-    A sum over thousands of tokens in bfloat16 keeps 8 bits, so losses reduce in float32 and gradients return in the
-    dtype of the input.
-    """
+    """Cast to at least float32 for sums: bfloat16 keeps 8 bits. Gradients return in the dtype of the input."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -140,10 +136,9 @@ def whiten(
 ) -> Tensor:
     """Whiten the selected entries to mean 0 and standard deviation 1; masked entries become 0.
 
-    ``(x - mean) / sqrt(max(var, eps))``, plus the mean again unless ``shift_mean``. With the biased variance as
-    REINFORCE++ (Hu et al., 2025, arXiv:2501.03262) and OpenRLHF do; TRL and verl take the unbiased one and add ``eps``
-    to it, a difference of 1e-8. Every entry has the same weight, so long sequences weigh more. OpenRLHF leaves masked
-    entries at ``-mean / std``; here they are 0.
+    ``(x - mean) / sqrt(max(var, eps))``, plus the mean again unless ``shift_mean``. Biased variance as in REINFORCE++
+    (Hu et al., 2025, arXiv:2501.03262) and OpenRLHF; TRL and verl add ``eps`` to the unbiased one. OpenRLHF leaves
+    masked entries at ``-mean / std``. Every entry has the same weight, so long sequences weigh more.
 
     Args:
         values: (B, T) or any other shape.
@@ -152,8 +147,7 @@ def whiten(
         scale_std: Divide by the standard deviation.
         unbiased: Divide the squares by ``count - 1``.
         eps: Floor of the variance (OpenRLHF's default).
-        moments: Sum over all ranks of :func:`masked_moments`, (3,) or three scalars, when the batch is spread over
-            ranks; computed from ``values`` when ``None``.
+        moments: Sum over ranks of :func:`masked_moments`, (3,) or three scalars; of ``values`` when ``None``.
 
     Returns:
         Tensor of the shape of ``values``, in at least float32.
@@ -191,19 +185,17 @@ def aggregate(
 
     With ``l`` the loss, ``m`` the mask and ``D`` the denominator:
 
-    ============================  ============================================  ========================  =========
-    mode                          value                                         ``D`` when not given      used by
-    ============================  ============================================  ========================  =========
-    ``token-mean``                ``sum_it l_it m_it / D``                      selected tokens           DAPO, PPO
-    ``sequence-mean-token-mean``  ``sum_i (sum_t l_it m_it / sum_t m_it) / D``  sequences with a          GRPO
-                                                                                selected token
-    ``sequence-mean-token-sum``   ``sum_i (sum_t l_it m_it) / D``               the same                  REINFORCE
-    ``constant-length``           ``sum_it l_it m_it / (D * max_length)``       sequences B               Dr.GRPO
-    ============================  ============================================  ========================  =========
+    ============================  ============================================  ===========================  =========
+    mode                          value                                         ``D`` when ``None``          used by
+    ============================  ============================================  ===========================  =========
+    ``token-mean``                ``sum_it l_it m_it / D``                      selected tokens              DAPO, PPO
+    ``sequence-mean-token-mean``  ``sum_i (sum_t l_it m_it / sum_t m_it) / D``  sequences with such a token  GRPO
+    ``sequence-mean-token-sum``   ``sum_i (sum_t l_it m_it) / D``               the same                     REINFORCE
+    ``constant-length``           ``sum_it l_it m_it / (D * max_length)``       sequences B                  Dr.GRPO
+    ============================  ============================================  ===========================  =========
 
-    Nothing is reduced over ranks or micro-batches here. To make the gradient of an optimizer step independent of how
-    the step is split, pass the count of the *whole* step, divided by the number of micro-batches (times ranks) whose
-    gradients will be averaged.
+    Nothing is reduced over ranks or micro-batches. For a gradient that does not depend on how an optimizer step is
+    split, pass the count of the *whole* step divided by the number of micro-batches (times ranks) that are averaged.
 
     Args:
         token_loss: (B, T).

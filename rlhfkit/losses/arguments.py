@@ -8,18 +8,23 @@ from typing import Any, TypeVar
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 
-_RAISES = {"Raises": "ValueError: If shapes do not fit, or an argument is unknown or out of range."}
+_RAISES = {
+    "Raises": "ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with "
+    "another."
+}
 
 AGGREGATION_ARGUMENTS: Mapping[str, str] = {
     **_RAISES,
+    "mask": "(B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN included.",
     "aggregation": "How the token losses become one number, see :func:`aggregate`.",
-    "denominator": "What the sum is divided by: tokens (for ``token-mean``) or sequences of the whole optimizer step, "
-    "divided by the number of micro-batches that are averaged. The count of this call when ``None``.",
+    "denominator": "Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of "
+    "micro-batches that are averaged. The count of this call when ``None``.",
     "max_length": 'Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.',
 }
 """Of losses on tokens."""
 
 POLICY_ARGUMENTS: Mapping[str, str] = {
+    **AGGREGATION_ARGUMENTS,
     "logprobs": "(B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs to "
     "token t + 1.",
     "old_logprobs": "(B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first "
@@ -36,12 +41,12 @@ POLICY_ARGUMENTS: Mapping[str, str] = {
     "ratio_level": "``token``; ``sequence``: the geometric mean of the ratios of a sequence, as in :func:`gspo_loss`; "
     "``sequence-sum``: their product, as in :func:`rloo_loss`.",
     "weights": "(B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached here.",
-    "ref_logprobs": "(B, T) log-probs under the reference policy. With ``kl_coef=0`` the KL is only measured.",
+    "ref_logprobs": "(B, T) log-probs under the reference policy, needed by ``kl_coef`` > 0; with 0 the KL is only "
+    "measured.",
     "kl_coef": "``β`` ≥ 0, weight of the KL penalty; 0.04 in the GRPO paper, 0 in TRL and here.",
     "kl_estimator": "Estimator of :func:`kl_estimate`; ``k3`` in the GRPO paper.",
-    "kl_importance_weight": "Multiply the KL by the ratio ``ρ_t``, with its gradient, which makes it unbiased "
-    "off-policy (DeepSeek-V3.2, arXiv:2512.02556; TRL's default). Off as in the GRPO paper.",
-    **AGGREGATION_ARGUMENTS,
+    "kl_importance_weight": "Multiply the KL by the ratio ``ρ_t``, with its gradient: unbiased off-policy, TRL's "
+    "default, see :func:`kl_estimate`. Off as in the GRPO paper.",
 }
 """Of policy losses."""
 
@@ -56,8 +61,8 @@ PAIR_ARGUMENTS: Mapping[str, str] = {
     "beta": "β > 0.",
     "label_smoothing": "ε in [0, 0.5), the probability that a label is wrong.",
     "nll_coef": "Weight of the negative log-likelihood of the chosen answers, averaged over their tokens.",
-    "mean_chosen_length": "Mean tokens of a chosen answer over the whole optimizer step, for the likelihood term. The "
-    "mean of this call when ``None``, which is refused together with a ``denominator``.",
+    "mean_chosen_length": "Mean tokens of a chosen answer over the whole optimizer step, for the likelihood term. That "
+    "of this call when ``None``, which is refused with a ``denominator``.",
     "mask": "(B,) pairs that count, all when ``None``; the other rows may hold anything.",
     "denominator": "Pairs of the whole optimizer step, divided by the number of micro-batches that are averaged. The "
     "pairs of this call when ``None``.",
@@ -97,9 +102,7 @@ _ENTRY = re.compile(r"^    (\w+): .*\n?(?:^        .*\n?)*", re.MULTILINE)
 
 
 def share_arguments(shared: Mapping[str, str]) -> Callable[[Loss], Loss]:
-    """Complete the docstring of a function by shared descriptions of its arguments, in the order of its signature.
-
-    The function's own descriptions take precedence. The function itself is returned.
+    """Complete a function's docstring in place by shared descriptions of arguments; its own take precedence.
 
     Args:
         shared: Descriptions by argument; ``Raises`` is a section for functions without one.

@@ -1,8 +1,8 @@
 """Distillation: make the student's next-token distribution that of a teacher.
 
-:func:`distillation_loss` compares whole distributions (or the teacher's top K tokens) at every position, on data or on
-the student's own samples; :func:`on_policy_distillation_loss` needs no more than the teacher's log-prob of each sampled
-token. Mixed with cross-entropy: ``(1 - c) * cross_entropy_loss(...).loss + c * distillation_loss(...).loss``.
+:func:`distillation_loss` compares whole distributions (or the teacher's top K tokens);
+:func:`on_policy_distillation_loss` needs only the teacher's log-prob of each sampled token. Mixed with cross-entropy:
+``(1 - c) * cross_entropy_loss(...).loss + c * distillation_loss(...).loss``.
 """
 
 import math
@@ -55,35 +55,28 @@ def distillation_loss(
     ``forward_kl``: ``ℓ_t = Σ_v q log(q/p)``; ``reverse_kl``: ``ℓ_t = Σ_v p log(p/q)``; ``jsd``:
     ``ℓ_t = w Σ_v q log(q/m) + (1-w) Σ_v p log(p/m)`` with ``m = w q + (1-w) p``; then :func:`aggregate`.
 
-    Forward KL is Hinton et al. (2015, arXiv:1503.02531), reverse KL as in MiniLLM (Gu et al., 2023, arXiv:2306.08543),
-    the generalised Jensen–Shannon divergence is GKD's (Agarwal et al., 2023, arXiv:2306.13649). On samples of the
-    student each of them is on-policy distillation in GKD's sense. OpenRLHF's loss is the cross-entropy
-    ``-Σ_v q log p``: forward KL plus the entropy of the teacher, with the same gradient; and its mask is one position
-    off against its cross-entropy, while all masks here are on the next-token axis.
+    Forward KL: Hinton et al. (2015, arXiv:1503.02531). Reverse KL: MiniLLM (Gu et al., 2023, arXiv:2306.08543).
+    Generalised Jensen–Shannon divergence: GKD (Agarwal et al., 2023, arXiv:2306.13649). OpenRLHF's loss is the
+    cross-entropy ``-Σ_v q log p``, forward KL plus the teacher's entropy, with the same gradient; its mask is one
+    position off.
 
     Args:
-        student: (B, T, V) logits or log-probs (a log-softmax changes only the former), on the next-token axis.
+        student: (B, T, V) logits or log-probs on the next-token axis.
         teacher: (B, T, V) the same for the teacher, detached here; or (B, T, K) log-probs of ``teacher_ids``.
-        mask: (B, T), true where a token counts. Masked entries may hold anything, NaN included.
         divergence: One of the three, or a function of the log-probs ``(log p, log q)``, (..., V) each, to (...).
-        temperature: τ > 0 by which both logits are divided. Gradients shrink with ``1/τ²``; Hinton multiplies the
-            loss by ``τ²`` to undo it, TRL does not, nor does this.
-        teacher_weight: ``w`` of ``jsd`` in (0, 1); 0.5 in GKD and TRL. ``w → 0`` behaves like forward KL, ``w → 1``
-            like reverse KL.
+        temperature: τ > 0 by which both logits are divided. Gradients shrink with ``1/τ²``; Hinton undoes that by a
+            factor ``τ²``, TRL and this loss do not.
+        teacher_weight: ``w`` of ``jsd`` in (0, 1); 0.5 in GKD and TRL. ``w → 0``: like forward KL, 1: like reverse KL.
         top_k: Compare only the K likeliest tokens of the teacher; all V when ``None``.
-        teacher_ids: (B, T, K) token ids that ``teacher`` is given for, as inference engines return them. Distinct;
-            entries of log-prob ``-inf`` are ignored.
-        remainder: With K < V, ``bucket`` makes all other tokens one more category, which keeps the loss a true
-            divergence; ``renormalize`` compares the conditional distributions over the K tokens.
-        chunk_size: Tokens compared at a time, recomputed in backward: besides the inputs and the student's
-            gradient, memory is a few times ``chunk_size * V`` instead of ``B * T * V``. All at once when ``None``.
+        teacher_ids: (B, T, K) distinct token ids of ``teacher``; entries of log-prob ``-inf`` are ignored.
+        remainder: With K < V, ``bucket`` makes all other tokens one category, which keeps a true divergence;
+            ``renormalize`` compares the conditional distributions over the K tokens.
+        chunk_size: Tokens compared at a time, recomputed in backward: memory is a few times ``chunk_size * V`` besides
+            the inputs and the student's gradient. All at once when ``None``.
 
     Returns:
         The loss with metric ``distillation/divergence``, nats per token of this micro-batch. Tokens of probability 0
         count with a log-prob of -1e4.
-
-    Raises:
-        ValueError: If shapes do not fit, or an argument is unknown, out of range or in conflict with another.
     """
     token_loss = token_divergence(
         student,
@@ -114,14 +107,7 @@ def token_divergence(
     remainder: Remainder = "bucket",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Divergence of every token, the ``ℓ_t`` of :func:`distillation_loss`, which documents the arguments.
-
-    Returns:
-        (B, T) nats, 0 where masked.
-
-    Raises:
-        ValueError: If shapes do not fit, or an argument is unknown, out of range or in conflict with another.
-    """
+    """The ``ℓ_t`` of :func:`distillation_loss`, which has the arguments and errors: (B, T) nats, 0 where masked."""
     _check(student, teacher, mask, divergence, temperature, teacher_weight, top_k, teacher_ids, remainder, chunk_size)
     compare = divergence if callable(divergence) else _DIVERGENCES[divergence](teacher_weight)
     vocabulary = student.shape[-1]
@@ -187,23 +173,18 @@ def on_policy_distillation_loss(
     ``ℓ_t = ρ_t sg(log p(y_t) - log q(y_t))`` with ``ρ_t = exp(clamp(log p(y_t) - sg(log p_rollout(y_t)), ±20))``, then
     :func:`aggregate`.
 
-    The sampled form of the reverse KL of MiniLLM (Gu et al., 2023, arXiv:2306.08543) and GKD (arXiv:2306.13649), in the
-    discount-free per-token version of Lu and Thinking Machines Lab ("On-Policy Distillation", 2025). For clipping or a
-    trust region give :func:`on_policy_distillation_advantages` to a policy loss instead.
+    The sampled reverse KL of MiniLLM (Gu et al., 2023, arXiv:2306.08543) and GKD (arXiv:2306.13649), per token and
+    undiscounted as in Lu and Thinking Machines Lab ("On-Policy Distillation", 2025). For clipping or a trust region
+    give :func:`on_policy_distillation_advantages` to a policy loss.
 
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the student, with gradient.
         teacher_logprobs: (B, T) the same under the teacher.
-        mask: (B, T), true at sampled tokens. Masked entries may hold anything.
-        rollout_logprobs: (B, T) under the policy that sampled; ``logprobs`` itself when ``None`` (ρ = 1: the first
-            update after sampling).
+        rollout_logprobs: (B, T) under the policy that sampled; ``logprobs`` itself when ``None`` (ρ = 1).
         log_ratio_clamp: Limit of the log-ratio in nats, beyond which the gradient is 0; no limit when ``None``.
 
     Returns:
         The loss with metric ``distillation/reverse_kl``, the mean of ``log p - log q`` (nats per token).
-
-    Raises:
-        ValueError: If the shapes differ or the clamp is not positive.
     """
     check_same_shape(rollout_logprobs=rollout_logprobs, logprobs=logprobs)
     if log_ratio_clamp is not None and not log_ratio_clamp > 0.0:

@@ -1,9 +1,8 @@
 """Importance sampling between the trainer's policy and the engine's that sampled.
 
-The same weights give other log-probs in an inference engine than in the trainer (other kernels, other precision), and
-in an asynchronous run the engine's weights are older. :func:`importance_weights` covers what is published as TIS,
-IcePop, MIS and others: a *level* at which the ratio is taken and a *mode* of bounding it. Its weights are the
-``weights`` of any policy loss; :func:`mismatch_metrics` says whether they are needed.
+Engine and trainer give different log-probs for the same weights (kernels, precision), and asynchronous engines have
+older weights. :func:`importance_weights` covers TIS, IcePop, MIS and others by the *level* of the ratio and the *mode*
+of its bounds, for the ``weights`` of any policy loss; :func:`mismatch_metrics` says whether they are needed.
 """
 
 import math
@@ -85,26 +84,18 @@ def importance_weights(
 ) -> CorrectionOutput:
     """Bounded importance weights from the policy that sampled to the trainer's.
 
-    ``r_t = exp(log π_old(y_t) - log μ(y_t))``; by level ``w_t = r_t``, ``Π_t r_t`` or ``(Π_t r_t)^(1/n)``. Then by mode
-
-    ============  ===========================================================
-    ``truncate``  ``min(w, high)``; ``low`` has no meaning
-    ``clip``      ``clip(w, low, high)``
-    ``mask``      ``w`` where ``low ≤ w ≤ high``, else 0
-    ``none``      ``w``
-    ============  ===========================================================
-
-    and, independent of it, 0 where the ratio at ``reject_level`` lies outside ``[reject_low, reject_high]``.
+    ``r_t = exp(log π_old(y_t) - log μ(y_t))``; by level ``w_t = r_t``, ``Π_t r_t`` or ``(Π_t r_t)^(1/n)``; by mode
+    ``truncate``: ``min(w, high)``, ``clip``: ``clip(w, low, high)``, ``mask``: ``w`` where ``low ≤ w ≤ high``, else 0,
+    or ``none``: ``w``; and 0 where the ratio at ``reject_level`` lies outside ``[reject_low, reject_high]``.
 
     Published combinations are in :data:`CORRECTION_PRESETS`. The default is truncated importance sampling (Yao et al.,
-    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025) with verl's cap. TRL's ``sequence``
-    is the product, as here; read as a mean it would be ``geometric``.
+    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025) with verl's cap. ``sequence`` is the
+    product, as in TRL.
 
     Args:
         logprobs: (B, T) the trainer's log-probs before the iteration (``old_logprobs``); detached here.
-        rollout_logprobs: (B, T) the engine's, at the same temperature and before truncation (top-p and the like), as
-            those of the trainer are. NaN stands for one the engine did not give: such a token has ratio 1 and enters
-            no metric.
+        rollout_logprobs: (B, T) the engine's, at the same temperature and before truncation (top-p and the like). Where
+            NaN (not given), the ratio is 1 and the token enters no metric.
         mask: (B, T), true where a token counts. Masked entries may hold anything.
         level: ``token``, ``sequence`` or ``geometric``.
         mode: ``truncate``, ``clip``, ``mask`` or ``none``.
@@ -113,7 +104,7 @@ def importance_weights(
         reject_level: Level of the second test; no such test when ``None``.
         reject_low: Its lower bound.
         reject_high: Its upper bound.
-        log_ratio_clamp: Limit in nats of the log-ratio at every level, so that the exponential stays finite.
+        log_ratio_clamp: Limit in nats of the log-ratio at every level.
 
     Returns:
         Weights, the mask of what was kept, and metrics under verl's names: ``rollout_corr/is_mean``, ``is_max``,
@@ -170,10 +161,9 @@ def rejection_mask(
     ``e^x``), ``x²/2`` (k2) or ``e^x - 1 - x`` (k3); kept where its value, its mean, sum or maximum over the sequence is
     within bounds.
 
-    verl's rollout rejection sampling (``token_k1``, ``seq_mean_k3`` …), except that the bounds of k1 are here those of
-    trainer over engine, as in the rest of this file, and in verl those of engine over trainer: verl's
-    ``rollout_rs_threshold="0.8_1.5"`` is ``low=1/1.5, high=1/0.8``. Sequence maxima are those of trust region masking
-    (Li et al., 2025, arXiv:2512.23075).
+    verl's rollout rejection sampling (``token_k1``, ``seq_mean_k3`` …), except that verl's bounds of k1 are those of
+    engine over trainer: ``rollout_rs_threshold="0.8_1.5"`` is ``low=1/1.5, high=1/0.8`` here. Sequence maxima: trust
+    region masking (Li et al., 2025, arXiv:2512.23075).
 
     Args:
         logprobs: (B, T) the trainer's; detached here.
@@ -225,9 +215,8 @@ def off_policy_sequence_mask(
 
     ``A_i ≥ 0 or mean_t (log μ(y_t) - log π(y_t)) ≤ threshold``
 
-    DeepSeek-V3.2 (2025, arXiv:2512.02556); TRL's ``off_policy_mask_threshold``, slime's OPSM: negative examples that
-    are far off-policy destabilise training. As the ``mask`` of a loss the result shrinks the local token count; as
-    ``weights`` (``.float()``) it leaves all counts unchanged, as in TRL.
+    DeepSeek-V3.2 (2025, arXiv:2512.02556); TRL's ``off_policy_mask_threshold``, slime's OPSM. As the ``mask`` of a loss
+    the result shrinks the local token count; as ``weights`` (``.float()``) it leaves all counts unchanged, as in TRL.
 
     Args:
         advantages: (B,), (B, 1) or (B, T).

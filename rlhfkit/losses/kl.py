@@ -42,26 +42,24 @@ def kl_estimate(
     ==========  =======================  ============  ==========================================================
     estimator   value                    as a value    its gradient, when it is added to a loss
     ==========  =======================  ============  ==========================================================
-    ``k1``      ``d``                    unbiased      has mean 0: no use in a loss; the one for KL in the reward
+    ``k1``      ``d``                    unbiased      has mean 0: for the reward, not for a loss
     ``k2``      ``d² / 2``               biased        unbiased for the gradient of the KL, on-policy
     ``k3``      ``e^(-d) - 1 + d``       unbiased, ≥0  that of the forward KL ``KL(ref || π)``, on-policy
     ==========  =======================  ============  ==========================================================
 
-    Multiplied by the importance weight ``ρ_t`` if given. ``k3`` is GRPO's (Shao et al., 2024, arXiv:2402.03300,
-    equation 4), and TRL's; OpenRLHF's default is ``k1``, for the penalty in the reward. With ``ρ = π/π_old`` *with* its
-    gradient, ``k3`` has the gradient of the true KL and holds off-policy (DeepSeek-V3.2, 2025, arXiv:2512.02556;
-    TRL 1.16's default).
+    ``k3`` is GRPO's (Shao et al., 2024, arXiv:2402.03300, equation 4) and TRL's; OpenRLHF's default is ``k1``, in the
+    reward. Times ``ρ = π/π_old`` *with* its gradient, ``k3`` has the gradient of the true KL, also off-policy
+    (DeepSeek-V3.2, 2025, arXiv:2512.02556; TRL 1.16's default).
 
-    OpenRLHF always clamps the estimate to ±10, here it is an option: a clamp removes the gradient where the policy has
-    drifted farthest. In ``k3`` ``d`` is at least -80 nats, the last round number whose exponential float32 can hold;
-    below that the estimate is constant and has no gradient.
+    In ``k3`` ``d`` is at least -80 nats, the last round number whose exponential float32 can hold; below that the
+    estimate is constant and has no gradient.
 
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
         ref_logprobs: (B, T) under the reference, detached here.
         estimator: ``k1``, ``k2`` or ``k3``.
-        clamp: Limit in nats > 0: the estimate is clamped to ``[-clamp, clamp]`` (before the weight). Off by default;
-            10 in OpenRLHF and verl.
+        clamp: Limit of the estimate in nats > 0, before the weight; beyond it there is no gradient. Off by default; 10
+            in OpenRLHF and verl.
         importance_weight: (B, T) ratio ``π/π_behaviour`` to multiply by; not detached.
         mask: (B, T); entries outside become 0 in value and gradient and may hold anything. All count when ``None``.
 
@@ -118,10 +116,8 @@ def kl_loss(
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
         ref_logprobs: (B, T) under the reference, detached here.
-        mask: (B, T), true where a token counts. Masked entries may hold anything.
         coef: ``β`` ≥ 0. With 0 the KL is measured and has no gradient.
-        estimator: ``k1``, ``k2`` or ``k3``. The gradient of ``k1`` has mean 0 unless weighted, see
-            :func:`kl_estimate`.
+        estimator: ``k1`` (whose gradient has mean 0 unless weighted), ``k2`` or ``k3``.
         clamp: Limit of the estimate in nats; off by default.
         importance_weight: (B, T) ratio ``π/π_behaviour`` to multiply by; not detached.
 

@@ -1,8 +1,8 @@
 """``Metric``: a scalar to be logged that knows how to reduce over micro-batches, optimizer steps and ranks.
 
-A plain tensor among ``LossOutput.metrics`` is a mean over what the loss counts (tokens or pairs). Anything else (a
-maximum, a perplexity, a sum) is made by a function of this file. Inside ``torch.compile`` these return plain tensors,
-which reduce as means. K are the numbers that a metric is computed from.
+A plain tensor among ``LossOutput.metrics`` is a mean over what the loss counts. Anything else (a maximum, a perplexity,
+a sum) is made by a function of this file; inside ``torch.compile`` these return plain tensors, which reduce as means.
+K are the numbers that a metric is computed from.
 """
 
 import math
@@ -20,9 +20,7 @@ Combination = Literal["sum", "max", "min"]
 
 
 class Metric(Tensor):
-    """A detached scalar that keeps the state it was computed from; a subclass of Tensor like ``nn.Parameter``.
-
-    Arithmetic with it gives plain tensors.
+    """A detached scalar with the state it was computed from; a subclass of Tensor whose arithmetic gives plain tensors.
 
     Args:
         state: (K,) sums, or one extreme value, of this part of the data.
@@ -93,8 +91,8 @@ def weighted_metric(value: Tensor | float, weight: Tensor | float) -> Tensor:
 
     Args:
         value: Scalar; may be anything where the weight is 0.
-        weight: Scalar, number of items that it is the mean of (tokens, pairs). Give 1 for a share of the loss, as every
-            loss with the ``denominator`` of its optimizer step is: then micro-batches have equal weight.
+        weight: Scalar, number of items (tokens, pairs) in the mean. 1 for a share of a loss that has the
+            ``denominator`` of its optimizer step: micro-batches then have equal weight.
     """
     value, weight = torch.as_tensor(value), torch.as_tensor(weight)
     value = full_precision(value.detach())

@@ -1,8 +1,7 @@
 """Supervised losses on token log-probs: cross-entropy with label smoothing and z-loss, and dynamic fine-tuning (DFT).
 
-They take the log-prob of the label at every position, (B, T) on the next-token axis, as
-:func:`rlhfkit.losses.linear_logprobs` computes it without the (B, T, V) logits; smoothing and z-loss take one more
-(B, T) tensor each.
+They take the log-prob of each label, (B, T) on the next-token axis, from :func:`rlhfkit.losses.linear_logprobs`;
+smoothing and z-loss take one more (B, T) tensor each.
 """
 
 import torch
@@ -38,14 +37,13 @@ def cross_entropy_loss(
 
     ``l_t = -(1 - ε) log p(y_t) - ε mean_v log p(v) + ζ (log Z_t)²``, then :func:`aggregate`.
 
-    ``ε`` is the label smoothing of Szegedy et al. (2015, arXiv:1512.00567), with the uniform distribution over all V
-    tokens as :func:`torch.nn.functional.cross_entropy` has it; ``ζ`` weights PaLM's z-loss (Chowdhery et al., 2022,
-    arXiv:2204.02311, section 5), which keeps the log of the softmax normaliser ``log Z = logsumexp(logits)`` near 0.
+    ``ε``: label smoothing, Szegedy et al. (2015, arXiv:1512.00567), uniform over all V tokens as in
+    :func:`torch.nn.functional.cross_entropy`. ``ζ``: z-loss of PaLM (Chowdhery et al., 2022, arXiv:2204.02311, section
+    5), which keeps ``log Z = logsumexp(logits)`` near 0.
 
     Args:
         logprobs: (B, T) log-probs of the labels, ``logprobs[:, t]`` belongs to token ``t + 1``. Masked entries may hold
             anything, NaN included.
-        mask: (B, T), true where a token is trained.
         aggregation: How the token losses become one number; ``token-mean`` as in TRL, OpenRLHF and Transformers.
         label_smoothing: ε in [0, 1); 0 in all peers. Needs ``mean_logprobs``.
         mean_logprobs: (B, T) mean over the vocabulary of the log-probs, ``log_softmax(logits).mean(-1)``.
@@ -55,9 +53,6 @@ def cross_entropy_loss(
     Returns:
         The loss with metrics ``sft/nll`` (nats per trained token), ``sft/perplexity`` (its exponential) and, when asked
         for, ``sft/z_loss`` (before ζ).
-
-    Raises:
-        ValueError: If shapes differ, an argument is out of range, or one is given without the tensor it needs.
     """
     check_same_shape(logprobs=logprobs, mask=mask, mean_logprobs=mean_logprobs, log_normalizer=log_normalizer)
     if not 0.0 <= label_smoothing < 1.0:
@@ -94,17 +89,14 @@ def dft_loss(
     ``l_t = -sg(p(y_t)) log p(y_t)``, then :func:`aggregate`; ``sg`` stops the gradient.
 
     Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification" (2025,
-    arXiv:2508.05629). The weight cancels the ``1 / p`` in the gradient of cross-entropy, so that unlikely labels do not
-    dominate.
+    arXiv:2508.05629). The weight cancels the ``1 / p`` in the gradient of unlikely labels.
 
     Args:
-        logprobs: (B, T) log-probs of the labels on the next-token axis. Masked entries may hold anything.
-        mask: (B, T), true where a token is trained.
+        logprobs: (B, T) log-probs of the labels on the next-token axis.
         aggregation: How the token losses become one number; ``token-mean`` as in the paper's code and TRL.
 
     Returns:
-        The loss with metrics ``sft/nll`` and ``sft/perplexity`` of the unweighted cross-entropy, comparable with
-        :func:`cross_entropy_loss`.
+        The loss with metrics ``sft/nll`` and ``sft/perplexity`` of the unweighted cross-entropy.
     """
     check_same_shape(logprobs=logprobs, mask=mask)
     negative = -select(full_precision(logprobs), mask)

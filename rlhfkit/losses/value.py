@@ -34,15 +34,13 @@ def value_loss(
     ``ℓ_t = ½ max((V_t - R_t)², (V_old,t + clip(V_t - V_old,t, ±ε) - R_t)²)``, then :func:`aggregate`.
 
     Schulman et al. (2016, arXiv:1506.02438) regress without a clip; the clip is that of the PPO code and InstructGPT.
-    ``ε`` is in units of the return: 0.5 in OpenRLHF and verl, 0.2 in TRL.
 
     Args:
         values: (B, T) the critic's, with gradient. ``values[:, t]`` is the state in which token t+1 is chosen.
-        old_values: (B, T) the critic's before the iteration, detached here; ``None`` in its first update, where the
-            clip has no effect.
+        old_values: (B, T) the critic's before the iteration, detached here; ``None`` in its first update (no clip).
         returns: (B, T) targets, detached here.
         mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
-        clip: ``ε`` > 0, or ``None`` for plain regression.
+        clip: ``ε`` > 0 in units of the return, 0.5 in OpenRLHF and verl, 0.2 in TRL; ``None``: plain regression.
 
     Returns:
         The loss with metrics ``value/clip_fraction`` (tokens whose clipped error is the larger), ``value/mean``,

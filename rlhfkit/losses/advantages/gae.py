@@ -1,9 +1,8 @@
 """Returns and advantages per token, from per-token rewards: GAE with a critic, REINFORCE++ without.
 
-Rewards per token (B, T) come from :mod:`rlhfkit.losses.advantages.rewards`. ``mask`` is true on tokens that the policy
-chose. Tokens of the environment between them (tool results, user turns) are no steps: every recursion here skips them,
-as if the actions were adjacent. OpenRLHF steps through them, which assumes a value of 0 for tool output and discounts
-by its length. Rewards outside the mask are ignored.
+Rewards per token (B, T) come from :mod:`rlhfkit.losses.advantages.rewards`; outside the mask they are ignored. Tokens
+of the environment (tool results, user turns) are no steps: every recursion skips them, as if the actions were adjacent.
+OpenRLHF steps through them, with value 0 and discounting by their number.
 """
 
 import torch
@@ -31,17 +30,15 @@ def gae(
     the sequence, and ``V_{t'} = 0`` after the last one.
 
     Schulman et al. (2016, arXiv:1506.02438, equation 16). ``γ = 1`` in all peers; ``λ`` is 0.95 in TRL and in the
-    paper, 1 in OpenRLHF and verl. With ``λ = 1`` the returns do not depend on the values (VAPO uses that for the critic
-    and :func:`length_adaptive_lambda` for the policy: two calls). Whiten the advantages with :func:`whiten` afterwards.
-
-    Computed by doubling, in ``log2(T)`` vectorised steps instead of T.
+    paper, 1 in OpenRLHF and verl, where returns do not depend on the values (VAPO: 1 for the critic,
+    :func:`length_adaptive_lambda` for the policy, in two calls). Whiten with :func:`whiten` afterwards. Computed in
+    ``log2(T)`` vectorised steps.
 
     Args:
         rewards: (B, T) per token.
         values: (B, T) the critic's before the iteration; ``values[:, t]`` is the state in which token t+1 is chosen.
         lam: ``λ`` in [0, 1], or (B,) one per sequence.
-        last_values: (B,) value of the state after the last action, for answers cut off by the length limit; 0 when
-            ``None``.
+        last_values: (B,) value of the state after the last action of truncated answers; 0 when ``None``.
 
     Returns:
         Advantages and returns, (B, T) detached, in at least float32; 0 outside the mask.
@@ -130,8 +127,7 @@ def reinforce_advantages(
 
     Args:
         rewards: (B, T) per token.
-        moments: (3,) sum over ranks of ``masked_moments(discounted_returns(...), mask)`` when the batch is spread over
-            ranks; of this batch when ``None``.
+        moments: (3,) sum over ranks of ``masked_moments(discounted_returns(...), mask)``; this batch's when ``None``.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.
@@ -160,8 +156,7 @@ def reinforce_baseline_advantages(
 
     Args:
         rewards: (B,), NaN where missing: such a row has reward 0 after the baseline.
-        moments: (3,) sum over ranks of the moments of the returns when the batch is spread over ranks; of this batch
-            when ``None``.
+        moments: (3,) sum over ranks of the moments of the returns; of this batch when ``None``.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.

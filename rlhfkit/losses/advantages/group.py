@@ -1,9 +1,7 @@
 """Advantages of whole sequences from the rewards of the other samples of the same prompt, without a critic.
 
-One reward per sequence (B,) in, one advantage per sequence (B,) out, which all tokens of the sequence share. Rows of a
-group need not be adjacent, and groups may have any size, but every row of a group must be in the batch. A reward of NaN
-is missing: it enters no statistic, and its advantage is 0. A group of equal rewards has advantage exactly 0 with every
-estimator. All results are detached.
+Rewards (B,) in, detached advantages (B,) out. Rows of a group need not be adjacent, but must all be in the batch. A NaN
+reward is missing: it enters no statistic, and its advantage is 0. A group of equal rewards has advantage exactly 0.
 
 No host sync and no dynamic shapes, ``O(B log B)``. Sums run in float64 where the device has it, so that the order of
 rows does not matter.
@@ -30,20 +28,17 @@ def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = 
     rewards; ``scale="none"``: ``A_i = r_i - mean(r_group)``.
 
     Shao et al. (2024, arXiv:2402.03300, section 4.1.2); without the division Dr.GRPO (Liu et al., 2025,
-    arXiv:2503.20783); by the batch's deviation Liu et al. ("Tricks or Traps", 2025, arXiv:2508.08221). TRL, verl and
-    OpenRLHF differ only in ``ε``: 1e-4, 1e-6 and 1e-9. A group of equal rewards gets exactly 0; elsewhere the rounding
-    error of the mean is divided by ``ε`` (OpenRLHF: -7.45 for eight rewards of 0.1).
+    arXiv:2503.20783); by the batch's deviation Liu et al. ("Tricks or Traps", 2025, arXiv:2508.08221). Equal rewards
+    give exactly 0, where peers divide the rounding error of the mean by ``ε`` (OpenRLHF: -7.45 for eight rewards of
+    0.1).
 
     Args:
         rewards: (B,), NaN where missing. The whole batch: every row of a group must be in it.
         scale: ``group``, ``batch`` or ``none``.
-        eps: ``ε`` added to the standard deviation; TRL's 1e-4.
+        eps: ``ε``; 1e-4 in TRL, 1e-6 in verl, 1e-9 in OpenRLHF.
 
     Returns:
         (B,) in at least float32; 0 for missing rewards and for groups with fewer than two.
-
-    Raises:
-        ValueError: If shapes are not (B,), ``scale`` is unknown or ``eps`` is negative.
     """
     if scale not in get_args(AdvantageScale):
         raise ValueError(f"scale must be one of {', '.join(get_args(AdvantageScale))}, got {scale!r}")
@@ -63,12 +58,11 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
     ``A_i = r_i - Σ_{j ≠ i} r_j / (n - 1)``
 
-    REINFORCE leave-one-out, Kool et al. (2019), Ahmadian et al. (2024, arXiv:2402.14740). With a KL penalty in the
-    reward subtract it first: ``rewards - β (kl * mask).sum(-1)``. TRL's ``normalize_advantages`` is
-    :func:`normalize_advantages` afterwards.
+    REINFORCE leave-one-out, Kool et al. (2019), Ahmadian et al. (2024, arXiv:2402.14740). Subtract a KL penalty in the
+    reward first: ``rewards - β (kl * mask).sum(-1)``.
 
     Args:
-        rewards: (B,), NaN where missing: the others are averaged over those that are there.
+        rewards: (B,), NaN where missing, which the others' mean leaves out.
 
     Returns:
         (B,) in at least float32; 0 for missing rewards and for groups with fewer than two.
@@ -84,9 +78,9 @@ def gpg_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
     ``A_i = B / (B - M) (r_i - mean(r_group))`` with M of the B samples in groups whose rewards are all equal.
 
-    Chu et al. (GPG, 2025, arXiv:2504.02546): groups of equal rewards have no gradient but count in the mean over the
-    batch, which the factor corrects. With dynamic sampling, which rejects such groups, it is 1. The paper's batch is
-    that of an optimizer step, this one is what is given, an iteration in :class:`rlhfkit.GRPOModule`.
+    Chu et al. (GPG, 2025, arXiv:2504.02546). The factor corrects for groups without gradient in the mean over the
+    batch. The paper's batch is that of an optimizer step, this one that given, an iteration in
+    :class:`rlhfkit.GRPOModule`.
 
     Args:
         rewards: (B,), NaN where missing; such samples are counted neither in B nor in M.
@@ -105,8 +99,7 @@ def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
 
     ``A_i = r_i - Σ_j l_j r_j / Σ_j l_j``
 
-    On-policy optimal baseline, Hao et al. (2025, arXiv:2505.23585), under the assumption that the squared
-    gradient of a sequence grows with its length.
+    On-policy optimal baseline, Hao et al. (2025, arXiv:2505.23585), for squared gradients that grow with the length.
 
     Args:
         lengths: (B,) tokens of each answer.
@@ -161,8 +154,7 @@ def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool 
 
     ``A_best = (r_(1) - r_(2)) / (std(r_group) + ε)``, all others 0; all 0 when two share the best reward.
 
-    The gradient of the expected maximum (pass@n with n the group size), Tang et al. (2025, arXiv:2503.19595); verl's
-    ``grpo_passk``.
+    The gradient of the expected maximum, pass@n, Tang et al. (2025, arXiv:2503.19595); verl's ``grpo_passk``.
 
     Args:
         normalize: Divide by the standard deviation, as verl's default.
@@ -188,8 +180,8 @@ def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
     With n samples of which ``w`` wrong, ``F = C(w, k) / C(n, k)`` (all of k fail) and ``σ = sqrt(F (1 - F))``:
     right ``A = F / σ``, wrong ``A = (F - C(w-1, k-1) / C(n-1, k-1)) / σ``.
 
-    Pass@k training, Chen et al. (2025, arXiv:2508.10751, the analytical form): the mean advantage of a sample
-    over all groups of k that contain it. With ``k=1`` GRPO's with the biased deviation and ``ε = 0``.
+    Pass@k training, Chen et al. (2025, arXiv:2508.10751): the mean advantage over all groups of k that contain the
+    sample. With ``k=1`` it is GRPO's with the biased deviation and ``ε = 0``.
 
     Args:
         rewards: (B,), NaN where missing; right is more than 0.
@@ -197,9 +189,6 @@ def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
 
     Returns:
         (B,) in at least float32; 0 where all groups of k succeed or all fail, and for groups of fewer than k.
-
-    Raises:
-        ValueError: If shapes are not (B,) or k is less than 1.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
@@ -231,9 +220,6 @@ def normalize_advantages(
 
     Returns:
         (B,) in at least float32.
-
-    Raises:
-        ValueError: If shapes differ or ``eps`` is negative.
     """
     _check_eps(eps)
     check_same_shape(advantages=advantages, mask=mask)
@@ -269,12 +255,12 @@ def _log_choose(total: Tensor, chosen: int) -> Tensor:
 
 
 class Groups(NamedTuple):
-    """Rows by group, without dynamic shapes: group sums are scattered into B slots, some of which stay empty.
+    """Rows by group without dynamic shapes: group sums are scattered into B slots, some of which stay empty.
 
     Attributes:
         slot: (B,) int64, equal within a group.
         present: (B,) bool: the reward is not NaN.
-        rewards: (B,) float64 where the device has it, 0 where missing. In float64 the order of rows has no effect.
+        rewards: (B,) float64 where the device has it, so that the order of rows has no effect; 0 where missing.
     """
 
     slot: Tensor

@@ -1,8 +1,8 @@
 """Reward shaping: penalties, clipping, normalisation, and rewards per token.
 
-The usual order, OpenRLHF's: penalties on the raw reward (:func:`overlong_penalty`, then :func:`stop_properly_penalty`
-or :func:`missing_eos_penalty`), baseline (:mod:`rlhfkit.losses.advantages.group`), :func:`clip_rewards`, then
-:func:`token_rewards`, which puts the reward on the last action (or where it was earned) and subtracts the KL penalty.
+The usual order, OpenRLHF's: :func:`overlong_penalty`, then :func:`stop_properly_penalty` or
+:func:`missing_eos_penalty`, baseline (:mod:`rlhfkit.losses.advantages.group`), :func:`clip_rewards`,
+:func:`token_rewards`.
 """
 
 from collections.abc import Sequence
@@ -36,15 +36,14 @@ def token_rewards(
 
     ``r_t = e_t + 1[t is the last action] (r - Σ_s e_s) - β kl_t``
 
-    ``e_t`` is what the action and the environment's tokens after it earned, 0 without ``earned``; without the penalty
-    the rewards of a sequence sum to ``r`` wherever they were earned.
-
-    InstructGPT, Ouyang et al. (2022, arXiv:2203.02155, equation 2); the estimator there, and OpenRLHF's default, is k1.
+    ``e_t``: earned by the action and the environment's tokens after it, 0 without ``earned``. Without the penalty the
+    rewards of a sequence sum to ``r``. InstructGPT, Ouyang et al. (2022, arXiv:2203.02155, equation 2), with k1,
+    OpenRLHF's default.
 
     Args:
         rewards: (B,); NaN, a missing one, counts as 0.
-        earned: (B, T), the part of ``rewards`` that each token earned, detached here. What the environment's tokens
-            earned goes to the action before them; before the first action it goes to the last.
+        earned: (B, T), the part of ``rewards`` that each token earned, detached here. The environment's tokens add to
+            the action before them, or to the last action if there is none.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.
@@ -129,7 +128,7 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) ->
     ``coef`` in [0, 1]: a positive reward is multiplied by it; ``coef < 0``: the reward becomes ``coef``.
 
     Hu et al. (ProRL v2, 2025) as OpenRLHF's ``stop_properly_penalty_coef``, which multiplies negative rewards too and
-    so *improves* them; here they stay as they are.
+    so *improves* them; they stay the same here.
 
     Args:
         rewards: (B,), NaN where missing, which stays.
@@ -178,8 +177,8 @@ def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 
 class RewardMoments(NamedTuple):
     """Count, mean and sum of squared deviations of all rewards seen.
 
-    Start with ``RewardMoments.zero()``, then ``moments = moments.update(rewards)`` with each batch (the rewards of all
-    ranks), then ``normalize_rewards(rewards, moments.mean, moments.std)``.
+    Start with ``RewardMoments.zero()``, ``update`` it with the rewards of all ranks of each batch, then call
+    ``normalize_rewards(rewards, moments.mean, moments.std)``.
     """
 
     seen: Tensor
@@ -229,13 +228,13 @@ def normalize_rewards(
 
     ``(r - mean) / max(std, ε)``, without ``- mean`` unless ``shift_mean``.
 
-    OpenRLHF stores mean and deviation of a reward model's evaluation rewards in its config and uses them so.
+    OpenRLHF so uses mean and deviation of a reward model's evaluation rewards, stored in its config.
 
     Args:
         rewards: Any shape; missing ones (NaN) stay missing.
         mean: Number or scalar, e.g. ``RewardMoments.mean``.
         std: Number or scalar, e.g. ``RewardMoments.std``.
-        shift_mean: Subtract the mean; a critic absorbs it, and the sign of the reward changes with it.
+        shift_mean: Subtract the mean, which changes the sign of rewards; a critic absorbs it.
         eps: Floor of the deviation; OpenRLHF's 1e-8.
 
     Returns:

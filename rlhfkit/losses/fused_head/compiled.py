@@ -1,9 +1,8 @@
 """``CompiledTiles``: tiles of logits on CUDA, with the arithmetic between two matrix products as one compiled kernel.
 
-On a GPU, passes over a tile in memory would take longer than the matrix products. Here statistics and gradient are
-functions without side effects, which ``torch.compile`` turns into Triton kernels that read the tile once or twice and
-write it once. Without Triton the in-place functions of :mod:`rlhfkit.losses.fused_head.tiles`, which has the formulas,
-do the same work.
+On a GPU, passes over a tile in memory would take longer than the matrix products. ``torch.compile`` turns the functions
+here, which have no side effects, into Triton kernels that read a tile once or twice and write it once. Without Triton
+the in-place functions of :mod:`rlhfkit.losses.fused_head.tiles`, which has the formulas, are used.
 """
 
 import functools
@@ -58,13 +57,10 @@ def tile_statistics(
     softcap: float | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The running statistics after a tile: ``tiles.accumulate`` without side effects.
+    """The new peak, total, chosen and weighted (n,) after a tile: ``tiles.accumulate`` without side effects.
 
-    ``raw`` are (n, W) raw logits, ``targets`` (n,) targets minus the tile's first vocabulary entry, the next four (n,)
-    the statistics of ``RunningSoftmax``, the last three those of ``LogitTransform``.
-
-    Returns:
-        The new peak, total, chosen and weighted.
+    ``raw`` are (n, W) raw logits, ``targets`` (n,) targets minus the tile's first vocabulary entry; the others are
+    fields of ``RunningSoftmax`` and ``LogitTransform``.
     """
     logits, _ = _logits(raw, peak.dtype, logit_scale, softcap, temperature)
     match = _match(targets, raw.shape[1])
@@ -93,13 +89,10 @@ def tile_gradient(
     softcap: float | None,
     temperature: float,
 ) -> Tensor:
-    """Gradient with respect to the raw logits: ``tiles.tile_gradient`` without side effects.
+    """Gradient (n, W) with respect to the raw logits, in their dtype: ``tiles.tile_gradient`` without side effects.
 
-    ``raw`` are (n, W) raw logits, ``targets`` (n,) targets minus the tile's first vocabulary entry, the next four (n,)
-    the fields of ``OutputGradient``, the last three those of ``LogitTransform``.
-
-    Returns:
-        (n, W) in the dtype of ``raw``.
+    ``raw`` are (n, W) raw logits, ``targets`` (n,) targets minus the tile's first vocabulary entry; the others are
+    fields of ``OutputGradient`` and ``LogitTransform``.
     """
     logits, slope = _logits(raw, log_normalizer.dtype, logit_scale, softcap, temperature)
     logp = (logits - log_normalizer[:, None]).clamp(min=NEGLIGIBLE)

@@ -1,13 +1,11 @@
 """Log-probs and entropy of target tokens, from hidden states or from logits, without an (N, V) matrix of their own.
 
-:func:`linear_logprobs` is the language-model head and the log-softmax in one: it goes over the vocabulary in tiles,
-keeps running softmax statistics per token, and recomputes the tiles in backward. Besides its outputs it holds one tile
-(tens of megabytes) instead of several (N, V) matrices, at the price of one more matrix product: 4 instead of 3.
-:func:`logits_logprobs` is the same for logits that exist anyway.
+:func:`linear_logprobs` goes over the vocabulary in tiles, keeps running softmax statistics per token, and recomputes
+the tiles in backward: one tile (tens of megabytes) in memory instead of several (N, V) matrices, for 4 matrix products
+instead of 3. :func:`logits_logprobs` is the same for logits that exist anyway.
 
-Tiles split the *vocabulary*, not the tokens: each slice of the weight's gradient is then finished in one matrix product
-over all tokens, so no float32 copy of a bfloat16 weight gradient is needed. N are tokens, H the hidden size, V the
-vocabulary.
+Tiles split the *vocabulary*: each slice of the weight's gradient is finished in one matrix product over all tokens, so
+no float32 copy of a bfloat16 weight gradient is needed. N are tokens, H the hidden size, V the vocabulary.
 """
 
 import importlib.util
@@ -67,18 +65,15 @@ def linear_logprobs(
     ``logits = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, ``logprob = logits[target] - log Z``,
     ``entropy = log Z - sum_v p_v logits_v``. Both have gradients, with respect to hidden, weight and bias.
 
-    Matrix products run in the dtype of autocast when it is on, as ``torch.nn.functional.linear`` does, so
-    that the log-probs match those of an ordinary model forward; otherwise in the wider of the dtypes of ``hidden`` and
-    ``weight`` (a float32 head on bfloat16 hidden states is computed in float32). Softmax statistics are at least
-    float32.
+    Matrix products run in the dtype of autocast when it is on, as in ``torch.nn.functional.linear``; otherwise in the
+    wider of the dtypes of ``hidden`` and ``weight``. Softmax statistics are at least float32.
 
-    The weight itself is saved for backward, no copy or view of it: partitioning engines (DeepSpeed ZeRO-3) may release
-    its data after forward and gather it again before backward.
+    The weight itself is saved for backward, no copy or view: DeepSpeed ZeRO-3 may release its data after forward and
+    gather it again before backward.
 
     Args:
         entropy: Also compute the entropy, with gradient.
-        chunk: Vocabulary entries per tile; chosen by the size of a tile when ``None``. Changes memory and speed, not
-            the result.
+        chunk: Vocabulary entries per tile, which does not change the result; chosen by the tile's size when ``None``.
 
     Returns:
         Log-probs and entropy of the shape of ``targets``.
@@ -105,8 +100,8 @@ def logits_logprobs(
 ) -> LogprobsOutput:
     """Log-probs (and entropy) of target tokens from logits that exist anyway.
 
-    ``logprob = (logits / temperature)[target] - log Z``. Besides the logits and their gradient no (..., V) tensor
-    is held (a view that is not contiguous, such as ``logits[:, :-1]``, is copied first).
+    ``logprob = (logits / temperature)[target] - log Z``. No other (..., V) tensor is held than the logits and their
+    gradient; logits that are not contiguous (``logits[:, :-1]``) are copied first.
 
     Args:
         logits: (..., V) before the temperature.
@@ -116,8 +111,8 @@ def logits_logprobs(
         Log-probs and entropy of the shape of ``targets``, float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: If shapes or dtypes do not fit, ``temperature`` is not a finite number above 0, or a target is
-            not in [0, V), which is checked on CPU only.
+        ValueError: If shapes or dtypes do not fit, ``temperature`` is not a finite number above 0, or a target is not
+            in [0, V), which is checked on CPU only.
     """
     transform = LogitTransform(temperature)
     if not logits.is_floating_point():

@@ -1,12 +1,11 @@
 """Losses whose gradient with respect to the log-probs is known before the head runs: one pass, 3 matrix products.
 
-:func:`rlhfkit.losses.linear_logprobs` has to recompute the logits in backward (4 matrix products), because the gradient
-with respect to a log-prob is unknown while its logits exist. It is known in two cases: supervised fine-tuning, where
-``d loss / d logprob = -1 / tokens``, and the first on-policy update of a policy gradient with token-level aggregation
-and no KL term in the loss, where the importance ratio is 1 and ``d loss / d logprob = -advantage / tokens``. Then the
-gradients of hidden, weight and bias are computed together with the logits of a block of tokens, and backward only
-scales them. The price: the weight gradient exists from forward on, and one block of tokens keeps all its V logits.
-N are tokens, H the hidden size, V the vocabulary.
+It is known in supervised fine-tuning, ``d loss / d logprob = -1 / tokens``, and in the first on-policy update of a
+policy gradient with token-level aggregation and no KL term, ``d loss / d logprob = -advantage / tokens`` (ratio 1).
+Gradients of hidden, weight and bias are then computed together with the logits of a block of tokens, and backward only
+scales them; :func:`rlhfkit.losses.linear_logprobs` recomputes the logits in backward (4 matrix products). The weight
+gradient exists from forward on, and one block of tokens keeps all its V logits. N are tokens, H the hidden size, V the
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -66,7 +65,7 @@ def linear_cross_entropy(
 ) -> SinglePassOutput:
     """Token cross-entropy of a language-model head, with all gradients computed in forward.
 
-    ``loss = -sum_masked logprob / denominator``; the logits are those of :func:`linear_logprobs`. The same value and
+    ``loss = -sum_masked logprob / denominator``; the logits are those of :func:`linear_logprobs`. Same value and
     gradients as ``cross_entropy_loss(linear_logprobs(...).logprobs, mask)``, with 3 matrix products instead of 4.
 
     Args:
@@ -124,10 +123,10 @@ def linear_policy_gradient(
 
     ``loss = sum_i coefficients_i logprob_i + sum_i entropy_coefficients_i entropy_i``.
 
-    For the first update after a rollout (policy = rollout policy) every clipped importance-ratio objective has the
-    gradient of this loss with ``coefficients = -advantages * mask / denominator``; for an entropy bonus add
-    ``entropy_coefficients = -bonus * mask / denominator``. As soon as the ratio or a KL term depends on the log-probs
-    themselves, use :func:`linear_logprobs`.
+    For the first update after a rollout, every clipped importance-ratio objective has the gradient of this loss with
+    ``coefficients = -advantages * mask / denominator``; an entropy bonus has
+    ``entropy_coefficients = -bonus * mask / denominator``. Where a ratio or KL term depends on the log-probs, use
+    :func:`linear_logprobs`.
 
     Args:
         hidden: (..., H) final hidden states.

@@ -29,12 +29,8 @@ class LogitTransform:
     """The map from ``x = hidden @ weight.T + bias`` to the logits of the softmax.
 
     ``logits = softcap(logit_scale * x) / temperature`` with ``softcap(x) = cap * tanh(x / cap)`` (Gemma 2, 2024,
-    arXiv:2408.00118). It is applied as ``logits = factor * inner(x)``, so that the factor costs no pass of its own.
-
-    Attributes:
-        temperature: Sampling temperature, above 0.
-        logit_scale: Factor on the head's output (Cohere's ``logit_scale``, one over Granite's ``logits_scaling``).
-        softcap: ``cap``, above 0; none when ``None``.
+    arXiv:2408.00118), applied as ``logits = factor * inner(x)`` to save a pass. ``logit_scale`` is Cohere's, or one
+    over Granite's ``logits_scaling``.
     """
 
     temperature: float = 1.0
@@ -75,8 +71,7 @@ class RunningSoftmax:
     Attributes:
         peak: Largest logit.
         total: ``sum exp(z - peak)``.
-        chosen: Logit of the target; NaN until its tile was seen, so that a target outside the vocabulary is noticed
-            without a host sync.
+        chosen: Logit of the target; NaN until its tile was seen, and so for a target outside the vocabulary.
         weighted: ``sum exp(z - peak) (z - peak)``; ``None`` when no entropy is wanted.
     """
 
@@ -110,15 +105,10 @@ class RunningSoftmax:
 def accumulate(
     state: RunningSoftmax, inner: Tensor, factor: float, targets: Tensor, work: Tensor, spare: Tensor | None
 ) -> None:
-    """Update the running statistics by one tile, in place.
+    """Update the running statistics of n tokens by one (n, W) tile with logits ``factor * inner``, in place.
 
-    Args:
-        state: Statistics of n tokens.
-        inner: (n, W) tile; the logits are ``factor * inner``. May be ``work`` itself.
-        factor: See :class:`LogitTransform`.
-        targets: (n,) target minus the tile's first vocabulary entry; outside [0, W) when the target is in another tile.
-        work: (n, W) buffer in the reduction dtype.
-        spare: A second buffer, only for the entropy.
+    ``targets`` (n,) are relative to the tile's first vocabulary entry, outside [0, W) when in another tile. ``work``
+    (n, W) in the reduction dtype is a buffer, which ``inner`` may be; ``spare`` a second one, only for the entropy.
     """
     inside, index = _locate(targets, inner.shape[1])
     chosen = inner.gather(1, index).squeeze(1).to(work.dtype) * factor
@@ -139,7 +129,7 @@ def accumulate(
 
 @dataclass
 class OutputGradient:
-    """Gradient with respect to the outputs, and the saved statistics, each (N,) in the reduction dtype.
+    """Gradients and saved statistics, each (N,) in the reduction dtype.
 
     Attributes:
         logprobs: ``d loss / d logprob``; ``None`` when no loss used the log-probs.
@@ -163,10 +153,7 @@ class OutputGradient:
 def tile_gradient(
     inner: Tensor, factor: float, targets: Tensor, gradient: OutputGradient, work: Tensor, spare: Tensor | None
 ) -> Tensor:
-    """Gradient of the loss with respect to ``inner``, (n, W), written to ``work`` and returned.
-
-    The arguments are those of :func:`accumulate`; ``inner`` is the recomputed tile, ``gradient`` that of its n tokens.
-    """
+    """Gradient of the loss with respect to the recomputed ``inner``, (n, W), in ``work``; see :func:`accumulate`."""
     logp = torch.add(-gradient.log_normalizer[:, None], inner, alpha=factor, out=work)
     if gradient.entropy is None or gradient.entropy_value is None:
         assert gradient.logprobs is not None
@@ -184,9 +171,9 @@ def tile_gradient(
 def exponential_gradient(
     exponential: Tensor, peak: Tensor, factor: float, targets: Tensor, gradient: OutputGradient
 ) -> Tensor:
-    """:func:`tile_gradient` from the (n, W) ``exp(z - peak)`` that :func:`accumulate` left in ``work``, in place.
+    """:func:`tile_gradient`, without entropy, from the ``exp(z - peak)`` (n, W) of :func:`accumulate`, in place.
 
-    ``peak`` is (n,) ``RunningSoftmax.peak`` as it was right after that tile; ``gradient`` has none for the entropy.
+    ``peak`` is (n,) ``RunningSoftmax.peak`` right after that tile.
     """
     assert gradient.logprobs is not None
     scale = torch.exp(peak - gradient.log_normalizer).mul_(gradient.logprobs).mul_(-factor)
@@ -284,9 +271,7 @@ def retained_rows(tokens: int, vocabulary: int, chunk: int | None, dtype: torch.
 
 
 class Tiles:
-    """The work on tiles of logits: matrix product, running statistics, gradient.
-
-    Buffers are allocated once per call and reused for every tile, in place.
+    """Matrix product, running statistics and gradient of tiles of logits, in buffers that are reused for every tile.
 
     Args:
         shape: Largest tile, rows and columns.
@@ -294,7 +279,7 @@ class Tiles:
         device: Of the buffers.
         transform: From raw logits to those of the softmax.
         entropy: Whether the entropy or its gradient is needed.
-        keep_raw: The raw logits are in memory of the caller and are kept, instead of being overwritten at once.
+        keep_raw: The raw logits are the caller's and must not be overwritten.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ class PolicyTokens(NamedTuple):
         """(B, T) ratio at a level; the same for all tokens of a sequence unless the level is ``token``.
 
         Args:
-            level: ``token``: ``ρ_t``; ``sequence``: the geometric mean of ``ρ_t`` over the sequence, as in GSPO;
-                ``sequence-sum``: their product, the ratio of the probabilities of the whole sequence.
+            level: ``token``: ``ρ_t``; ``sequence``: its geometric mean over the sequence (GSPO); ``sequence-sum``: the
+                product.
             limit: Limit of the log-ratio of a sequence, in nats.
 
         Raises:
@@ -144,14 +144,7 @@ def clipped_surrogate(
 
 
 def clip_metrics(ratio: Tensor, tokens: PolicyTokens, clip_low: float, clip_high: float) -> dict[str, Tensor]:
-    """Shares of tokens whose gradient is removed by the clip: in total, at the lower and at the upper bound.
-
-    Args:
-        ratio: (B, T), the ratio that was clipped.
-        tokens: The inputs of the loss.
-        clip_low: ``ε_low``.
-        clip_high: ``ε_high``.
-    """
+    """Shares of tokens whose gradient the clip of ``ratio`` (B, T) removes: in total and at either bound."""
     ratio = ratio.detach()
     low = (ratio < 1.0 - clip_low) & (tokens.advantages < 0.0)
     high = (ratio > 1.0 + clip_high) & (tokens.advantages > 0.0)

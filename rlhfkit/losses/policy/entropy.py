@@ -22,16 +22,14 @@ def top_entropy_mask(
 
     ``m_t and H_t ≥ quantile(H, 1 - fraction)``, which keeps ``⌊fraction (n - 1)⌋ + 1`` of n tokens.
 
-    Wang et al. ("Beyond the 80/20 Rule", 2025, arXiv:2506.01939), whose 20 % is the default: these "forking" tokens
-    alone are worth training on. As the ``mask`` of a loss the result shrinks the local token count; as ``weights``
-    (``.float()``) it leaves all counts unchanged, as in TRL.
+    Wang et al. ("Beyond the 80/20 Rule", 2025, arXiv:2506.01939), with their 20 %. As the ``mask`` of a loss the result
+    shrinks the local token count; as ``weights`` (``.float()``) it leaves all counts unchanged, as in TRL.
 
     Args:
         entropy: (B, T) entropy of the next-token distribution, nats; detached here.
         mask: (B, T), true where a token counts. Masked entries may hold anything.
         fraction: Share of the tokens to keep, in (0, 1].
-        threshold: Nats. Give the quantile over all ranks when the batch is spread over ranks; the quantile of this
-            batch when ``None``.
+        threshold: Nats, e.g. the quantile over all ranks; the quantile of this batch when ``None``.
 
     Returns:
         (B, T) bool. Ties with the threshold are kept, and so is the token of largest entropy.
@@ -66,12 +64,11 @@ def entropy_bonus(
 
     ``-c aggregate(H_t)``
 
-    Mnih et al. (2016, arXiv:1602.01783, section 4). Compute the entropy at the sampling temperature, with
-    gradient (``linear_logprobs(..., entropy=True)``).
+    Mnih et al. (2016, arXiv:1602.01783, section 4).
 
     Args:
-        entropy: (B, T) entropy of the next-token distribution, nats, with gradient.
-        mask: (B, T), true where a token counts. Masked entries may hold anything.
+        entropy: (B, T) of the next-token distribution at the sampling temperature, nats, with gradient
+            (``linear_logprobs(..., entropy=True)``).
         coef: ``c``; positive raises the entropy. With 0 the entropy is only measured.
 
     Returns:

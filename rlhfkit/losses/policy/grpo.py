@@ -37,18 +37,15 @@ def grpo_loss(
     ``ℓ_t = ppo_t + β kl_t``, each sequence a mean over its own tokens; ``kl_t`` of :func:`kl_estimate`. The advantages
     come from :func:`group_advantages`.
 
-    Shao et al. (2024, arXiv:2402.03300, equation 3), whose aggregation is the default; TRL's and verl's is
-    ``token-mean``. ``weights`` multiply the surrogate and not the KL, as in TRL.
+    Shao et al. (2024, arXiv:2402.03300, equation 3). ``weights`` multiply the surrogate and not the KL, as in TRL.
 
     Args:
         advantages: (B,) from :func:`group_advantages`, (B, 1) or (B, T); detached here.
-        aggregation: How the token losses become one number; the paper's ``sequence-mean-token-mean``.
+        aggregation: How the token losses become one number; ``sequence-mean-token-mean`` in the paper, ``token-mean``
+            in TRL and verl.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss`; with ``ref_logprobs`` also ``policy/ref_kl`` (nats per token).
-
-    Raises:
-        ValueError: If shapes do not fit, an argument is out of range, or ``kl_coef`` is given without ``ref_logprobs``.
     """
     if not kl_coef >= 0.0:
         raise ValueError(f"kl_coef must be 0 (no penalty) or more, got {kl_coef}")
@@ -120,14 +117,9 @@ def dapo_loss(
         clip_low: ``ε_low``; the paper's 0.2.
         clip_high: ``ε_high``; the paper's 0.28, 0.2 in TRL.
         aggregation: How the token losses become one number; the paper's ``token-mean``.
-        denominator: Tokens of the whole optimizer step, divided by the number of micro-batches that are averaged.
-            When ``None``, the tokens of this micro-batch, which makes it :func:`bnpo_loss`.
 
     Returns:
         The loss with the metrics of :func:`grpo_loss`.
-
-    Raises:
-        ValueError: If shapes do not fit, an argument is out of range, or ``kl_coef`` is given without ``ref_logprobs``.
     """
     return grpo_loss(
         logprobs,
@@ -172,14 +164,11 @@ def bnpo_loss(
 ) -> LossOutput:
     """Batch-normalised token mean: :func:`grpo_loss` averaged over the tokens of this micro-batch alone.
 
-    TRL's ``bnpo``, here for comparison. It depends on how a step is split into micro-batches: a token weighs more in a
-    micro-batch with few tokens. :func:`dapo_loss` with a ``denominator`` does not.
+    TRL's ``bnpo``, here for comparison: a token weighs more in a micro-batch with few tokens, unlike in
+    :func:`dapo_loss` with a ``denominator``.
 
     Returns:
         The loss with the metrics of :func:`grpo_loss`.
-
-    Raises:
-        ValueError: If shapes do not fit, an argument is out of range, or ``kl_coef`` is given without ``ref_logprobs``.
     """
     return dapo_loss(
         logprobs,
@@ -229,16 +218,12 @@ def dr_grpo_loss(
 
     Args:
         aggregation: How the token losses become one number; the paper's ``constant-length``.
-        denominator: Sequences of the whole optimizer step, divided by the number of micro-batches that are averaged;
-            B when ``None``.
+        denominator: Sequences of the whole optimizer step, divided by the number of micro-batches that are averaged; B
+            when ``None``.
         max_length: Tokens; the generation limit, as in the paper and TRL. Required.
 
     Returns:
         The loss with the metrics of :func:`grpo_loss`.
-
-    Raises:
-        ValueError: If shapes do not fit, an argument is out of range, ``kl_coef`` is given without ``ref_logprobs``, or
-            ``max_length`` is missing.
     """
     if aggregation == "constant-length" and max_length is None:
         raise ValueError("dr_grpo_loss divides by max_length, the generation limit in tokens: give max_length=...")

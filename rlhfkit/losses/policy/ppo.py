@@ -1,9 +1,8 @@
 """PPO's clipped surrogate.
 
-All policy losses are called as
-``loss(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, with
-``rollout_logprobs`` (of the engine) or ``ref_logprobs`` (of the reference model) as keywords where they need them, so
-each can be the ``policy_loss`` of a module. B are sequences, T tokens on the next-token axis.
+All policy losses are called as ``loss(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator,
+max_length, ...)``, with ``rollout_logprobs`` (engine) or ``ref_logprobs`` (reference model) where needed, so each can
+be the ``policy_loss`` of a module. B are sequences, T tokens on the next-token axis.
 """
 
 from torch import Tensor
@@ -45,8 +44,8 @@ def ppo_loss(
     ``w_t ℓ_t`` and :func:`aggregate`.
 
     Schulman et al. (2017, arXiv:1707.06347, equation 7). Two clip widths: DAPO (Yu et al., 2025, arXiv:2503.14476).
-    Dual clip ``c``: Ye et al. (2019, arXiv:1912.09729, equation 5). Upper bound ``δ`` of the unclipped ratio:
-    INTELLECT-2 (2025, arXiv:2505.07291). With three policies see :func:`decoupled_ppo_loss`.
+    Dual clip ``c``: Ye et al. (2019, arXiv:1912.09729, equation 5). ``δ``: INTELLECT-2 (2025, arXiv:2505.07291). With
+    three policies see :func:`decoupled_ppo_loss`.
 
     Args:
         clip_low: ``ε_low`` in [0, 1]; 0.2 in all published variants.

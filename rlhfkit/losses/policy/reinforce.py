@@ -27,8 +27,8 @@ def reinforce_loss(
 
     ``ℓ_t = -A_t log π(y_t)``, then :func:`aggregate`.
 
-    Williams (1992), whose gradient is the mean over sequences of the sum over tokens, the default here. ``weights``
-    from :func:`importance_weights` make it off-policy.
+    Williams (1992): the mean over sequences of the sum over tokens, the default. ``weights`` from
+    :func:`importance_weights` make it off-policy.
 
     Args:
         old_logprobs: (B, T) under the policy before this iteration, only for the metrics.
@@ -61,8 +61,8 @@ def gpg_loss(
 ) -> LossOutput:
     """Group policy gradient: :func:`reinforce_loss` with the mean over all tokens.
 
-    Chu et al. (2025, arXiv:2504.02546), with the advantages of :func:`gpg_advantages`. They contain the paper's factor
-    ``B / (B - M)`` for the M of B samples without a gradient: it needs the whole batch, of which a loss sees a part.
+    Chu et al. (2025, arXiv:2504.02546), with the advantages of :func:`gpg_advantages`, which contain the paper's
+    factor.
 
     Args:
         old_logprobs: (B, T) under the policy before this iteration, only for the metrics.
@@ -103,13 +103,12 @@ def cispo_loss(
 
     ``ℓ_t = -sg(clip(ρ_t, ρ_min, ρ_max)) A_t log π(y_t)``, then :func:`aggregate`.
 
-    MiniMax-M1 (2025, arXiv:2506.13585), without a lower bound as there; the cap 5 is ScaleRL's (Khatri et al.,
-    2025, arXiv:2510.13786). The bounds are those of the ratio itself, as in TRL; a peer's ``1 + ε_high`` is
-    ``ratio_max=1.28``. TRL's default cap 0.2 is left over from PPO and not meant.
+    MiniMax-M1 (2025, arXiv:2506.13585), without a lower bound.
 
     Args:
         ratio_min: ``ρ_min`` ≥ 0.
-        ratio_max: ``ρ_max`` > ``ρ_min``.
+        ratio_max: ``ρ_max`` > ``ρ_min``; 5 in ScaleRL (Khatri et al., 2025, arXiv:2510.13786). Bounds the ratio itself,
+            as in TRL (whose default 0.2 is left over from PPO); a peer's ``1 + ε_high`` is ``ratio_max=1.28``.
         aggregation: How the token losses become one number; the paper's ``token-mean``.
 
     Returns:

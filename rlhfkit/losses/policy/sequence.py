@@ -45,9 +45,9 @@ def gspo_loss(
 
     ``s = exp(mean_t (log π(y_t) - log π_old(y_t)))``, ``ℓ_t = -min(s A_t, clip(s, 1 - ε_low, 1 + ε_high) A_t)``.
 
-    Zheng et al. (2025, arXiv:2507.18071, equation 5), whose clip widths are the defaults: a mean over thousands of
-    tokens moves far less than a token. OpenRLHF and TRL keep PPO's 0.2, which then never clips. With one advantage per
-    sequence the mean over its tokens is the paper's one term per sequence.
+    Zheng et al. (2025, arXiv:2507.18071, equation 5). The mean over thousands of tokens moves far less than a token, so
+    the 0.2 of OpenRLHF and TRL never clips. With one advantage per sequence the mean over its tokens is the paper's one
+    term.
 
     Args:
         advantages: (B,) or (B, 1), detached here; with (B, T) use :func:`gspo_token_loss`.
@@ -94,8 +94,8 @@ def luspo_loss(
 
     ``mean_i |y_i| min(s_i A_i, clip(s_i) A_i)``, that is GSPO summed over tokens.
 
-    Liu et al. (2026, arXiv:2602.05261). GSPO's mean over tokens gives the tokens of long answers less weight, which
-    makes answers shrink in training.
+    Liu et al. (2026, arXiv:2602.05261): GSPO gives the tokens of long answers less weight, so answers shrink in
+    training.
 
     Args:
         advantages: (B,) or (B, 1), detached here.
@@ -140,8 +140,8 @@ def gspo_token_loss(
 
     ``s_t = sg(s) π(y_t) / sg(π(y_t))``, ``ℓ_t = -min(s_t A_t, clip(s_t, 1 - ε_low, 1 + ε_high) A_t)``.
 
-    Zheng et al. (2025, arXiv:2507.18071, equations 13 and 14). Equal to :func:`gspo_loss` in value and gradient when
-    the tokens of a sequence share one advantage; also valid when they do not.
+    Zheng et al. (2025, arXiv:2507.18071, equations 13 and 14). Equal to :func:`gspo_loss` when the tokens of a sequence
+    share one advantage; also valid when they do not.
 
     Args:
         clip_low: ``ε_low``; 3e-4 in section 5.1 of the paper.
@@ -184,10 +184,9 @@ def rloo_loss(
 
     ``s = exp(clamp(Σ_t (log π(y_t) - log π_old(y_t)), ±20))``, ``mean_i -min(s_i A_i, clip(s_i) A_i)``.
 
-    Ahmadian et al. (2024, arXiv:2402.14740), who treat the answer as one action, with the clip and the defaults of TRL.
-    The advantages are those of :func:`rloo_advantages`. On-policy its gradient is REINFORCE's. Put a KL penalty into
-    the reward, before the leave-one-out. Beyond a log-ratio of ±20 nats a sequence has no gradient; the paper and
-    TRL have no such clamp and overflow.
+    Ahmadian et al. (2024, arXiv:2402.14740), with the clip and the defaults of TRL and the advantages of
+    :func:`rloo_advantages`; a KL penalty belongs in the reward. Beyond a log-ratio of ±20 nats a sequence has no
+    gradient; the paper and TRL have no such clamp and overflow.
 
     Args:
         advantages: (B,) or (B, 1), detached here.
@@ -235,8 +234,7 @@ def gmpo_loss(
     ``c_t = clip(log ρ_t, -ε_low, ε_high)``; ``m_t = min(log ρ_t, c_t)`` where ``A > 0``, ``max`` where ``A < 0``;
     ``mean_i -A_i exp(mean_t m_t)``.
 
-    Zhao et al. (2025, arXiv:2507.20673). Clip widths are in log space, ``(e^-0.4, e^0.4)`` in the paper.
-    One outlying token moves a geometric mean less than GRPO's arithmetic one.
+    Zhao et al. (2025, arXiv:2507.20673), whose clip is ``(e^-0.4, e^0.4)``.
 
     Args:
         advantages: (B,) or (B, 1), detached here; of (B, T) the mean over the sequence is taken, as in verl.
@@ -292,18 +290,16 @@ def vespo_loss(
     ``log w = clamp(Σ_t (log π(y_t) - log π_old(y_t)), log 1e-8, 20)``, ``φ = w^k exp(λ (1 - w))``,
     ``ℓ_t = -sg(φ) A_t log π(y_t)``, ``(k, λ)`` by the sign of the advantage; then :func:`aggregate`.
 
-    Shen et al. (2026, arXiv:2602.10693). φ is 1 on-policy, rises to ``(k/λ)^k exp(λ - k)`` at ``w = k/λ`` and falls off
-    on both sides of that: with the defaults 1.21 at w = 2/3 where ``A ≥ 0``, 1.24 at w = 3/2 where ``A < 0``. Defaults
-    and clamps are TRL's.
+    Shen et al. (2026, arXiv:2602.10693). φ is 1 on-policy and largest, ``(k/λ)^k exp(λ - k)``, at ``w = k/λ``: with the
+    defaults 1.21 at w = 2/3 where ``A ≥ 0``, 1.24 at w = 3/2 where ``A < 0``. Defaults and clamps are TRL's.
 
     Args:
         k_positive: ``k`` where ``A ≥ 0``.
         lambda_positive: ``λ`` where ``A ≥ 0``.
         k_negative: ``k`` where ``A < 0``.
         lambda_negative: ``λ`` where ``A < 0``.
-        weights: (B, T), or one per sequence, (B, 1) or (B,): importance weights that enter ``w`` as factors (their logs
-            are added), instead of multiplying the loss as elsewhere. A weight of 0 removes its tokens from the loss and
-            does not change ``w``, so that a mask has its usual effect.
+        weights: (B, T), (B, 1) or (B,) importance weights, factors of ``w`` instead of the loss. A weight of 0 removes
+            its tokens from the loss and does not change ``w``.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output` and ``policy/vespo_weight``, the mean of φ over

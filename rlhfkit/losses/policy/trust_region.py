@@ -52,14 +52,13 @@ def decoupled_ppo_loss(
 
     ``w_t = π_prox(y_t) / μ(y_t)`` bounded by :func:`importance_weights`, detached; ``ℓ_t = w_t ppo_t(π, π_prox)``.
 
-    Hilton et al. (2021, arXiv:2110.00641), for asynchronous runs AReaL (Fu et al., 2025, arXiv:2505.24298),
-    which drops tokens of weight above 5, as the default here does. The proximal log-probs are recomputed before
-    the iteration, or approximated by :func:`log_linear_proximal_logprobs`.
+    Hilton et al. (2021, arXiv:2110.00641); AReaL (Fu et al., 2025, arXiv:2505.24298) for asynchronous runs, dropping
+    tokens of weight above 5. The proximal log-probs are recomputed before the iteration, or approximated by
+    :func:`log_linear_proximal_logprobs`.
 
     Args:
         old_logprobs: (B, T) under the proximal policy, the policy before this iteration; detached here.
-        rollout_logprobs: (B, T) under the policies that sampled, as the engine gave them. NaN where the engine gave
-            none: such a token has weight 1.
+        rollout_logprobs: (B, T) the engine's, under the policies that sampled; where NaN (not given), the weight is 1.
         level: ``token``, ``sequence`` or ``geometric``, see :func:`importance_weights`.
         mode: ``truncate``, ``clip``, ``mask`` or ``none``, see :func:`importance_weights`.
         low: Lower bound of ``w_t``; none when ``None``.
@@ -110,14 +109,13 @@ def dppo_loss(
 ) -> LossOutput:
     """DPPO with the binary total variation, plus a squared log-ratio: prime-rl's default objective.
 
-    ``d_t = π(y_t) - μ(y_t)``; the surrogate of a token is dropped when the policy has moved too far the way the
-    advantage pushes: ``A_t > 0 and d_t > D_high``, or ``A_t < 0 and d_t < -D_low``.
-    ``ℓ_t = -keep_t ρ_t A_t + τ (log ρ_t)²``, ``ρ_t = π(y_t) / μ(y_t)``; then :func:`aggregate`.
+    ``d_t = π(y_t) - μ(y_t)``; ``keep_t = 0`` where ``A_t > 0 and d_t > D_high``, or ``A_t < 0 and d_t < -D_low``, else
+    1; ``ℓ_t = -keep_t ρ_t A_t + τ (log ρ_t)²``, ``ρ_t = π(y_t) / μ(y_t)``; then :func:`aggregate`.
 
-    Qi et al. ("Rethinking the Trust Region in LLM Reinforcement Learning", 2026, arXiv:2602.04879). A bound on the
-    *difference* of probabilities allows large ratios of rare tokens and restricts likely ones, the opposite of PPO's
-    clip. ``μ`` is the policy that sampled, so that one bound covers staleness and the mismatch of engine and trainer.
-    The squared log-ratio is prime-rl's; the paper has none.
+    Qi et al. ("Rethinking the Trust Region in LLM Reinforcement Learning", 2026, arXiv:2602.04879); the squared
+    log-ratio is prime-rl's. A bound on the *difference* of probabilities allows large ratios of rare tokens and
+    restricts likely ones, unlike PPO's clip. ``μ`` is the policy that sampled: one bound covers staleness and the
+    mismatch of engine and trainer.
 
     Args:
         old_logprobs: (B, T) under the trainer's policy before this iteration, for the metrics and in place of missing
@@ -126,8 +124,7 @@ def dppo_loss(
         mask_low: ``D_low`` in [0, 1]; 0.2 in prime-rl.
         mask_high: ``D_high`` in [0, 1]; 0.2 in prime-rl.
         log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl. It pulls dropped tokens back.
-        log_ratio_clamp: Limit of each token's log-ratio in nats: ``ρ_t`` is at most e^20 = 4.9e8 and ``(log ρ_t)²`` at
-            most 400, and beyond that a token has no gradient. prime-rl has no such bound.
+        log_ratio_clamp: Limit of each token's log-ratio in nats, beyond which it has no gradient; none in prime-rl.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
@@ -190,8 +187,7 @@ def clip_cov_loss(
         fraction: Share of tokens to take the gradient from, in (0, 1].
         covariance_low: Lower bound of the covariance of candidates.
         covariance_high: Upper bound.
-        priority: (B, T) random numbers; the candidates with the largest are drawn. Fresh ones from torch's generator
-            when ``None``; give your own to make a run repeatable.
+        priority: (B, T) random numbers; candidates with the largest are drawn. From torch's generator when ``None``.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss` and ``policy/covariance_fraction``, the share of tokens drawn.
@@ -281,8 +277,7 @@ def log_linear_proximal_logprobs(
 
     ``log π_prox = log μ + α (log π - log μ)``, ``α = (v_prox - v_μ) / (v_π - v_μ)``, in [0, 1].
 
-    AReaL (Fu et al., 2025, arXiv:2505.24298) and its ``loglinear`` approximation: the log-prob of a token is
-    interpolated linearly between two policy versions. Saves one forward pass per iteration.
+    AReaL's ``loglinear`` approximation (Fu et al., 2025, arXiv:2505.24298), linear between two policy versions.
 
     Args:
         logprobs: (B, T) under the policy of ``version``; detached here.

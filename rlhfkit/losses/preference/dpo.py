@@ -54,27 +54,27 @@ def dpo_loss(
     ``Δ = log π(y|x) - log π_ref(y|x)``.
 
     DPO, Rafailov et al. (2023, arXiv:2305.18290, equation 7). :data:`PAIR_LOSSES` has formula and paper of every
-    ``loss_type``. Label smoothing 0 < ε < 0.5 makes ``sigmoid`` conservative DPO; ``robust`` is its unbiased form.
+    ``loss_type``.
 
     Args:
-        beta: β > 0, strength of the tie to the reference; 0.1 as in the paper, TRL and OpenRLHF. For
-            ``sigmoid_norm`` the papers' values are far larger (Tülu 3: 5).
+        beta: β > 0, strength of the tie to the reference; 0.1 as in the paper, TRL and OpenRLHF; far larger for
+            ``sigmoid_norm`` (Tülu 3: 5).
         loss_type: A name from ``PAIR_LOSSES``, a function of :class:`PreferencePairs` returning (B,), or a mapping of
-            those to weights ``c_k``, e.g. ``{"sigmoid": 1.0, "sft": 0.5}``. ``ipo`` works on means over tokens as TRL
-            does, ``ipo_sum`` on sums as OpenRLHF does.
-        label_smoothing: ε in [0, 0.5), the probability that a label is wrong; needed by ``exo_pair`` (TRL: 1e-3).
+            those to weights ``c_k``, e.g. ``{"sigmoid": 1.0, "sft": 0.5}``. ``ipo`` is TRL's (means over tokens),
+            ``ipo_sum`` OpenRLHF's (sums).
+        label_smoothing: ε in [0, 0.5), the probability that a label is wrong; ``sigmoid`` with ε > 0 is conservative
+            DPO. Needed by ``exo_pair`` (TRL: 1e-3).
         divergence: Regulariser of f-DPO, see :func:`divergence_score`; or a function of Δ.
         divergence_alpha: α of ``divergence="alpha"`` (TRL's default).
         discopop_temperature: τ of ``discopop``; 0.05 as in its paper.
         chosen_lengths: (B,) completion tokens of the chosen answers; needed by ``ipo``, ``sigmoid_norm``, ``sft`` and
             ``nll_coef``.
         rejected_lengths: (B,) the same for the rejected answers; needed by ``ipo`` and ``sigmoid_norm``.
-        mean_chosen_length: Mean tokens of a chosen answer over the whole optimizer step, which makes ``sft`` exact over
-            micro-batches; the mean of ``chosen_lengths`` when ``None``, which is refused with a ``denominator``.
+        mean_chosen_length: Mean tokens of a chosen answer over the whole optimizer step, for ``sft``; that of this call
+            when ``None``, which is refused with a ``denominator``.
         weights: (B,) ``w``, detached here; for WPO the product of :func:`rlhfkit.losses.wpo_weights` of both answers.
-        nll_coef: λ of the negative log-likelihood per token of each chosen answer, which keeps its probability up
-            (iterative RPO, Pang et al., 2024, arXiv:2404.19733; OpenRLHF's ``nll_loss_coef``). The loss type ``sft``
-            averages over all tokens of the batch instead.
+        nll_coef: λ of the negative log-likelihood per token of each chosen answer (iterative RPO, Pang et al., 2024,
+            arXiv:2404.19733; OpenRLHF's ``nll_loss_coef``). The loss type ``sft`` averages over all tokens instead.
         reference_free: Take ``π_ref`` as uniform; reference log-probs are then refused.
         denominator: ``D``: pairs of the whole optimizer step divided by the number of micro-batches averaged; the local
             count when ``None``. ``aot`` sorts within the call, so no denominator makes it independent of the split.

@@ -34,8 +34,8 @@ def kto_kl_sums(mismatched: Tensor, ref_mismatched: Tensor, mask: Tensor | None 
     ``[Σ_i (log π(y'_i|x_i) - log π_ref(y'_i|x_i)), number of i]``
 
     Args:
-        mismatched: (B,) summed log-probs under the policy of answers to *other* prompts of the batch, commonly the
-            batch's completions rotated by one. With B = 1 the answer is the prompt's own and the estimate degenerates.
+        mismatched: (B,) summed log-probs under the policy of answers to *other* prompts, commonly the batch's rotated
+            by one (which degenerates with B = 1).
         ref_mismatched: (B,) the same under the reference model.
         mask: (B,) sequences that count; all of them when ``None``.
 
@@ -158,15 +158,14 @@ def kto_paired_loss(
     ``ℓ = λ_D (1 - σ(β(Δ_c - z_r))) + λ_U (1 - σ(β(z_c - Δ_r)))`` with ``z_c = max(0, mean Δ_c)``, ``z_r`` likewise,
     and ``L = Σ ℓ / (2 D)``.
 
-    KTO, Ethayarajh et al. (2024, arXiv:2402.01306); the "vanilla" variant of OpenRLHF, which needs no mismatched
-    answers and no extra forward pass. The reference points are detached as the paper asks; OpenRLHF does not detach
-    them, so its gradients differ while the loss is the same.
+    KTO, Ethayarajh et al. (2024, arXiv:2402.01306); OpenRLHF's "vanilla" variant, without mismatched answers. The
+    reference points are detached, as in the paper; in OpenRLHF they are not, so gradients differ.
 
     Args:
         desirable_weight: λ_D.
         undesirable_weight: λ_U.
-        chosen_kl: Scalar ``z_c`` over all ranks, from ``kto_kl_estimate(kto_kl_sums(chosen, ref_chosen))`` with a sum
-            over ranks in between; of this batch when ``None``.
+        chosen_kl: Scalar ``z_c``, ``kto_kl_estimate(kto_kl_sums(chosen, ref_chosen))`` with a sum over ranks in
+            between; of this batch when ``None``.
         rejected_kl: Scalar ``z_r``, likewise.
 
     Returns:

@@ -40,12 +40,11 @@ def simpo_loss(
 
     ``ℓ = -log σ(β (log π_c / n_c - log π_r / n_r) - γ)``, smoothed with ε like ``sigmoid`` of the DPO family.
 
-    SimPO, Meng et al. (2024, arXiv:2405.14734, equation 6). With ``nll_coef > 0`` it is CPO-SimPO. ``gamma`` is the
-    margin in units of the reward: TRL's ``simpo_gamma``, the authors' ``gamma_beta_ratio`` times ``beta``.
+    SimPO, Meng et al. (2024, arXiv:2405.14734, equation 6). With ``nll_coef > 0`` it is CPO-SimPO.
 
     Args:
         beta: β > 0; the paper uses 2.0 to 2.5, its authors report up to 10. (TRL's class default 0.1 is DPO's.)
-        gamma: γ ≥ 0; the paper's values lie between 0.3 and 1.6.
+        gamma: γ ≥ 0, 0.3 to 1.6 in the paper; TRL's ``simpo_gamma``, the authors' ``gamma_beta_ratio`` times ``beta``.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π / n``), ``logps/*`` (sums) and ``nll_loss`` with ``nll_coef``.
@@ -87,9 +86,8 @@ def alphapo_loss(
     ``ℓ = -log σ(β (r(p_c) - r(p_r)) - γ)`` with ``r(p) = (1 - p^-α) / α`` and ``p = exp(log π / n)``; ``α → 0`` is
     :func:`simpo_loss`.
 
-    AlphaPO, Gupta et al. (2025, arXiv:2501.03884). :func:`simpo_loss` has the sources of the other arguments.
-    ``p^-α`` is at most e^80, which float32 can hold: an answer beyond that, at 320 nats per token with the default α,
-    has no gradient.
+    AlphaPO, Gupta et al. (2025, arXiv:2501.03884). ``p^-α`` is at most e^80, which float32 can hold: an answer beyond
+    that, at 320 nats per token with the default α, has no gradient.
 
     Args:
         alpha: α, any sign; 0 is SimPO. No published default: the paper tunes it per model around 0.
@@ -138,9 +136,6 @@ def cpo_loss(
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π``), ``logps/*`` and ``nll_loss``.
-
-    Raises:
-        ValueError: If shapes differ, ``loss_type`` is unknown or an argument is out of range or without effect.
     """
     if loss_type not in get_args(CPOLossType):
         raise ValueError(f"loss_type must be one of {', '.join(get_args(CPOLossType))}, got {loss_type!r}")
@@ -173,8 +168,7 @@ def orpo_loss(
     ``ℓ = -log π_c / mean(n_c) - β log σ(log(odds_c / odds_r))`` with ``odds = p / (1 - p)``, ``p = exp(log π / n)``.
 
     ORPO, Hong et al. (2024, arXiv:2403.07691, equations 6 and 7). ``p`` is kept one float step below 1, where the odds
-    are infinite and the gradient of peers' code is NaN. TRL computes the ratio in float32 whatever the input; here a
-    float64 input stays float64.
+    are infinite and the gradient of peers' code is NaN. A float64 input stays float64, unlike in TRL.
 
     Args:
         beta: Weight of the odds-ratio term, the paper's λ; 0.1 as in the paper and TRL.
@@ -206,12 +200,12 @@ def slic_loss(
 
     ``ℓ = max(0, δ - log π_c + log π_r) - λ log π_target``
 
-    SLiC-HF, Zhao et al. (2023, arXiv:2305.10425, equation 1). The target is the answer of the fine-tuning data; give
-    ``chosen`` itself where there is none. A hinge against a reference model is ``dpo_loss(loss_type="hinge")``.
+    SLiC-HF, Zhao et al. (2023, arXiv:2305.10425, equation 1). A hinge against a reference model is
+    ``dpo_loss(loss_type="hinge")``.
 
     Args:
         chosen: (B,) log-probs of the chosen answers under the policy, summed (or averaged over tokens by the caller).
-        target: (B,) the same for the targets; needed when ``target_coef > 0``.
+        target: (B,) the same for the answers of the fine-tuning data, or ``chosen``; needed when ``target_coef > 0``.
         margin: δ > 0, nats; 1 as TRL's hinge losses have it.
         target_coef: λ ≥ 0; off by default, the paper tunes it.
 

@@ -38,18 +38,17 @@ def bradley_terry_loss(
 
     ``ℓ = -(1-ε) log σ(r_c - r_r - m) - ε log σ(-(r_c - r_r - m)) + c (r_c + r_r)²``
 
-    Bradley and Terry (1952) as in InstructGPT (Ouyang et al., 2022, arXiv:2203.02155, equation 1); the margin ``m`` is
-    Llama 2's (Touvron et al., 2023, arXiv:2307.09288, equation 2), centering ``c`` is from Eisenstein et al. (2023,
-    arXiv:2312.09244, section 2), which pins the free constant of the rewards near 0. ``log_exp`` is written
-    ``log(1 + e^(r_r - r_c))`` in OpenRLHF: the same function. There it overflows for large gaps and ignores the margin,
-    here it does neither.
+    Bradley and Terry (1952) as in InstructGPT (Ouyang et al., 2022, arXiv:2203.02155, equation 1). Margin ``m``: Llama
+    2 (Touvron et al., 2023, arXiv:2307.09288, equation 2). Centering ``c``, which keeps rewards near 0: Eisenstein et
+    al. (2023, arXiv:2312.09244, section 2).
 
     Args:
         chosen: (B,) rewards of the chosen answers.
         rejected: (B,) rewards of the rejected answers.
         margin: (B,) or scalar, subtracted from the difference; none by default.
         centering: ``c`` ≥ 0; off by default, TRL suggests 0.01.
-        loss_type: ``sigmoid`` or ``log_exp`` (the same value, kept for the name).
+        loss_type: ``sigmoid``, or ``log_exp`` for the same value, ``log(1 + e^(r_r - r_c))`` in OpenRLHF, where it
+            overflows for large gaps and ignores the margin.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong; 0 in all peers.
         mask: (B,) pairs that count; others may hold anything.
         denominator: Pairs of the whole optimizer step divided by the number of micro-batches averaged; the local count
@@ -124,15 +123,14 @@ def process_reward_loss(
     ``ℓ = -log p(label)`` for hard labels, ``ℓ = -y log p_0 - (1-y) log p_1`` for soft ones, then :func:`aggregate` over
     the steps.
 
-    Let's Verify Step by Step, Lightman et al. (2023, arXiv:2305.20050) with hard labels; soft labels, the estimated
-    probability that a step leads to a right answer, as in Math-Shepherd, Wang et al. (2023, arXiv:2312.08935, equation
-    4). Labels are on the axis of the logits: to read a step at a placeholder token (as OpenRLHF's reward models do),
-    select that position itself, not the one before it.
+    Let's Verify Step by Step, Lightman et al. (2023, arXiv:2305.20050), hard labels; Math-Shepherd, Wang et al. (2023,
+    arXiv:2312.08935, equation 4), soft labels: the probability that a step leads to a right answer. Labels are on the
+    axis of the logits: for a step read at a placeholder token (OpenRLHF), select that position, not the one before it.
 
     Args:
-        logits: (B, T, K) over K classes, or (B, T) for a head with one output (the logit of a good step). For a
-            language model that answers with tokens such as ``+`` and ``-``, select their columns first:
-            ``logits[..., [plus, minus]]``; the whole vocabulary works too.
+        logits: (B, T, K) over K classes, or (B, T) for a head with one output (the logit of a good step). Of a language
+            model that answers with tokens such as ``+`` and ``-``, best only their columns: ``logits[..., [plus,
+            minus]]``.
         labels: (B, T). Integers: classes in [0, K), or 0 and 1 for (B, T) logits. Floats: the probability of class 0 of
             K = 2, or of a good step for (B, T) logits. Masked entries may hold anything (-100, NaN).
         mask: (B, T), true at positions where a step is judged.

@@ -53,20 +53,19 @@ def divergence_score(
 ) -> Tensor:
     """Score of an answer under an f-divergence, as a function of ``Δ = log π(y|x) - log π_ref(y|x)``.
 
-    ==============  ==============================  ==========================================
+    ==============  ==============================  =============================================
     divergence      score ``s(Δ)``                  note
-    ==============  ==============================  ==========================================
+    ==============  ==============================  =============================================
     ``reverse_kl``  ``Δ``                           DPO
     ``forward_kl``  ``1 - e^-Δ``                    mass covering
     ``js``          ``log 2 + log σ(Δ)``            bounded above
     ``alpha``       ``(e^((α-1)Δ) - 1) / (α - 1)``  ``α → 1`` is reverse KL, ``α = 0`` forward KL
-    ==============  ==============================  ==========================================
+    ==============  ==============================  =============================================
 
-    f-DPO, Wang et al. (2023, arXiv:2309.16240): with regulariser ``D_f`` the implicit reward is ``β f'(u)`` of the
-    probability ratio ``u = π / π_ref``, up to constants, which cancel in the difference of two answers and are
-    chosen here such that the score of ratio 1 is 0. The paper's α is ``1 - alpha`` here; this parametrisation is TRL's.
-    Exponents are clamped at 80, beyond which score and gradient would overflow float32; TRL clamps only ``alpha``,
-    which it cannot compute in float64 (1.16.0: KeyError in its table of limits).
+    f-DPO, Wang et al. (2023, arXiv:2309.16240): the implicit reward is ``β f'(u)`` of ``u = π / π_ref``, up to
+    constants, chosen here such that the score of ratio 1 is 0. The paper's α is ``1 - alpha``; this parametrisation is
+    TRL's. Exponents are clamped at 80, beyond which float32 would overflow; TRL clamps only ``alpha``, and fails in
+    float64 (1.16.0: KeyError in its table of limits).
 
     Args:
         logratio: Δ, any shape.
@@ -273,15 +272,13 @@ def length_desensitized_logprobs(logprobs: Tensor, mask: Tensor, public_lengths:
 
     ``Σ_{t ≤ p} log π(y_t) + α Σ_{t > p} log π(y_t)`` with the public length ``p = min(n_chosen, n_rejected)``.
 
-    LD-DPO, Liu et al. (2024, arXiv:2409.06411). ``alpha=1`` is :func:`sequence_logprobs`, ``alpha=0``
-    cuts both answers to the same length. Use it for the policy and for the reference alike, then call
-    :func:`rlhfkit.losses.dpo_loss`.
+    LD-DPO, Liu et al. (2024, arXiv:2409.06411), for policy and reference alike, before :func:`rlhfkit.losses.dpo_loss`.
 
     Args:
         logprobs: (B, T) token log-probs on the next-token axis. Masked entries may hold anything.
         mask: (B, T), true where a token belongs to the completion; tokens are counted along it, so gaps do not matter.
         public_lengths: (B,) tokens, ``torch.minimum(chosen_mask.sum(-1), rejected_mask.sum(-1))``.
-        alpha: In [0, 1]. No default: the paper tunes it per model between 0 and 1.
+        alpha: In [0, 1]; 1 is :func:`sequence_logprobs`. No default: the paper tunes it per model.
 
     Returns:
         (B,) in at least float32.
@@ -304,15 +301,14 @@ def wpo_weights(logprobs: Tensor, mask: Tensor, log_sum_squares: Tensor) -> Tens
 
     ``w(x, y) = exp(1/|y| Σ_t [log π(y_t) - log Σ_v π(v)²])``, detached.
 
-    WPO, Zhou et al. (2024, arXiv:2406.11827), with its sampled alignment. The weight of a pair is the product of the
-    weights of both answers: ``dpo_loss(..., weights=wpo_weights(chosen...) * wpo_weights(rejected...))``. Not capped,
-    as in TRL 1.16; cap it with ``clamp(max=1)`` where single pairs must not dominate.
+    WPO, Zhou et al. (2024, arXiv:2406.11827), with its sampled alignment. A pair has the product of the weights of both
+    answers: ``dpo_loss(..., weights=wpo_weights(chosen...) * wpo_weights(rejected...))``. Not capped, as in TRL 1.16.
 
     Args:
         logprobs: (B, T) token log-probs of the policy. Masked entries may hold anything.
         mask: (B, T), true where a token belongs to the completion.
-        log_sum_squares: (B, T) log of the sum over the vocabulary of squared probabilities,
-            ``torch.logsumexp(2 * log_softmax(logits), -1)``.
+        log_sum_squares: (B, T) log of the sum over the vocabulary of squared probabilities, ``torch.logsumexp(2 *
+            log_softmax(logits), -1)``.
 
     Returns:
         (B,) detached, in at least float32.
