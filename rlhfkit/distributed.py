@@ -58,10 +58,7 @@ def gather_objects(value: T, *, group: Any = None) -> list[T]:
 
 
 def all_reduce(tensor: Tensor, operation: Literal["sum", "max", "min"] = "sum") -> Tensor:
-    """Reduce a tensor elementwise over all ranks, in place, and return it. A collective.
-
-    ``tensor`` must have the same shape and dtype on every rank.
-    """
+    """Reduce a tensor of the same shape and dtype on every rank elementwise, in place, and return it. A collective."""
     if get_world_size() > 1:
         dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()))
     return tensor

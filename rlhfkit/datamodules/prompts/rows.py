@@ -134,10 +134,7 @@ class PromptRows:
             )
 
     def limit_lengths(self, limit: int, reason: str) -> None:
-        """Drop the prompts with more than ``limit`` tokens.
-
-        Raises ValueError if there are some and ``overlong`` is ``"error"``, or no prompt is left.
-        """
+        """Drop the prompts with more than ``limit`` tokens; ValueError if ``overlong`` is ``"error"`` or none is left."""
         kept = [index for index in self.kept if self.lengths[index] <= limit]
         if len(kept) == len(self.kept):
             return
@@ -167,10 +164,7 @@ class PromptRows:
 
 
 class PromptBatches:
-    """Loads validation prompts; rank r takes every ``world_size``-th prompt of a batch, so last shares may be empty.
-
-    ``batch_size`` counts the prompts of all ranks.
-    """
+    """Validation prompts in batches over all ranks; rank r takes every ``world_size``-th, so last shares may be empty."""
 
     def __init__(self, prompts: PromptSequence, batch_size: int, rank: int, world_size: int) -> None:
         self.prompts = prompts

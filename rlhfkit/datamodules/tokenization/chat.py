@@ -208,10 +208,7 @@ class PromptFormatter:
         return text
 
     def handle_special_tokens(self, value: Any, *, templated: bool) -> Any:
-        """Apply ``special_tokens_in_text`` to a text, or to all texts nested in messages.
-
-        Raises SpecialTokenError if a text contains a control token that is refused.
-        """
+        """Apply ``special_tokens_in_text`` to a text or all texts in messages; SpecialTokenError for refused tokens."""
         way = self.special_tokens_in_text or ("escape" if templated else "keep")
         if way == "keep":
             return value

@@ -12,10 +12,7 @@ from rlhfkit.data.batch import TokenExample
 
 
 class TokenExamples:
-    """Examples in two flat tensors: 5 bytes per token; lists of Python numbers would take 40.
-
-    ``examples`` is iterated over once.
-    """
+    """Examples in two flat tensors: 5 bytes per token instead of 40 as Python numbers. Iterates ``examples`` once."""
 
     def __init__(self, examples: Iterable[TokenExample]) -> None:
         self.lengths: list[int] = []

@@ -26,10 +26,7 @@ _ENGINE_TAG = "rlhfkit_engine"
 
 
 def require_unmanaged_accumulation() -> None:
-    """Raise ImportError if DeepSpeed is too old to leave the accumulation window to the caller.
-
-    Older versions silently ignore the key and drop the last partial window.
-    """
+    """Raise ImportError if DeepSpeed would ignore ``managed_gradient_accumulation`` and drop the last partial window."""
     import deepspeed
     from deepspeed.runtime import constants
 

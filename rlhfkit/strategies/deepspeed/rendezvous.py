@@ -64,7 +64,7 @@ def _is_loopback(address: str) -> bool:
 def _loopback_listener(address: str, port: int) -> int | None:
     """Return a loopback socket for the store, which has no authentication and by default listens on all interfaces.
 
-    ``None`` (the default) if other machines take part or a store of this process already listens there.
+    ``None``: use the default, because other machines take part or a store of this process already listens there.
     """
     if not _is_loopback(address):
         return None

@@ -68,8 +68,8 @@ class GradientNormTracker:
 class SynchronizedSteps:
     """Steps all engines of one optimizer, or none if a loss or gradient is not finite in any of them on any rank.
 
-    Otherwise a policy could be updated without its critic, and a run whose ranks or engines disagree on the number of
-    updates could not be resumed exactly.
+    A policy is then never updated without its critic, and all ranks and engines agree on the number of updates, which
+    exact resume requires.
     """
 
     def __init__(self, engines: Mapping[str, "DeepSpeedEngine"], device: torch.device) -> None:

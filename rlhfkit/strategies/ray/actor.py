@@ -131,10 +131,7 @@ class RankActor:
             self._sent += 1
 
     def run(self, work: bytes) -> tuple[str, Any]:
-        """Call what :func:`rlhfkit.strategies.ray.remote_run.pickle_run` pickled; return ``(kind, value)``.
-
-        That is ``("done", result)``, or ``("failed", failure)`` as in the event of that name.
-        """
+        """Call what ``pickle_run`` pickled; return ``("done", result)`` or ``("failed", failure)``."""
         import ray.cloudpickle
 
         try:

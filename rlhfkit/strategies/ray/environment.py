@@ -11,8 +11,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 class RayEnvironment(ClusterEnvironment):
     """Rank numbers from the variables that :mod:`rlhfkit.strategies.ray.ranks` has set; 0 in the driver.
 
-    Setters do nothing: Lightning would compute the rank from the number of its machine, as if all machines had equally
-    many ranks.
+    Setters do nothing: Lightning would compute the rank as if all machines had equally many ranks.
     """
 
     def __init__(self, world_size: int) -> None:

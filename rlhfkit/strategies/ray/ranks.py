@@ -72,10 +72,7 @@ class Ranks:
         return values
 
     def wait(self, runs: list[Any], display: DriverDisplay) -> Any:
-        """Show what the ranks send until all have ended; return the result of rank 0.
-
-        Raises the error of the rank whose failure caused the others.
-        """
+        """Show what the ranks send until all have ended; return rank 0's result, or raise the error that caused the others."""
         import ray
 
         waiting = {ref: rank for rank, ref in enumerate(runs)}
