@@ -82,7 +82,7 @@ class StreamingSFTDataModule(SFTDataModule):
         raise RuntimeError("a stream has no end and no order to predict in: use SFTDataModule")
 
     def open_stream(self, place: Any = None) -> Stream:
-        """Yield (position after the example, example) endlessly from position ``place``, interleaving sources by weight."""
+        """Yield (position after the example, example) endlessly from ``place``, interleaving sources by weight."""
         assert self._streams is not None
         weights = self.data.weights if isinstance(self.data, Mixture) else [1.0]
         places = [list(one) for one in place] if place is not None else [[0, 0, 0] for _ in weights]

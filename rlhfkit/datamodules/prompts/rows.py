@@ -134,7 +134,7 @@ class PromptRows:
             )
 
     def limit_lengths(self, limit: int, reason: str) -> None:
-        """Drop the prompts with more than ``limit`` tokens; ValueError if ``overlong`` is ``"error"`` or none is left."""
+        """Drop the prompts above ``limit`` tokens; ValueError if ``overlong`` is ``"error"`` or none is left."""
         kept = [index for index in self.kept if self.lengths[index] <= limit]
         if len(kept) == len(self.kept):
             return
@@ -164,7 +164,7 @@ class PromptRows:
 
 
 class PromptBatches:
-    """Validation prompts in batches over all ranks; rank r takes every ``world_size``-th, so last shares may be empty."""
+    """Validation prompts in batches over all ranks; each rank takes every ``world_size``-th, so shares may be empty."""
 
     def __init__(self, prompts: PromptSequence, batch_size: int, rank: int, world_size: int) -> None:
         self.prompts = prompts

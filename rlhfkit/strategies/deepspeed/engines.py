@@ -26,7 +26,7 @@ _ENGINE_TAG = "rlhfkit_engine"
 
 
 def require_unmanaged_accumulation() -> None:
-    """Raise ImportError if DeepSpeed would ignore ``managed_gradient_accumulation`` and drop the last partial window."""
+    """Raise ImportError if DeepSpeed would ignore ``managed_gradient_accumulation`` and drop partial windows."""
     import deepspeed
     from deepspeed.runtime import constants
 

@@ -72,7 +72,7 @@ class Ranks:
         return values
 
     def wait(self, runs: list[Any], display: DriverDisplay) -> Any:
-        """Show what the ranks send until all have ended; return rank 0's result, or raise the error that caused the others."""
+        """Show the ranks' output until all have ended; return rank 0's result, or raise the first cause of failure."""
         import ray
 
         waiting = {ref: rank for rank, ref in enumerate(runs)}
