@@ -1,10 +1,8 @@
 """Batches of padded sequences, and token examples with their collation for supervised training.
 
-A subclass of :class:`PaddedBatch` is a dataclass whose tensor fields name their axis (:func:`token_field`,
-:func:`step_field`, :func:`row_field`); select, trim, pad, concat, to and state_dict then work on all of them.
-
-Per-token fields are on the **next-token axis** of length T - 1, where entry ``t`` belongs to token ``t + 1``.
-
+Tensor fields of a :class:`PaddedBatch` subclass name their axis (:func:`token_field`, :func:`step_field`,
+:func:`row_field`); select, trim, pad, concat, to and state_dict then work on all of them.
+On the **next-token axis** of length T - 1, entry ``t`` belongs to token ``t + 1``.
 Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded on the right).
 """
 

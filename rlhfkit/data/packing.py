@@ -230,7 +230,7 @@ def split_by_tokens(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int, order: Sequence[int] | None = None) -> list[list[int]]:
-    """Partition items into few bins of at most ``capacity`` tokens: longest first, each where it leaves least room.
+    """Partition items (1 token or more) into few bins of at most ``capacity``: longest first, each by best fit.
 
     At most 11/9 of the fewest possible bins plus four (Johnson, "Near-Optimal Bin Packing Algorithms", 1973).
     ``order``, a permutation, breaks ties between equal lengths; the smaller index first when ``None``. Indices in a bin
@@ -285,7 +285,7 @@ def split_groups_by_tokens(
 
     Whole groups in one micro-batch save the most tokens, pieces of groups balance the ranks better. Pieces of several
     sizes are tried; the plan with the fewest tokens on the slowest ranks, step by step, is taken. Bins i * ranks .. (i
-    + 1) * ranks - 1 of ``num_bins``, a multiple of ``ranks``, are computed at the same time.
+    + 1) * ranks - 1 of ``num_bins``, a multiple of ``ranks`` and at most the number of ``rows``, run at the same time.
     """
     members: dict[int, list[int]] = {}
     for row in rows:

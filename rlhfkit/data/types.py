@@ -1,11 +1,8 @@
 """The records of reinforcement learning: ``Prompt`` -> ``Sample`` -> ``Experience``.
 
-A :class:`Prompt` is tokenised input, a :class:`Sample` one completion of it as the engine gave it (lists, no padding),
-and an :class:`Experience` a batch of samples as tensors, to which modules add old log-probs and advantages.
-
-Per-token fields are on the **next-token axis** of length T - 1, where entry ``t`` belongs to token ``t + 1``. Prompt
-tokens are never removed from it; masks select.
-
+Tokenised input, one completion of it from the engine (lists, no padding), and a batch of samples as tensors, to which
+modules add old log-probs and advantages. Per-token fields are on the **next-token axis** of length T - 1, where entry
+``t`` belongs to token ``t + 1``; it includes prompt tokens, masks select.
 Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded on the right).
 """
 

@@ -1,8 +1,7 @@
 """Masked reductions: every sum, mean and whitening of this package selects with its mask and never multiplies by it.
 
-A masked entry may be NaN or infinite, and ``nan * 0`` is ``nan``; :func:`select` replaces it before any arithmetic,
-which keeps it out of the value *and* the gradient.
-
+:func:`select` replaces masked entries, which may be NaN (``nan * 0`` is ``nan``), before any arithmetic, which keeps
+them out of the value *and* the gradient.
 Shapes: B sequences, T positions on the next-token axis (``x[:, t]`` belongs to token ``t + 1``).
 """
 

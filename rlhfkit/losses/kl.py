@@ -1,7 +1,7 @@
 """KL divergence to a reference policy, estimated from the log-probs of sampled tokens.
 
-Sampled tokens ``y ~ π`` suffice for estimates of ``KL(π || ref)`` (Schulman, "Approximating KL divergence", 2020).
-Exact divergences over the whole vocabulary are in :mod:`rlhfkit.losses.distillation`.
+Estimates of ``KL(π || ref)`` from ``y ~ π`` (Schulman, "Approximating KL divergence", 2020). Exact divergences over the
+whole vocabulary are in :mod:`rlhfkit.losses.distillation`.
 """
 
 from typing import Literal, get_args

@@ -1,9 +1,7 @@
 """Answers labelled desirable or not, each with a mismatched pair: the same prompt with the answer to another one.
 
-KTO measures on *mismatched* pairs how far the policy has moved from its reference. They are drawn once over all data,
-so they do not depend on micro-batches, ranks or batch sizes. (TRL and OpenRLHF rotate the answers within a micro-batch,
-whose size then changes the estimate and must be above one.)
-
+KTO measures on *mismatched* pairs how far the policy is from its reference. They are drawn once over all data, so they
+do not depend on micro-batches or ranks; TRL and OpenRLHF rotate the answers within a micro-batch of more than one.
 Shapes: B sequences, T tokens (longest of the batch; the rest is padded on the right).
 """
 

@@ -1,15 +1,13 @@
 """``StepLoader``: supervised data, one optimizer step at a time.
 
-Each step takes the next window of ``micro_batch_size * accumulate * world_size`` examples of a permutation of (seed,
-epoch), partitions it **globally** into micro-batches of nearly equal tokens and assigns these to the ranks. Every
-micro-batch carries the counts of its step, so the gradient does not depend on the split.
+A step takes the next ``micro_batch_size * accumulate * world_size`` examples of a permutation of (seed, epoch) and
+splits them **globally** into micro-batches of nearly equal tokens, which carry the counts of the step: its gradient
+does not depend on the split. With a token budget, examples are packed once (best-fit-decreasing) into micro-batches,
+since Lightning asks for their number before the first epoch; a step takes ``accumulate * world_size`` of a permutation
+of them.
 
-The last window of an epoch may be short. ``step_micro_batches`` stays ``accumulate * world_size``, as Lightning divides
-by both, and a rank without examples gets a batch without targets, since every rank must yield equally many.
-
-With a token budget, examples are packed once (best-fit-decreasing) into micro-batches, the same in all epochs because
-Lightning asks for their number before the first. An epoch is a permutation of them, a step the next
-``accumulate * world_size``.
+In a short last window ``step_micro_batches`` stays ``accumulate * world_size``, by which Lightning divides, and a rank
+without examples gets a batch without targets, since every rank must yield equally many.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,8 +1,7 @@
 """``StreamLoader``: supervised data of unknown length, one optimizer step at a time.
 
-A step takes the next ``micro_batch_size * accumulate * world_size`` examples, so its totals are exact before its first
-micro-batch. Every rank reads the whole stream and takes its share of each step: no communication, and the same steps on
-any number of ranks.
+Every rank reads the whole stream and takes its share of each ``micro_batch_size * accumulate * world_size`` examples:
+exact totals without communication, and the same steps on any number of ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -123,7 +123,7 @@ def reinforce_advantages(
 
     ``A_t = (R_t - mean(R)) / std(R)`` with :func:`discounted_returns` and :func:`whiten`.
 
-    Hu et al. (2025, arXiv:2501.03262). The KL penalty is part of the rewards there (:func:`token_rewards`).
+    Hu et al. (2025, arXiv:2501.03262), where the KL penalty is part of the rewards (:func:`token_rewards`).
 
     Args:
         rewards: (B, T) per token.

@@ -2,9 +2,7 @@
 
 Rewards (B,) in, detached advantages (B,) out. Rows of a group need not be adjacent, but must all be in the batch. A NaN
 reward is missing: it enters no statistic, and its advantage is 0. A group of equal rewards has advantage exactly 0.
-
-No host sync and no dynamic shapes, ``O(B log B)``. Sums run in float64 where the device has it, so that the order of
-rows does not matter.
+No host sync, no dynamic shapes; sums in float64 where the device has it, so that the order of rows does not matter.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """``CompiledTiles``: tiles of logits on CUDA, with the arithmetic between two matrix products as one compiled kernel.
 
-On a GPU, passes over a tile in memory would take longer than the matrix products. ``torch.compile`` turns the functions
-here, which have no side effects, into Triton kernels that read a tile once or twice and write it once. Without Triton
-the in-place functions of :mod:`rlhfkit.losses.fused_head.tiles`, which has the formulas, are used.
+``torch.compile`` turns the functions here, without side effects, into Triton kernels that read a tile once or twice and
+write it once. Without Triton the in-place ones of :mod:`rlhfkit.losses.fused_head.tiles`, which has the formulas, run.
 """
 
 import functools

@@ -1,11 +1,9 @@
 """Log-probs and entropy of target tokens, from hidden states or from logits, without an (N, V) matrix of their own.
 
-:func:`linear_logprobs` goes over the vocabulary in tiles, keeps running softmax statistics per token, and recomputes
-the tiles in backward: one tile (tens of megabytes) in memory instead of several (N, V) matrices, for 4 matrix products
-instead of 3. :func:`logits_logprobs` is the same for logits that exist anyway.
-
-Tiles split the *vocabulary*: each slice of the weight's gradient is finished in one matrix product over all tokens, so
-no float32 copy of a bfloat16 weight gradient is needed. N are tokens, H the hidden size, V the vocabulary.
+:func:`linear_logprobs` goes over the vocabulary in tiles (tens of megabytes), keeps running softmax statistics per
+token, and recomputes the tiles in backward: 4 matrix products instead of 3. Each slice of the weight's gradient is
+finished in one product over all tokens, so no float32 copy of a bfloat16 gradient is needed. N are tokens, H the hidden
+size, V the vocabulary.
 """
 
 import importlib.util

@@ -1,11 +1,9 @@
 """Losses whose gradient with respect to the log-probs is known before the head runs: one pass, 3 matrix products.
 
-It is known in supervised fine-tuning, ``d loss / d logprob = -1 / tokens``, and in the first on-policy update of a
-policy gradient with token-level aggregation and no KL term, ``d loss / d logprob = -advantage / tokens`` (ratio 1).
-Gradients of hidden, weight and bias are then computed together with the logits of a block of tokens, and backward only
-scales them; :func:`rlhfkit.losses.linear_logprobs` recomputes the logits in backward (4 matrix products). The weight
-gradient exists from forward on, and one block of tokens keeps all its V logits. N are tokens, H the hidden size, V the
-vocabulary.
+``d loss / d logprob`` is ``-1 / tokens`` in supervised fine-tuning and ``-advantage / tokens`` in the first on-policy
+update of a policy gradient (token-level aggregation, no KL term). All gradients are then computed with the logits of a
+block of tokens, which keeps all its V logits; backward only scales them. The weight gradient exists from forward on.
+N are tokens, H the hidden size, V the vocabulary.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Policy losses whose ratio belongs to a whole sequence: GSPO, GSPO-token, LUSPO, GMPO, RLOO and VESPO.
 
-Rewards are given to whole sequences, and the ratio of a single token is a noisy estimate from one draw; these losses
-weight or clip all tokens of a sequence together.
+The ratio of a single token is a noisy estimate from one draw; these weight or clip all tokens of a sequence together.
 """
 
 import math

@@ -56,8 +56,7 @@ def kto_kl_estimate(sums: Tensor) -> Tensor:
 
     ``z = max(0, Σ_i (log π(y'_i|x_i) - log π_ref(y'_i|x_i)) / n)``
 
-    KTO (arXiv:2402.01306, section 4.1). Clamped after the sum over ranks, as in OpenRLHF and TRL; clamping on each rank
-    would bias it upwards.
+    KTO (arXiv:2402.01306, section 4.1). Clamped after the sum over ranks, as in OpenRLHF and TRL, which avoids a bias.
 
     Args:
         sums: (2,) from :func:`kto_kl_sums`, summed over ranks.
@@ -112,8 +111,7 @@ def kto_loss(
     Returns:
         The loss with metrics ``rewards/chosen`` (``βΔ`` of desirable answers), ``rewards/rejected``,
         ``rewards/margins``, ``logps/chosen``, ``logps/rejected``, ``count/chosen``, ``count/rejected`` and, for
-        ``kto``, ``kl``. A class that is absent from the batch has mean 0 and count 0: weight by the counts when
-        averaging.
+        ``kto``, ``kl``. An absent class has mean 0 and count 0: weight by the counts when averaging.
 
     Raises:
         ValueError: If shapes differ, an argument is out of range, or ``kl`` and ``loss_type`` do not fit.

@@ -1,7 +1,6 @@
 """Preference losses without a reference model: SimPO, AlphaPO, CPO, ORPO and SLiC.
 
-All take summed log-probs (B,) and completion lengths, as :func:`rlhfkit.losses.dpo_loss` does, and divide inside where
-the paper does.
+All take summed log-probs (B,) and completion lengths, and divide inside where the paper does.
 """
 
 from typing import Literal, get_args

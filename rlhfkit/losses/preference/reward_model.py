@@ -91,7 +91,7 @@ def pairwise_accuracy(
     Args:
         chosen: (B,) rewards of the chosen answers.
         rejected: (B,) rewards of the rejected answers.
-        tie_credit: ``t`` in [0, 1]; 0 as TRL and OpenRLHF count, 0.5 for what chance would get.
+        tie_credit: ``t`` in [0, 1]; 0 as in TRL and OpenRLHF, 0.5 for that of chance.
         mask: (B,) pairs that count; all of them when ``None``.
 
     Returns:

@@ -1,12 +1,10 @@
 """Whether a model family supports packed rows, measured on a tiny copy when a model is loaded.
 
-Every layer that mixes tokens must separate the sequences, which no attribute declares: attention may ignore the layout,
-implement windows, soft caps or sinks on its own, count positions itself, or be mixed with recurrent layers. So each
-class is tested once per process and configuration (0.1 s): the packed rows of a small random float32 copy on the CPU
-(``tiny_config.py``) must equal the model's own code on one sequence at a time. Unlike a check on the first batch, that
-works before sharding, is exact, agrees between ranks, and makes windows shorter than its sequences.
-
-A family that fails is not packed. :class:`~rlhfkit.Invariants` checks the same on real rows.
+No attribute tells whether every layer that mixes tokens separates the sequences: attention may ignore the layout, have
+windows, soft caps or sinks of its own, count positions itself, or be mixed with recurrent layers. So the packed rows of
+a small random float32 copy on the CPU (``tiny_config.py``) are compared with the model's own code on one sequence at a
+time, once per process, class and configuration (0.1 s). Unlike a check on the first batch, this works before sharding,
+is exact and agrees between ranks. :class:`~rlhfkit.Invariants` checks the same on real rows.
 """
 
 import copy

@@ -2,10 +2,7 @@
 
 Linear layers compute real tokens only. For attention the sequences are grouped by the next power of two of their
 length, padded within a group (less than twofold) and given to PyTorch's fused causal attention: no (N, N) mask and at
-most log2(T) kernel calls.
-
-Registered with Transformers under :data:`PACKED_ATTENTION`; :mod:`rlhfkit.models.attention.families` finds out which
-models may use it.
+most log2(T) kernel calls. Registered with Transformers under :data:`PACKED_ATTENTION`.
 """
 
 from collections import defaultdict
