@@ -284,8 +284,8 @@ def split_groups_by_tokens(
     """:func:`split_by_tokens` for sequences that share prompts, which a packed forward pass computes once.
 
     Whole groups in one micro-batch save the most tokens, pieces of groups balance the ranks better. Pieces of several
-    sizes are tried; the plan with the fewest tokens on the slowest ranks, step by step, is taken. Bins i * ranks .. (i
-    + 1) * ranks - 1 of ``num_bins``, a multiple of ``ranks`` and at most the number of ``rows``, run at the same time.
+    sizes are tried; the plan with the fewest tokens on the slowest ranks, step by step, is taken. Each ``ranks``
+    consecutive bins run at the same time; ``num_bins`` is a multiple of ``ranks`` and at most the number of ``rows``.
     """
     members: dict[int, list[int]] = {}
     for row in rows:

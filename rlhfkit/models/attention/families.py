@@ -2,9 +2,10 @@
 
 No attribute tells whether every layer that mixes tokens separates the sequences: attention may ignore the layout, have
 windows, soft caps or sinks of its own, count positions itself, or be mixed with recurrent layers. So the packed rows of
-a small random float32 copy on the CPU (``tiny_config.py``) are compared with the model's own code on one sequence at a
-time, once per process, class and configuration (0.1 s). Unlike a check on the first batch, this works before sharding,
-is exact and agrees between ranks. :class:`~rlhfkit.Invariants` checks the same on real rows.
+a small random float32 copy on the CPU (``tiny_config.py``) must equal the model's own code on one sequence at a time,
+tested once per process, class and configuration (0.1 s). Unlike a check on the first batch, this works before sharding,
+is exact and agrees between ranks. A family that fails in any way is not packed. :class:`~rlhfkit.Invariants` checks the
+same on real rows.
 """
 
 import copy

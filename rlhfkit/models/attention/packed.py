@@ -144,8 +144,8 @@ def packed_attention(
     ``query`` is (1, heads, N, D) packed, or (B, heads, T, D); ``key`` and ``value`` have key heads, and are longer when
     there is a cache. ``attention_mask`` comes only from a caller (generation with padding). ``scaling`` is 1/sqrt(D)
     when ``None``; ``sliding_window`` includes the position itself; ``is_causal`` is the layer's attribute when
-    ``None``, as in Transformers. Models that depend on ``unused`` arguments (soft caps, sinks) are found when they are
-    loaded.
+    ``None``, as in Transformers: false for layers of a vision tower. Models that depend on ``unused`` arguments (soft
+    caps, sinks) are found when they are loaded.
 
     Returns:
         (1, N, heads, D) or (B, T, heads, D), and no weights.
