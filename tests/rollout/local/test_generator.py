@@ -1,6 +1,6 @@
 """LocalEngine while it generates: weights that change between two tokens, groups that are taken before the others end.
 
-Covers ``read_write_lock.py`` and ``caching.py`` too.
+Covers ``caching.py`` too.
 """
 
 import copy
@@ -17,7 +17,7 @@ from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.collector import BatchedGroupStream
-from rlhfkit.rollout.local.read_write_lock import ReadWriteLock
+from rlhfkit.rollout.local.engine import ReadWriteLock
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
 

@@ -1,4 +1,7 @@
-"""Truncation rules and the draw, against closed forms."""
+"""Truncation rules and the sampled token, against closed forms.
+
+Covers ``sample_tokens`` and ``truncate`` of rollout/local/generator.py.
+"""
 
 import math
 
@@ -6,7 +9,7 @@ import pytest
 import torch
 
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
-from rlhfkit.rollout.local.sampling import sample_tokens, truncate
+from rlhfkit.rollout.local.generator import sample_tokens, truncate
 
 PROBABILITIES = torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]])
 

@@ -23,7 +23,7 @@ from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.models import LoRA, load_causal_lm
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
 from rlhfkit.rollout.errors import EngineError, RequestError
-from rlhfkit.rollout.local.sampling import truncate
+from rlhfkit.rollout.local.generator import truncate
 from rlhfkit.rollout.remote.scheduler import split_into_jobs
 from rlhfkit.rollout.supervision.handle import EngineHandles
 from rlhfkit.rollout.vllm.pool import VLLMPool
