@@ -16,7 +16,8 @@ from ..policy_cases import gradient, policy_batch
 
 def test_decoupled_ppo_is_ppo_around_the_proximal_policy_weighted_to_the_behaviour_policy():
     batch = policy_batch().leaf()
-    rollout = batch.old_logprobs + 0.5 * torch.randn(5, 7, dtype=torch.float64)
+    noise = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rollout = batch.old_logprobs + 0.5 * noise
     got = decoupled_ppo_loss(*batch, rollout_logprobs=rollout, high=1.5, clip_high=0.28)
     weight = torch.exp(batch.old_logprobs - rollout)
     weight = torch.where(weight > 1.5, 0.0, weight)
