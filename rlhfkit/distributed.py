@@ -22,7 +22,7 @@ class RecoverableError(RuntimeError):
     """
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """An error as sent to the other ranks."""
 
     message: str
@@ -89,8 +89,8 @@ def run_on_all_ranks(
         result = step()
     except Exception as raised:  # the other ranks are told below, then it is raised here
         error = raised
-    outcomes = gather_objects((result, _failure(error)), group=group)
-    error = _error_of_all(error, [failure for _, failure in outcomes], error_type)
+    outcomes = gather_objects((result, failure_of(error)), group=group)
+    error = error_of_all(error, [failure for _, failure in outcomes], error_type)
     if error is not None:
         raise error
     return [value for value, _ in outcomes]
@@ -98,7 +98,7 @@ def run_on_all_ranks(
 
 def exchange_errors(error: Exception | None, *, error_type: type[Exception] = RuntimeError) -> Exception | None:
     """Return the error that :func:`run_on_all_ranks` would raise here, ``None`` if no rank failed. A collective."""
-    return _error_of_all(error, gather_objects(_failure(error)), error_type)
+    return error_of_all(error, gather_objects(failure_of(error)), error_type)
 
 
 def true_on_all_ranks(condition: bool) -> bool:
@@ -106,16 +106,19 @@ def true_on_all_ranks(condition: bool) -> bool:
     return all(gather_objects(condition))
 
 
-def _failure(error: Exception | None) -> _Failure | None:
+def failure_of(error: Exception | None) -> Failure | None:
+    """Return an error as it is sent to other ranks."""
     if error is None:
         return None
-    return _Failure(f"{type(error).__name__}: {error}", type(error) if isinstance(error, RecoverableError) else None)
+    return Failure(f"{type(error).__name__}: {error}", type(error) if isinstance(error, RecoverableError) else None)
 
 
-def _error_of_all(
-    own: Exception | None, failures: list[_Failure | None], error_type: type[Exception]
+def error_of_all(
+    own: Exception | None, failures: list[Failure | None], error_type: type[Exception]
 ) -> Exception | None:
-    """Return what this rank raises: its own error (a recoverable one only if all are), or one that names a rank."""
+    """Return what this rank raises, given the failures of all ranks: its own error (a recoverable one only if all are),
+    or one that names a rank; ``None`` if no rank failed.
+    """
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     if not failed or (own is not None and not isinstance(own, RecoverableError)):
         return own

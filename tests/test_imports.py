@@ -21,6 +21,7 @@ FLOORS = {
     "protocols": 1,
     "checkpoints": 1,
     "distributed": 1,
+    "rank_store": 1,
     "ray_session": 1,
     "serving": 1,
     "models": 2,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import PaddedBatch, row_field, rows_field, step_field
+from rlhfkit.data.iteration import IterationSummary
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -122,6 +123,10 @@ class Experience(PaddedBatch):
 
     reward_parts: dict[str, Tensor] = rows_field()
     """(B,) float32 each."""
+    rows: Tensor | None = row_field(None)
+    """(B,) int64, which row of the iteration each one is; ``None``: the rows are the iteration, in order."""
+    iteration: IterationSummary | None = None
+    """What every rank knows of all rows of the iteration; ``None``: these rows are all, or a micro-batch of them."""
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by it so that its log-probs are those of the sampler."""
 
@@ -129,6 +134,34 @@ class Experience(PaddedBatch):
     def prompt_lengths(self) -> Tensor:
         """(B,) int64, tokens before the first that is trained on; 0 in a row without any."""
         return torch.where(self.action_mask.any(-1), self.action_mask.long().argmax(-1) + 1, 0)
+
+    @property
+    def summary(self) -> IterationSummary:
+        """What is known of all rows of the iteration, on all ranks; computed from these rows if they are all."""
+        return self.summarize() if self.iteration is None else self.iteration
+
+    def summarize(self) -> IterationSummary:
+        """Summarize these rows."""
+        newest = torch.where(self.action_mask, self.versions, -1).amax(-1)
+        oldest = torch.where(self.action_mask, self.versions, torch.iinfo(self.versions.dtype).max).amin(-1)
+        return IterationSummary(
+            rewards=self.rewards,
+            group=self.group,
+            sample_index=self.sample_index,
+            truncated=self.truncated,
+            lengths=self.lengths,
+            prompt_lengths=self.prompt_lengths,
+            trained_tokens=self.action_mask.sum(-1),
+            oldest_version=torch.where(self.action_mask.any(-1), oldest, -1),
+            newest_version=newest,
+            update=self.update,
+            reward_parts=dict(self.reward_parts),
+        )
+
+    @property
+    def own_rows(self) -> Tensor:
+        """(B,) int64, which row of the iteration each one is."""
+        return torch.arange(len(self)) if self.rows is None else self.rows
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample], *, temperature: float = 1.0) -> Self:

@@ -160,12 +160,12 @@ class EpisodeStream:
         self._finished, self._failed = 0, 0
         self._first_failure: Sample | None = None
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises ``ValueError`` for prompts that are too long."""
         self._engine.check_prompts(prompts)
         self._running += [self._engine.loop.submit(self._group(prompt)) for prompt in prompts]
 
-    def collect(self, most: int) -> list[list[Sample]]:
+    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises what ``EpisodeEngineBase.generate`` raises."""
         if not self._running:
             return []

@@ -20,12 +20,15 @@ Group = list[Sample]
 class GroupStream(Protocol):
     """Groups that an engine is generating: submit prompts, collect what is finished, close when there is enough."""
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Start the groups of these prompts; a stream accepts each prompt once."""
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
+        """Start the groups of these prompts, with the seeds of an iteration; ``None``: that of the stream."""
         ...
 
-    def collect(self, most: int) -> list[Group]:
-        """Wait for finished groups; return up to ``most`` in prompt order, or none if no submitted prompt is left."""
+    def collect(self, most: int, *, wait: float | None = None) -> list[Group]:
+        """Wait for finished groups, up to ``wait`` seconds (``None``: no limit), and return up to ``most``.
+
+        They are in the order of submission; none if the time is over or no submitted prompt is left.
+        """
         ...
 
     def close(self) -> None:
@@ -185,12 +188,12 @@ class BatchedGroupStream:
         self._prompts: list[Prompt] = []
         self._groups: list[Group] = []
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """Add the prompts to those of the next :meth:`collect`."""
         self._prompts += prompts
 
-    def collect(self, most: int) -> list[Group]:
-        """Generate for all submitted prompts, unless finished groups are left."""
+    def collect(self, most: int, *, wait: float | None = None) -> list[Group]:
+        """Generate for all submitted prompts, unless finished groups are left; cannot stop before they are done."""
         if not self._groups and self._prompts:
             prompts, self._prompts = self._prompts, []
             self._groups = self._generate(prompts)

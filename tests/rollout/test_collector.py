@@ -26,12 +26,12 @@ class AnyOrder:
         self.most_open = 0
         self.closed = False
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         self.submitted += [prompt.index for prompt in prompts]
         self.open += prompts
         self.most_open = max(self.most_open, len(self.open))
 
-    def collect(self, most: int) -> list[list[Sample]]:
+    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         assert most >= 1
         ended = self.chance.sample(self.open, min(self.chance.randint(1, 3), most, len(self.open)))
         self.open = [prompt for prompt in self.open if prompt not in ended]
@@ -109,7 +109,7 @@ def test_without_spare_groups_the_order_of_ending_does_not_matter(seeds: list[in
 
 def test_a_stream_that_ends_too_early_is_an_error() -> None:
     class Forgetful(AnyOrder):
-        def collect(self, most: int) -> list[list[Sample]]:
+        def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
             return super().collect(1) if len(self.open) > 1 else []
 
     stream = Forgetful(random.Random(0))

@@ -280,7 +280,7 @@ class TimedStream:
         self.submit = stream.submit
         self.close = stream.close
 
-    def collect(self, most: int) -> list[Group]:
+    def collect(self, most: int, *, wait: float | None = None) -> list[Group]:
         """Wait until a group is finished."""
         with self._timing.record("generate", self._iteration):
-            return self._stream.collect(most)
+            return self._stream.collect(most, wait=wait)

@@ -5,8 +5,10 @@ weights may be loaded while another thread generates: they are swapped in betwee
 """
 
 import logging
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -204,14 +206,15 @@ class LocalStream:
         self._sampling = sampling
         self._iteration = iteration
         self._prompts: list[Prompt] = []
+        self._iterations: list[int] = []  # by prompt
         self._pending: list[tuple[int, int]] = []  # prompt and position in its group
         self._batch: list[tuple[int, int]] = []
         self._running: Iterator[list[FinishedRow]] = iter(())
         self._samples: dict[int, list[Sample]] = {}  # by prompt
         self._complete: list[int] = []
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Begin with the groups of these prompts too.
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
+        """Begin with the groups of these prompts too, with the seeds of an iteration; ``None``: that of the stream.
 
         Raises:
             RequestError: If a prompt cannot be sampled.
@@ -220,23 +223,29 @@ class LocalStream:
         check_requests(prompts, self._sampling, context=engine.context, vocabulary=engine.vocabulary)
         places = range(len(self._prompts), len(self._prompts) + len(prompts))
         self._prompts += prompts
+        self._iterations += [self._iteration if iteration is None else iteration] * len(prompts)
         self._pending += [(place, index) for place in places for index in range(self._sampling.group_size)]
         # Similar lengths in a batch need the least padding; groups stay together to share their prompt.
-        self._pending.sort(key=lambda job: (-len(self._prompts[job[0]].token_ids), job))
+        self._pending.sort(key=lambda job: (self._iterations[job[0]], -len(self._prompts[job[0]].token_ids), job))
 
-    def collect(self, most: int) -> list[list[Sample]]:
-        """Generate until a group is complete."""
+    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
+        """Generate until a group is complete, or ``wait`` seconds have passed."""
+        deadline = math.inf if wait is None else time.monotonic() + wait
         while not self._complete:
             ended = next(self._running, None)
             if ended is not None:
                 self._take(ended)
             elif self._pending:
-                size = self._engine.max_sequences
-                self._batch, self._pending = self._pending[:size], self._pending[size:]
+                iteration = self._iterations[self._pending[0][0]]
+                ready = [job for job in self._pending if self._iterations[job[0]] == iteration]
+                self._batch = ready[: self._engine.max_sequences]
+                self._pending = self._pending[len(self._batch) :]  # sorted by iteration
                 rows = [(self._prompts[place], index) for place, index in self._batch]
-                self._running = self._engine.decode(rows, self._sampling, self._iteration).run()
+                self._running = self._engine.decode(rows, self._sampling, iteration).run()
             else:
                 return []
+            if time.monotonic() >= deadline:
+                break
         self._complete.sort()
         given, self._complete = self._complete[:most], self._complete[most:]
         return [self._samples.pop(place) for place in given]

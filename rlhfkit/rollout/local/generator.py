@@ -79,12 +79,11 @@ class Decoding:
 
     @torch.no_grad()
     def run(self) -> Iterator[list[FinishedRow]]:
-        """Generate; yields rows as they are finished."""
+        """Generate; yields the rows that each token finished, which may be none."""
         for step in range(self._sampling.max_new_tokens):
             logits, version = self._logits(step)
             ended = self._append(step, logits, version)
-            if ended:
-                yield ended
+            yield ended
             if bool(self._ended.all()):
                 return
 

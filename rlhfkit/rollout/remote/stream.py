@@ -37,7 +37,7 @@ class PoolStream:
         self._samples: dict[int, list[Sample]] = {}  # by row
         self._complete: list[int] = []  # rows
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """Start these groups too; RequestError, before anything is sent, if a prompt cannot be sampled."""
         manager, group_size, first = self._manager, self._sampling.group_size, len(self._prompts)
         check_requests(prompts, self._sampling, context=manager.max_model_len, vocabulary=manager.vocabulary)
@@ -46,7 +46,7 @@ class PoolStream:
             requests = [self._make_request(prompts[row], index) for index in indices]
             self._parts[self.scheduler.submit(requests)] = (first + row, indices)
 
-    def collect(self, most: int) -> list[list[Sample]]:
+    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         """Wait for groups; those of dead engines are sampled by the others.
 
         Raises RequestError if an engine refuses a request, EngineError if all are dead or nothing was finished in time.

@@ -1,0 +1,314 @@
+"""``RankStore``: how ranks leave messages for one another and wait without a collective.
+
+A collective that starts with a long wait (for samples, for rewards) ends with the process group's time limit and does
+not say which rank is missing. Here ranks wait on a ``torch.distributed.TCPStore`` of their own: with a limit of their
+own, woken at once by a rank that fails, and told which rank died. Imports torch only.
+"""
+
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__ (torch 2.13)
+
+from rlhfkit.distributed import Failure, error_of_all, failure_of, gather_objects, get_rank, get_world_size
+
+T = TypeVar("T")
+
+HEARTBEAT_SECONDS = 1.0
+"""Interval in which each rank tells the store that it lives."""
+DEAD_AFTER_SECONDS = 20.0
+"""A rank whose last heartbeat is older than this is dead. Longer than any pause in which Python runs no thread."""
+_LONGEST_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
+"""Time that other ranks have to read an error before rank 0 ends and the store with it."""
+_REQUEST_TIMEOUT = timedelta(seconds=60)
+
+
+class RankError(RuntimeError):
+    """A rank has died."""
+
+
+class RankStore:
+    """Messages between ranks; made by :func:`rank_store`. May be used from several threads."""
+
+    def __init__(self, host: str, port: int, *, rank: int, world_size: int, server: Any = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._server = server  # rank 0 keeps the store alive
+        self._address = host, port
+        self._clients = threading.local()  # a client of the store answers one thread at a time
+        self._beats: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it was seen to change
+        self._closed = threading.Event()
+        self._looked = 0.0
+        self._set(f"alive/{rank}", b"0")
+        threading.Thread(target=self._beat, name="rank heartbeat", daemon=True).start()
+
+    def _client(self) -> Any:
+        if not hasattr(self._clients, "store"):
+            host, port = self._address
+            self._clients.store = TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=_REQUEST_TIMEOUT
+            )
+        return self._clients.store
+
+    def _request(self, send: Callable[[Any], T]) -> T:
+        try:
+            return send(self._client())
+        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError
+            raise RankError(f"rank 0, which holds the store that ranks wait on, does not answer: {error}") from error
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._request(lambda store: store.set(key, value))
+
+    def publish(self, key: str, value: Any) -> None:
+        """Set a key to a picklable value, which :meth:`lookup` of any rank returns from now on."""
+        self._set(f"value/{key}", pickle.dumps(value))
+
+    def lookup(self, key: str, default: Any = None) -> Any:
+        """Return what was published last under a key."""
+        name = f"value/{key}"
+        if not self._request(lambda store: store.check([name])):
+            return default
+        return pickle.loads(self._request(lambda store: store.get(name)))
+
+    def log(self, name: str) -> "RankLog":
+        """Return the log of a name, read from its beginning; every name is used once in a run."""
+        return RankLog(self, name)
+
+    # ------------------------------------------------------------------ used by logs
+
+    def append(self, name: str, entry: Any) -> None:
+        """Append a picklable entry to a log."""
+        number = self._request(lambda store: store.add(f"log/{name}/count", 1)) - 1
+        self._set(f"log/{name}/{number}", pickle.dumps(entry))
+
+    def entries(self, name: str, first: int) -> list[Any]:
+        """Return the entries of a log from number ``first`` on that were written so far."""
+        count = self._request(lambda store: store.add(f"log/{name}/count", 0))
+        keys = [f"log/{name}/{number}" for number in range(first, count)]
+        # Several ranks append at a time: a number may be taken whose entry is not written yet.
+        while keys and not self._request(lambda store: store.check(keys)):
+            keys.pop()
+        return [pickle.loads(value) for value in self._request(lambda store: store.multi_get(keys))] if keys else []
+
+    def wait_for_readers(self, name: str) -> None:
+        """Say that this rank has read a log to its end; rank 0, whose end closes the store, waits for the others."""
+        count = self._request(lambda store: store.add(f"log/{name}/readers", 1))
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self.rank == 0 and count < self.world_size and time.monotonic() < deadline:
+            time.sleep(_LONGEST_POLL_SECONDS)
+            count = self._request(lambda store: store.add(f"log/{name}/readers", 0))
+
+    def forget(self, name: str) -> None:
+        """Delete a log that no rank reads any more."""
+        count = self._request(lambda store: store.add(f"log/{name}/count", 0))
+        for key in [*(f"log/{name}/{number}" for number in range(count)), f"log/{name}/count"]:
+            self._request(partial(_delete, key))
+
+    # ------------------------------------------------------------------ ranks that died
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            number += 1
+            try:
+                self._set(f"alive/{self.rank}", str(number).encode())
+            except RankError:
+                return  # whoever waits learns it from a request of its own
+
+    def check_ranks(self, waiting_for: str) -> None:
+        """Raise RankError if a rank's heartbeats have stopped; cheap to call often."""
+        now = time.monotonic()
+        if self.world_size == 1 or now - self._looked < HEARTBEAT_SECONDS:
+            return
+        self._looked = now
+        keys = [f"alive/{rank}" for rank in range(self.world_size)]
+        for rank, beat in enumerate(self._request(lambda store: store.multi_get(keys))):
+            before = self._beats.get(rank)
+            if before is None or before[0] != beat:
+                self._beats[rank] = beat, now
+            elif now - before[1] > DEAD_AFTER_SECONDS and rank != self.rank:
+                raise RankError(
+                    f"rank {rank} has given no sign of life for {now - before[1]:.0f} s, while rank {self.rank} was "
+                    f"waiting for {waiting_for}: its process was killed or stopped, or its machine is lost"
+                )
+
+    def close(self) -> None:
+        """Stop the heartbeats."""
+        self._closed.set()
+
+
+def _delete(key: str, store: Any) -> None:
+    store.delete_key(key)
+
+
+class LocalStore(RankStore):
+    """The store of a single process: the same messages, in memory."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self._values: dict[str, Any] = {}
+        self._logs: dict[str, list[Any]] = {}
+        self._closed = threading.Event()
+
+    def publish(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._values[key] = value
+
+    def lookup(self, key: str, default: Any = None) -> Any:
+        """Return what was published last under a key."""
+        return self._values.get(key, default)
+
+    def append(self, name: str, entry: Any) -> None:
+        """Append an entry to a log."""
+        self._logs.setdefault(name, []).append(entry)
+
+    def entries(self, name: str, first: int) -> list[Any]:
+        """Return the entries of a log from number ``first`` on."""
+        return self._logs.get(name, [])[first:]
+
+    def forget(self, name: str) -> None:
+        """Delete a log."""
+        self._logs.pop(name, None)
+
+    def check_ranks(self, waiting_for: str) -> None:
+        """Do nothing, as there is no other rank."""
+
+
+class RankLog:
+    """Entries that any rank appends and every rank reads in the same order."""
+
+    def __init__(self, store: RankStore, name: str) -> None:
+        self.store = store
+        self.name = name
+        self._next = 0
+        self._ended = False  # this rank's step
+        self._ends: dict[int, Failure | None] = {}  # of the ranks that have ended
+
+    def append(self, entry: Any) -> None:
+        """Append a picklable entry."""
+        self.store.append(self.name, (self.store.rank, entry))
+
+    def read(self, wait: float = 0.0, *, waiting_for: str = "other ranks") -> list[tuple[int, Any]]:
+        """Return the new entries with the ranks that wrote them, after waiting up to ``wait`` seconds for one.
+
+        Raises:
+            RankError: If a rank has died.
+        """
+        deadline, pause = time.monotonic() + wait, 0.001
+        while True:
+            found = self.store.entries(self.name, self._next)
+            self._next += len(found)
+            entries = [(rank, entry) for rank, entry in found if not isinstance(entry, _End)]
+            self._ends |= {rank: entry.failure for rank, entry in found if isinstance(entry, _End)}
+            if not self._ended and any(failure is not None for failure in self._ends.values()):
+                raise _OtherRankFailed
+            left = deadline - time.monotonic()
+            if found or left <= 0:
+                return entries
+            self.store.check_ranks(waiting_for)
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+
+    def run(
+        self,
+        step: Callable[[], T],
+        *,
+        timeout: float,
+        waiting_for: str,
+        error_type: type[Exception] = RuntimeError,
+    ) -> T:
+        """Run a step on every rank and return this rank's result once all have finished; if one fails, all raise.
+
+        Must be called once for a log, on every rank. A ``step`` that takes long must :meth:`read` the log now and then,
+        which ends it when another rank has failed.
+
+        Args:
+            step: Called once.
+            timeout: Seconds, from the start of this rank's step, until all ranks must have finished.
+            waiting_for: What the ranks do, for messages: "the samples of iteration 3".
+            error_type: Raised on ranks whose own step succeeded.
+
+        Raises:
+            RecoverableError: On all ranks, if every failed rank raised one.
+            TimeoutError: If a rank takes longer than ``timeout``.
+            RankError: If a rank has died.
+            Exception: Otherwise: the error of ``step`` on a failed rank, an ``error_type`` that names the
+                rank and its error on others.
+        """
+        deadline = time.monotonic() + timeout
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = step()
+        except _OtherRankFailed:
+            pass
+        except Exception as raised:  # the other ranks are told below, then it is raised here
+            error = raised
+        if self.store.world_size == 1:
+            if error is not None:
+                raise error
+            return result  # type: ignore[no-any-return]
+        self._ended = True
+        self.append(_End(failure_of(error)))
+        self._wait_for_ends(deadline, timeout, waiting_for)
+        error = error_of_all(error, [self._ends[rank] for rank in range(self.store.world_size)], error_type)
+        if error is not None:
+            self.store.wait_for_readers(self.name)
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def _wait_for_ends(self, deadline: float, timeout: float, waiting_for: str) -> None:
+        while len(self._ends) < self.store.world_size:
+            self.read(1.0, waiting_for=waiting_for)
+            if time.monotonic() > deadline:
+                late = [rank for rank in range(self.store.world_size) if rank not in self._ends]
+                raise TimeoutError(
+                    f"{waiting_for}: rank(s) {', '.join(map(str, late))} of {self.store.world_size} did not finish "
+                    f"within {timeout:g} s"
+                )
+
+
+class _End(NamedTuple):
+    """Written by each rank when its step has ended."""
+
+    failure: Failure | None
+
+
+class _OtherRankFailed(Exception):
+    """Ends the step of a rank, as that of another rank has failed; :meth:`RankLog.run` replaces it."""
+
+
+_stores: dict[int, RankStore] = {}
+
+
+def rank_store() -> RankStore:
+    """Return the store of this run's ranks, which the first call opens. The first call is a collective."""
+    if get_world_size() == 1:
+        return LocalStore()
+    group = id(dist.group.WORLD)
+    if group not in _stores:
+        for store in _stores.values():
+            store.close()
+        _stores.clear()
+        _stores[group] = _open_store()
+    return _stores[group]
+
+
+def _open_store() -> RankStore:
+    server, address = None, ("", 0)
+    if get_rank() == 0:
+        server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        address = os.environ.get("MASTER_ADDR") or socket.gethostname(), server.port
+    found = gather_objects(address)[0]
+    store = RankStore(*found, rank=get_rank(), world_size=get_world_size(), server=server)
+    gather_objects(None)  # every rank's first heartbeat is there
+    return store

@@ -1,0 +1,94 @@
+"""Messages between ranks and waiting without collectives: one process, three over TCP."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from strategies import ranks
+
+from rlhfkit.rank_store import LocalStore, rank_store
+
+
+class TestOneRank:
+    """In one process the messages stay in memory."""
+
+    def test_entries_come_back_in_order_and_once(self) -> None:
+        log = rank_store().log("log")
+        log.append("a")
+        log.append("b")
+        assert log.read() == [(0, "a"), (0, "b")]
+        assert log.read() == []
+
+    def test_values_are_looked_up(self) -> None:
+        store = LocalStore()
+        assert store.lookup("key", 3) == 3
+        store.publish("key", [1])
+        assert store.lookup("key") == [1]
+
+    def test_a_step_returns_its_result_or_raises_its_error(self) -> None:
+        log = rank_store().log("log")
+        assert log.run(lambda: 3, timeout=1, waiting_for="nothing") == 3
+        with pytest.raises(ZeroDivisionError):
+            log.run(lambda: 1 // 0, timeout=1, waiting_for="nothing")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run("rank_store_ranks:everything", ranks=3, folder=tmp_path_factory.mktemp("three"))
+
+
+class TestThreeRanks:
+    """Their process group has a time limit of 4 seconds."""
+
+    def test_all_read_all_entries_in_one_order(self, three: list[dict[str, Any]]) -> None:
+        first = three[0]["entries"]
+        assert sorted(map(str, first)) == sorted(str([rank, [rank, n]]) for rank in range(3) for n in range(50))
+        assert all(rank["entries"] == first for rank in three)
+
+    def test_published_values_are_seen_everywhere(self, three: list[dict[str, Any]]) -> None:
+        assert all(rank["value"] == {"version": 3} and rank["no value"] == 7 for rank in three)
+
+    def test_a_forgotten_log_is_empty(self, three: list[dict[str, Any]]) -> None:
+        assert all(rank["forgotten"] == [] for rank in three)
+
+    def test_a_step_longer_than_the_limit_of_the_group_ends_well(self, three: list[dict[str, Any]]) -> None:
+        assert [rank["slow"] for rank in three] == [0, 1, 2]
+
+    def test_an_error_ends_the_step_of_all_at_once_and_names_the_rank(self, three: list[dict[str, Any]]) -> None:
+        messages = [rank["failed"][0] for rank in three]
+        assert messages == [
+            "RuntimeError: rank 1 failed: ValueError: a bug",
+            "ValueError: a bug",
+            "RuntimeError: rank 1 failed: ValueError: a bug",
+        ]
+        assert max(rank["failed"][1] for rank in three) < 5
+
+    def test_a_recoverable_error_keeps_its_type_unless_another_rank_failed(self, three: list[dict[str, Any]]) -> None:
+        assert [rank["recoverable"][0] for rank in three] == [
+            "EnginesDied: rank 1 failed: EnginesDied: gone",
+            "EnginesDied: gone",
+            "EnginesDied: rank 1 failed: EnginesDied: gone",
+        ]
+        assert three[0]["both"][0] == "RuntimeError: rank 1 failed: ValueError: a bug"
+
+    def test_a_late_rank_is_named(self, three: list[dict[str, Any]]) -> None:
+        text, seconds = three[0]["late"]
+        assert text == "TimeoutError: iteration 3: rank(s) 1 of 3 did not finish within 1.5 s"
+        assert seconds < 5
+
+
+def test_a_dead_rank_is_named_within_seconds(tmp_path: Path) -> None:
+    processes = ranks.start("rank_store_ranks:one_dies", ranks=3, folder=tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        ranks.stop(processes)
+    for rank in (0, 2):
+        text, seconds = json.loads((tmp_path / f"result_{rank}.json").read_text())["death"]
+        assert "rank 1 has given no sign of life for" in text
+        assert "waiting for samples" in text
+        assert seconds < 15
