@@ -154,14 +154,15 @@ class RolloutCallback(Callback):
         policy_version = trainer.global_step
         collected = self.collect_groups()
         experience = Experience.from_samples(self.samples, temperature=self._training_sampling().temperature or 1.0)
-        plan = plan_iteration(experience, shape_of(trainer, self.group_size), trainer.world_size)
+        plan = plan_iteration(experience.summary, shape_of(trainer, self.group_size), trainer.world_size)
+        experience.update[:] = plan.update
         with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
             self.experience = learner_of(trainer).prepare(experience)
         self._metrics = self._iteration_metrics(collected, policy_version)
         self._after = collected.after
         self._inside_iteration = True
         averaged = trainer.accumulate_grad_batches * trainer.world_size
-        return [micro_batch(self.experience, planned, averaged) for planned in plan[trainer.global_rank]]
+        return [micro_batch(self.experience, planned, averaged) for planned in plan.micro_batches[trainer.global_rank]]
 
     def sync_weights(self) -> None:
         """Give the engine the current weights, if it has others, and probe that they arrived. A collective."""

@@ -1,10 +1,14 @@
 """Divide an iteration's experience into micro-batches: which update trains on which row, on which rank."""
 
 import dataclasses
+from dataclasses import dataclass
 from functools import partial
 
 import lightning as L
+import torch
+from torch import Tensor
 
+from rlhfkit.data.iteration import IterationSummary
 from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_micro_batches, split_groups_by_tokens
 from rlhfkit.data.types import Experience
 from rlhfkit.protocols import prompts_of
@@ -28,29 +32,40 @@ def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
     )
 
 
-def plan_iteration(experience: Experience, shape: IterationShape, ranks: int) -> list[list[MicroBatch]]:
-    """Choose the rows of every rank's micro-batches, of nearly equal tokens, and set ``experience.update`` of each row.
+@dataclass(frozen=True, eq=False)
+class IterationPlan:
+    """Who trains on which of an iteration's N sequences, and when; the same on every rank."""
 
-    Samples of a prompt are side by side; ``update`` is set in place.
+    micro_batches: list[list[MicroBatch]]
+    """``micro_batches[rank]``: those of a rank, in training order; equally many for every rank and update."""
+    update: Tensor
+    """(N,) int64, the optimizer update that trains on each sequence."""
+
+
+def plan_iteration(summary: IterationSummary, shape: IterationShape, world_size: int) -> IterationPlan:
+    """Choose the rows of every rank's micro-batches, of nearly equal tokens.
+
+    Samples of a prompt are side by side.
     """
-    lengths = experience.lengths.tolist()
-    plan = plan_micro_batches(
+    lengths = summary.lengths.tolist()
+    micro_batches = plan_micro_batches(
         lengths,
         num_updates=shape.updates,
         accumulate=shape.micro_batches_per_rank // shape.updates,
-        world_size=ranks,
+        world_size=world_size,
         split=partial(
             split_groups_by_tokens,
             lengths=lengths,
-            prompts=experience.prompt_lengths.tolist(),
-            groups=experience.group.tolist(),
-            ranks=ranks,
+            prompts=summary.prompt_lengths.tolist(),
+            groups=summary.group.tolist(),
+            ranks=world_size,
         ),
     )
-    for share in plan:
+    update = torch.zeros(len(summary), dtype=torch.int64)
+    for share in micro_batches:
         for planned in share:
-            experience.update[planned.rows] = planned.update
-    return plan
+            update[planned.rows] = planned.update
+    return IterationPlan(micro_batches, update)
 
 
 def micro_batch(experience: Experience, planned: MicroBatch, averaged: int) -> Experience:
