@@ -19,6 +19,7 @@ from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.data.loaders.stream import StreamLoader
 from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_micro_batches
+from rlhfkit.data.sample_texts import decode_together
 from rlhfkit.data.types import Experience, FinishReason, Prompt, Sample
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "collate_stepwise",
     "collate_tokens",
     "collate_unpaired",
+    "decode_together",
     "iteration_shape",
     "plan_micro_batches",
 ]

@@ -1,21 +1,42 @@
 """The records of reinforcement learning: ``Prompt`` -> ``Sample`` -> ``Experience``.
 
-Tokenised input, one completion of it from the engine (lists, no padding), and a batch of samples as tensors, to which
-modules add old log-probs and advantages. Per-token fields are on the **next-token axis** of length T - 1, where entry
-``t`` belongs to token ``t + 1``; it includes prompt tokens, masks select.
+Tokenised input, one completion of it from the engine (no padding), and a batch of samples as tensors, to which modules
+add old log-probs and advantages. Prompts and samples keep what they have per token in arrays
+(:mod:`rlhfkit.data.token_arrays`): reading such a field makes a **new list**, so change it by setting it.
+
+Per-token fields of an ``Experience`` are on the **next-token axis** of length T - 1, where entry ``t`` belongs to token
+``t + 1``; it includes prompt tokens, masks select.
 Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded on the right).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import PaddedBatch, row_field, rows_field, step_field
 from rlhfkit.data.iteration import IterationSummary
+from rlhfkit.data.sample_texts import Decode, TextDecoder, decode_when_read
+from rlhfkit.data.token_arrays import (
+    BOOLEANS,
+    FLOATS,
+    INTEGERS,
+    RUNS,
+    Runs,
+    concatenate,
+    ones,
+    restore_state,
+    store_as_arrays,
+    stored,
+    stored_state,
+    zeros,
+)
+
+if TYPE_CHECKING:
+    from rlhfkit.data.token_arrays import Booleans, Floats, Integers
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -32,7 +53,7 @@ class Prompt:
     index: int
     """Row in the data set; unique, and part of the seed of each of its samples."""
     token_ids: list[int]
-    """Input of the engine. Text is never tokenised a second time."""
+    """Input of the engine. Text is never tokenised a second time. Each read makes a new list."""
     text: str = ""
     """The prompt as text, for rewards and logs."""
     answer: Any = None
@@ -40,10 +61,27 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """All other columns of the row, by name."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, without making a list."""
+        return len(stored(self, "token_ids"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is stored, for pickle and copies."""
+        return stored_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled or copied prompt."""
+        restore_state(self, state)
+
 
 @dataclass(slots=True)
 class Sample:
-    """One completion of a prompt, exactly as sampled, and its reward."""
+    """One completion of a prompt, exactly as sampled, and its reward.
+
+    Fields per token can be set as lists, arrays, or tensors, and are read as lists, a **new one** each time:
+    ``sample.token_ids.append(9)`` changes nothing. :attr:`num_tokens` and :attr:`version_runs` make none.
+    """
 
     prompt: Prompt
     sample_index: int
@@ -60,7 +98,7 @@ class Sample:
     action_mask: list[bool] | None = None
     """True where the policy chose the token, false where an environment wrote it; ``None``: the policy chose all."""
     text: str = ""
-    """The completion as text, without special tokens."""
+    """The completion as text, without special tokens; decoded when it is read, after :meth:`decode_with`."""
     reward: float | None = None
     """Total reward; ``None``: could not be scored, the sample is not trained on."""
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -73,14 +111,89 @@ class Sample:
     """Further facts about the sample (turns of an episode, why it ended); numbers are logged as means."""
 
     def __post_init__(self) -> None:
-        """Check that the per-token lists have one length."""
-        lengths = {"token_ids": len(self.token_ids), "logprobs": len(self.logprobs), "versions": len(self.versions)}
-        if self.action_mask is not None:
-            lengths["action_mask"] = len(self.action_mask)
-        if self.token_rewards is not None:
-            lengths["token_rewards"] = len(self.token_rewards)
+        """Check that the per-token fields have one length."""
+        found = {name: stored(self, name) for name in _SAMPLE_ENCODINGS}
+        lengths = {name: len(values) for name, values in found.items() if values is not None}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the per-token lists of a Sample must have one length, got {lengths}")
+
+    @classmethod
+    def from_arrays(
+        cls,
+        prompt: Prompt,
+        sample_index: int,
+        *,
+        token_ids: "Integers",
+        logprobs: "Floats",
+        version_runs: Iterable[tuple[int, int]],
+        finish_reason: FinishReason,
+        action_mask: "Booleans | None" = None,
+        token_rewards: "Floats | None" = None,
+        **fields: Any,
+    ) -> Self:
+        """Make a sample of arrays or tensors, which are copied without making lists.
+
+        Args:
+            prompt: What was completed.
+            sample_index: Position in the group.
+            token_ids: (T,) integers.
+            logprobs: (T,) numbers.
+            version_runs: Policy version of each token, as ``(version, number of tokens)`` in order.
+            finish_reason: Why the completion ended.
+            action_mask: (T,) booleans; ``None``: the policy chose all.
+            token_rewards: (T,) numbers; ``None``: the last action earned all.
+            **fields: Other fields.
+
+        Raises:
+            ValueError: If the lengths differ.
+        """
+        ids, numbers, runs = cast("list[int]", token_ids), cast("list[float]", logprobs), Runs.of(version_runs)
+        fields |= {"action_mask": action_mask, "token_rewards": token_rewards}
+        return cls(prompt, sample_index, ids, numbers, cast("list[int]", runs), finish_reason, **fields)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens after the prompt."""
+        return len(stored(self, "token_ids"))
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Number of tokens that the policy chose."""
+        mask = stored(self, "action_mask")
+        return self.num_tokens if mask is None else sum(mask)
+
+    @property
+    def version_runs(self) -> list[tuple[int, int]]:
+        """``versions`` as ``(version, number of tokens)`` of each run of equal ones, in order."""
+        runs: Runs = stored(self, "versions")
+        return runs.pairs
+
+    def decode_with(self, decode: Decode) -> None:
+        """Let ``text`` be decoded whenever it is read, by a tokenizer's ``batch_decode`` or the like; nothing is kept.
+
+        Pickled samples have their text. :func:`~rlhfkit.data.sample_texts.decode_together` decodes many at once.
+        """
+        self.text = cast(str, TextDecoder(decode))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is stored, with the text, for pickle and copies."""
+        return stored_state(self) | {"text": self.text}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled or copied sample."""
+        restore_state(self, state)
+
+
+_SAMPLE_ENCODINGS = {
+    "token_ids": INTEGERS,
+    "logprobs": FLOATS,
+    "versions": RUNS,
+    "action_mask": BOOLEANS,
+    "token_rewards": FLOATS,
+}
+store_as_arrays(Prompt, {"token_ids": INTEGERS})
+store_as_arrays(Sample, _SAMPLE_ENCODINGS)
+decode_when_read(Sample, "text")
 
 
 @dataclass(kw_only=True)
@@ -177,45 +290,55 @@ class Experience(PaddedBatch):
         if not samples:
             raise ValueError("an Experience needs at least one sample, got none")
         for sample in samples:
-            if not sample.prompt.token_ids:
+            if not sample.prompt.num_tokens:
                 raise ValueError(f"prompt {sample.prompt.index} has no tokens; every prompt needs at least one")
-        batch = len(samples)
-        length = max(len(sample.prompt.token_ids) + len(sample.token_ids) for sample in samples)
+        prompts = torch.tensor([sample.prompt.num_tokens for sample in samples])[:, None]
+        ends = prompts + torch.tensor([sample.num_tokens for sample in samples])[:, None]
+        batch, length = len(samples), int(ends.max())
+        attention_mask = torch.arange(length) < ends
+        texts = [stored(part, "token_ids") for sample in samples for part in (sample.prompt, sample)]
         input_ids = torch.zeros(batch, length, dtype=torch.int64)
-        attention_mask = torch.zeros(batch, length, dtype=torch.bool)
-        action_mask = torch.zeros(batch, length - 1, dtype=torch.bool)
-        logprobs = torch.zeros(batch, length - 1, dtype=torch.float32)
-        versions = torch.full((batch, length - 1), -1, dtype=torch.int64)
-        distributed = any(sample.token_rewards is not None for sample in samples)
-        token_rewards = torch.zeros(batch, length - 1) if distributed else None
-        for row, sample in enumerate(samples):
-            tokens = sample.prompt.token_ids + sample.token_ids
-            input_ids[row, : len(tokens)] = torch.tensor(tokens)
-            attention_mask[row, : len(tokens)] = True
-            steps = slice(len(sample.prompt.token_ids) - 1, len(tokens) - 1)
-            chosen = torch.ones(len(sample.token_ids), dtype=torch.bool)
-            if sample.action_mask is not None:
-                chosen = torch.tensor(sample.action_mask, dtype=torch.bool)
-            logprobs[row, steps] = torch.where(chosen, torch.tensor(sample.logprobs, dtype=torch.float32), 0.0)
-            versions[row, steps] = torch.where(chosen, torch.tensor(sample.versions, dtype=torch.int64), -1)
-            action_mask[row, steps] = chosen if sample.reward is not None else False
-            if token_rewards is not None and sample.token_rewards is not None:
-                token_rewards[row, steps] = torch.tensor(sample.token_rewards, dtype=torch.float32)
+        input_ids.masked_scatter_(attention_mask, concatenate(texts, torch.int64))
+        steps = (torch.arange(1, length) >= prompts) & attention_mask[:, 1:]  # of completions
+        chosen, logprobs, versions, token_rewards = _joined(samples)
+        scored = torch.tensor([sample.reward is not None for sample in samples])[:, None]
         names = sorted({name for sample in samples for name in sample.reward_parts})
         rewards = [math.nan if sample.reward is None else float(sample.reward) for sample in samples]
         parts = {name: [sample.reward_parts.get(name, math.nan) for sample in samples] for name in names}
         return cls(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            action_mask=action_mask,
-            rollout_logprobs=logprobs,
-            versions=versions,
+            action_mask=_placed(chosen, steps) & scored,
+            rollout_logprobs=_placed(torch.where(chosen, logprobs, 0.0), steps),
+            versions=_placed(torch.where(chosen, versions, -1), steps, fill=-1),
             rewards=torch.tensor(rewards, dtype=torch.float32),
             group=torch.tensor([sample.prompt.index for sample in samples]),
             sample_index=torch.tensor([sample.sample_index for sample in samples]),
             truncated=torch.tensor([sample.finish_reason == "length" for sample in samples]),
             update=torch.zeros(batch, dtype=torch.int64),
             reward_parts={name: torch.tensor(column, dtype=torch.float32) for name, column in parts.items()},
-            token_rewards=token_rewards,
+            token_rewards=None if token_rewards is None else _placed(token_rewards, steps),
             temperature=temperature,
         )
+
+
+def _joined(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Action mask, log-probs, versions and rewards of the tokens of all completions in order, (sum of T,) each."""
+    masks = [stored(sample, "action_mask") for sample in samples]
+    chosen = [ones(sample.num_tokens) if mask is None else mask for sample, mask in zip(samples, masks, strict=True)]
+    runs: list[Runs] = [stored(sample, "versions") for sample in samples]
+    versions = concatenate([each.values for each in runs], torch.int64)
+    lengths = concatenate([each.lengths for each in runs], torch.int64)
+    earned = [stored(sample, "token_rewards") for sample in samples]
+    given = [zeros(sample.num_tokens) if each is None else each for sample, each in zip(samples, earned, strict=True)]
+    return (
+        concatenate(chosen, torch.bool),
+        concatenate([stored(sample, "logprobs") for sample in samples], torch.float32),
+        versions.repeat_interleave(lengths),
+        concatenate(given, torch.float32) if any(each is not None for each in earned) else None,
+    )
+
+
+def _placed(values: Tensor, steps: Tensor, fill: float = 0) -> Tensor:
+    """(B, T-1) tensor with values, in order, where ``steps`` is true, and ``fill`` elsewhere."""
+    return torch.full(steps.shape, fill, dtype=values.dtype).masked_scatter_(steps, values)

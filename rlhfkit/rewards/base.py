@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
+from rlhfkit.data.token_arrays import stored
 from rlhfkit.data.types import Sample
 from rlhfkit.validation import check_number
 
@@ -53,7 +54,7 @@ class Reward(Protocol):
     Example::
 
         def shorter_is_better(samples):
-            return [-len(sample.token_ids) / 100 for sample in samples]
+            return [-sample.num_tokens / 100 for sample in samples]
     """
 
     def __call__(self, samples: Sequence[Sample], /) -> Any:
@@ -208,15 +209,15 @@ def evaluate(
         changed = next(place for place, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
         raise ValueError(
             f"reward {' or '.join(map(repr, rewards))} has changed the token ids of sample {changed} (prompt "
-            f"{samples[changed].prompt.index}), which would be trained on: work on a copy, list(sample.token_ids)"
+            f"{samples[changed].prompt.index}), which would be trained on: work on a copy, which sample.token_ids is"
         )
     return {name: _checked(name, result, samples) for name, result in results.items()}
 
 
 def _fingerprints(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Hashes of the token ids, to notice a reward that changes them."""
-    prompts = {id(sample.prompt): hash(tuple(sample.prompt.token_ids)) for sample in samples}
-    return [(prompts[id(sample.prompt)], hash(tuple(sample.token_ids))) for sample in samples]
+    """Hashes of the token ids, to notice a reward that sets others."""
+    prompts = {id(sample.prompt): hash(stored(sample.prompt, "token_ids").tobytes()) for sample in samples}
+    return [(prompts[id(sample.prompt)], hash(stored(sample, "token_ids").tobytes())) for sample in samples]
 
 
 def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: float) -> Any:

@@ -153,7 +153,5 @@ class LengthPenalty:
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Score samples by the number of tokens that the policy wrote."""
         start = self.max_length - self.soft_zone
-        lengths = [
-            len(sample.token_ids) if sample.action_mask is None else sum(sample.action_mask) for sample in samples
-        ]
+        lengths = [sample.num_action_tokens for sample in samples]
         return [-min(max(length - start, 0) / self.soft_zone, 1.0) for length in lengths]

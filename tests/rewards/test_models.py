@@ -82,7 +82,7 @@ def test_another_tokenizer_is_found_out(folder: Path) -> None:
     with pytest.raises(ValueError, match="another tokenizer than the policy: it reads '11' where 'eleven' was sampled"):
         reward(given)
     given = samples()
-    given[2].token_ids[-1] = 40_000
+    given[2].token_ids = [*given[2].token_ids[:-1], 40_000]
     with pytest.raises(ValueError, match="another tokenizer than the policy"):
         reward(given)
     prompt = Prompt(3, [], "1+1=")

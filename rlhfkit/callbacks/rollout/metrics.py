@@ -17,7 +17,7 @@ def iteration_metrics(samples: Sequence[Sample], experience: Experience, *, rewa
         ``Sample.info``; fractions of samples truncated at the length limit, not scored, or with advantage 0.
     """
     rewards = experience.rewards[~experience.rewards.isnan()]
-    lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
+    lengths = torch.tensor([float(sample.num_tokens) for sample in samples])
     metrics = {f"rollout/{name}": mean for name, mean in _info_means(samples).items()}
     metrics |= {
         "rollout/reward": float(rewards.mean()) if len(rewards) else math.nan,
@@ -56,10 +56,12 @@ def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, floa
         ``rollout/staleness``: mean age of a token in updates; ``rollout/mixed_fraction``: fraction of samples with
         tokens of several policy versions.
     """
-    ages = [version - each for sample in samples for each in sample.versions if each >= 0]
-    mixed = [len(set(sample.versions)) > 1 for sample in samples]
+    runs = [sample.version_runs for sample in samples]
+    known = [(each, count) for run in runs for each, count in run if each >= 0]
+    tokens = sum(count for _, count in known)
+    mixed = [len({each for each, _ in run}) > 1 for run in runs]
     return {
-        "rollout/staleness": fmean(ages) if ages else 0.0,
+        "rollout/staleness": sum((version - each) * count for each, count in known) / tokens if tokens else 0.0,
         "rollout/mixed_fraction": fmean(mixed) if mixed else 0.0,
     }
 
@@ -110,7 +112,7 @@ def validation_metrics(
 
 def _of_one_source(samples: Sequence[Sample], success_threshold: float, rewarded: bool) -> dict[str, tuple[float, int]]:
     metrics = {
-        "length": (fmean(len(sample.token_ids) for sample in samples), len(samples)),
+        "length": (fmean(sample.num_tokens for sample in samples), len(samples)),
         "truncated_fraction": (fmean(sample.finish_reason == "length" for sample in samples), len(samples)),
     }
     if not rewarded:

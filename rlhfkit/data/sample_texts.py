@@ -1,0 +1,91 @@
+"""Texts of samples, decoded when they are read.
+
+A :class:`TextField` holds a text, or a :class:`TextDecoder` that makes it of the record's tokens. What is decoded is
+not kept, except inside :func:`decode_together`, where the first read decodes the texts of all samples in one call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+Decode = Callable[[list[list[int]]], Sequence[str]]
+"""Writes token ids of several sequences as texts, such as a tokenizer's ``batch_decode``; called from any thread."""
+
+
+class Decoded(Protocol):
+    """A record whose text is decoded."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What the text is decoded from."""
+        ...
+
+
+class TextDecoder:
+    """Decodes the texts of records: one by one, or those of ``together`` all at once when the first is read."""
+
+    def __init__(self, decode: Decode, together: Sequence[Decoded] = ()) -> None:
+        self._decode = decode
+        self._together = together
+        self._kept: dict[int, str] | None = None if together else {}  # by the identity of the record
+        self._lock = threading.Lock()  # a reward may read texts in several threads
+
+    def text(self, record: Decoded) -> str:
+        """Return the text of a record."""
+        with self._lock:
+            if self._kept is None:
+                texts = self._decode([each.token_ids for each in self._together])
+                self._kept = {id(each): text for each, text in zip(self._together, texts, strict=True)}
+            kept = self._kept.get(id(record))
+        return self._decode([record.token_ids])[0] if kept is None else kept
+
+    def forget(self) -> None:
+        """Keep no text and no record; from now on decode one by one."""
+        with self._lock:
+            self._together, self._kept = (), {}
+
+
+class TextField:
+    """A slot of a record that holds a text or its decoder, and is read as text."""
+
+    def __init__(self, slot: Any) -> None:
+        self._read = slot.__get__
+        self._write = slot.__set__
+
+    def __get__(self, record: Any, owner: type | None = None) -> Any:
+        """Return the text; decodes it if it is not there."""
+        if record is None:
+            return self
+        held = self._read(record)
+        return held.text(record) if isinstance(held, TextDecoder) else held
+
+    def __set__(self, record: Any, text: str | TextDecoder) -> None:
+        """Set the text, or what decodes it."""
+        self._write(record, text)
+
+
+def decode_when_read(record: type, name: str) -> None:
+    """Turn a field of a dataclass with slots into a :class:`TextField`."""
+    setattr(record, name, TextField(getattr(record, name)))
+
+
+@contextmanager
+def decode_together(samples: Sequence[Any], decode: Decode) -> Iterator[None]:
+    """Inside the block, the first ``text`` that is read decodes those of all samples, which are kept until its end.
+
+    After the block a text is decoded anew whenever it is read, unless it was set. What is never read is not decoded.
+
+    Args:
+        samples: Whose texts to decode; the texts that they had are replaced.
+        decode: Writes token ids as texts.
+    """
+    decoder = TextDecoder(decode, samples)
+    for sample in samples:
+        sample.text = decoder
+    try:
+        yield
+    finally:
+        decoder.forget()
