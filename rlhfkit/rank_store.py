@@ -5,12 +5,14 @@ not say which rank is missing. Here ranks wait on a ``torch.distributed.TCPStore
 own, woken at once by a rank that fails, and told which rank died. Imports torch only.
 """
 
+import math
 import os
 import pickle
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +47,8 @@ class RankStore:
         self._server = server  # rank 0 keeps the store alive
         self._address = host, port
         self._clients = threading.local()  # a client of the store answers one thread at a time
+        self._lock = threading.Lock()
+        self._logs_made: dict[str, int] = {}  # by name, the number of the last log
         self._beats: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it was seen to change
         self._closed = threading.Event()
         self._looked = 0.0
@@ -79,9 +83,16 @@ class RankStore:
             return default
         return pickle.loads(self._request(lambda store: store.get(name)))
 
-    def log(self, name: str) -> "RankLog":
-        """Return the log of a name, read from its beginning; every name is used once in a run."""
-        return RankLog(self, name)
+    def log(self, name: str, *, keep: int = 2) -> "RankLog":
+        """Return a new log; the n-th that each rank asks for by a name is the same one.
+
+        Rank 0 deletes those of a name that are older than the last ``keep``: by then no rank may read them any more.
+        """
+        with self._lock:
+            number = self._logs_made[name] = self._logs_made.get(name, -1) + 1
+        if self.rank == 0 and number >= keep:
+            self.forget(f"{name}/{number - keep}")
+        return RankLog(self, f"{name}/{number}")
 
     # ------------------------------------------------------------------ used by logs
 
@@ -137,8 +148,8 @@ class RankStore:
                 self._beats[rank] = beat, now
             elif now - before[1] > DEAD_AFTER_SECONDS and rank != self.rank:
                 raise RankError(
-                    f"rank {rank} has given no sign of life for {now - before[1]:.0f} s, while rank {self.rank} was "
-                    f"waiting for {waiting_for}: its process was killed or stopped, or its machine is lost"
+                    f"rank {rank} has given no sign of life for {now - before[1]:.0f} s, while rank {self.rank} "
+                    f"waited for it ({waiting_for}): its process was killed or stopped, or its machine is lost"
                 )
 
     def close(self) -> None:
@@ -155,6 +166,8 @@ class LocalStore(RankStore):
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
+        self._lock = threading.Lock()
+        self._logs_made: dict[str, int] = {}
         self._values: dict[str, Any] = {}
         self._logs: dict[str, list[Any]] = {}
         self._closed = threading.Event()
@@ -190,6 +203,8 @@ class RankLog:
         self.store = store
         self.name = name
         self._next = 0
+        self._unread: list[tuple[int, Any]] = []
+        self._waiting_for, self._limit, self._deadline = "a message", math.inf, math.inf
         self._ended = False  # this rank's step
         self._ends: dict[int, Failure | None] = {}  # of the ranks that have ended
 
@@ -197,26 +212,61 @@ class RankLog:
         """Append a picklable entry."""
         self.store.append(self.name, (self.store.rank, entry))
 
-    def read(self, wait: float = 0.0, *, waiting_for: str = "other ranks") -> list[tuple[int, Any]]:
-        """Return the new entries with the ranks that wrote them, after waiting up to ``wait`` seconds for one.
+    def read(self, seconds: float = 0.0) -> list[tuple[int, Any]]:
+        """Return the new entries with the ranks that wrote them, after waiting up to ``seconds`` for one.
+
+        Raises what :meth:`check` does.
+        """
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while True:
+            ended = len(self._ends)
+            self.check()
+            left = deadline - time.monotonic()
+            if self._unread or len(self._ends) > ended or left <= 0:
+                entries, self._unread = self._unread, []
+                return entries
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+
+    def check(self) -> None:
+        """End the step of this rank, by an exception for :meth:`run`, if that of another has failed.
 
         Raises:
             RankError: If a rank has died.
+            TimeoutError: If the time of :meth:`run` is over.
         """
-        deadline, pause = time.monotonic() + wait, 0.001
-        while True:
-            found = self.store.entries(self.name, self._next)
-            self._next += len(found)
-            entries = [(rank, entry) for rank, entry in found if not isinstance(entry, _End)]
-            self._ends |= {rank: entry.failure for rank, entry in found if isinstance(entry, _End)}
-            if not self._ended and any(failure is not None for failure in self._ends.values()):
-                raise _OtherRankFailed
-            left = deadline - time.monotonic()
-            if found or left <= 0:
-                return entries
-            self.store.check_ranks(waiting_for)
-            time.sleep(min(pause, left))
+        found = self.store.entries(self.name, self._next)
+        self._next += len(found)
+        self._unread += [(rank, entry) for rank, entry in found if not isinstance(entry, _End)]
+        self._ends |= {rank: entry.failure for rank, entry in found if isinstance(entry, _End)}
+        if not self._ended and any(failure is not None for failure in self._ends.values()):
+            raise _OtherRankFailed
+        if not self._ended and time.monotonic() > self._deadline:
+            raise TimeoutError(f"{self._waiting_for} took longer than {self._limit:g} s on rank {self.store.rank}")
+        if not found:
+            self.store.check_ranks(self._waiting_for)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function that may block, in a thread that is left behind when another rank fails or time is over.
+
+        Without other ranks the function is called in this thread.
+        """
+        if self.store.world_size == 1:
+            return function()
+        outcome: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                outcome.set_result(function())
+            except BaseException as error:  # raised again below
+                outcome.set_exception(error)
+
+        threading.Thread(target=work, name=threading.current_thread().name, daemon=True).start()
+        pause = 0.001
+        while not wait([outcome], pause).done:
+            self.check()
             pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+        return outcome.result()
 
     def run(
         self,
@@ -228,12 +278,13 @@ class RankLog:
     ) -> T:
         """Run a step on every rank and return this rank's result once all have finished; if one fails, all raise.
 
-        Must be called once for a log, on every rank. A ``step`` that takes long must :meth:`read` the log now and then,
-        which ends it when another rank has failed.
+        Must be called once for a log, on every rank. A ``step`` that takes long must :meth:`read` or :meth:`check` the
+        log now and then, or :meth:`call` what blocks, which ends it when another rank has failed.
 
         Args:
             step: Called once.
-            timeout: Seconds, from the start of this rank's step, until all ranks must have finished.
+            timeout: Seconds, from the start of this rank's step, until all ranks must have finished; not used without
+                other ranks.
             waiting_for: What the ranks do, for messages: "the samples of iteration 3".
             error_type: Raised on ranks whose own step succeeded.
 
@@ -244,7 +295,9 @@ class RankLog:
             Exception: Otherwise: the error of ``step`` on a failed rank, an ``error_type`` that names the
                 rank and its error on others.
         """
-        deadline = time.monotonic() + timeout
+        if self.store.world_size == 1:
+            return step()
+        self._waiting_for, self._limit, self._deadline = waiting_for, timeout, time.monotonic() + timeout
         result: Any = None
         error: Exception | None = None
         try:
@@ -253,27 +306,24 @@ class RankLog:
             pass
         except Exception as raised:  # the other ranks are told below, then it is raised here
             error = raised
-        if self.store.world_size == 1:
-            if error is not None:
-                raise error
-            return result  # type: ignore[no-any-return]
         self._ended = True
         self.append(_End(failure_of(error)))
-        self._wait_for_ends(deadline, timeout, waiting_for)
+        self._wait_for_ends()
         error = error_of_all(error, [self._ends[rank] for rank in range(self.store.world_size)], error_type)
         if error is not None:
             self.store.wait_for_readers(self.name)
             raise error
         return result  # type: ignore[no-any-return]
 
-    def _wait_for_ends(self, deadline: float, timeout: float, waiting_for: str) -> None:
+    def _wait_for_ends(self) -> None:
+        # A rank that fails at the limit says so itself, a moment later.
         while len(self._ends) < self.store.world_size:
-            self.read(1.0, waiting_for=waiting_for)
-            if time.monotonic() > deadline:
+            self.read(1.0)
+            if time.monotonic() > self._deadline + _GRACE_SECONDS:
                 late = [rank for rank in range(self.store.world_size) if rank not in self._ends]
                 raise TimeoutError(
-                    f"{waiting_for}: rank(s) {', '.join(map(str, late))} of {self.store.world_size} did not finish "
-                    f"within {timeout:g} s"
+                    f"{self._waiting_for}: rank(s) {', '.join(map(str, late))} of {self.store.world_size} did not "
+                    f"finish within {self._limit:g} s"
                 )
 
 

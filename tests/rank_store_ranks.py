@@ -52,9 +52,11 @@ def everything(**_: Any) -> dict[str, Any]:
     log = store.log("exchange")
     found["entries"] = log.run(exchange, timeout=30, waiting_for="entries")
     found["value"], found["no value"] = store.lookup("engines"), store.lookup("other", 7)
-    store.forget("exchange")
-    log = store.log("exchange")
-    found["forgotten"] = log.read()
+    dist.barrier()
+    for _ in range(2):
+        store.log("exchange")
+    dist.barrier()
+    found["forgotten"] = store.entries("exchange/0", 0)
     slow = store.log("slow")
     found["slow"] = slow.run(lambda: time.sleep(6 * rank) or rank, timeout=30, waiting_for="a slow rank")
 
@@ -77,8 +79,10 @@ def everything(**_: Any) -> dict[str, Any]:
         log = store.log(name)
         found[name] = failing(*arguments)
     late = store.log("late")
-    hang = 4.0 if rank == 1 else 0.0
-    found["late"] = raised(lambda: late.run(lambda: time.sleep(hang), timeout=1.5, waiting_for="iteration 3"))
+    hang = 60.0 if rank == 1 else 0.0
+    found["late"] = raised(
+        lambda: late.run(lambda: late.call(lambda: time.sleep(hang)), timeout=1.5, waiting_for="scoring")
+    )
     dist.barrier()  # rank 0 ends last
     return found
 
