@@ -8,10 +8,11 @@ depends on lengths and seeds only: no state to save, and the same result on ever
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
+from typing import Any
 
 import torch
 
@@ -33,6 +34,8 @@ class MicroBatch:
     """Indices of sequences, ascending."""
     update: int
     """0 .. updates - 1."""
+    trained: bool = True
+    """False: the rows are trained on elsewhere, and only computed so that all ranks run equally many forward passes."""
 
 
 @dataclass(frozen=True)
@@ -146,23 +149,67 @@ def _longest_first(lengths: Sequence[int], order: Sequence[int], num_bins: int) 
     return bins
 
 
+_Tree = Any  # an index, or a pair of trees: joining two bins of any size takes one step
+_Bin = tuple[int, int, _Tree]  # minus the total, an index in it (-1 in an empty bin), the items
+
+
 def _differencing(lengths: Sequence[int], order: Sequence[int], num_bins: int, start: int) -> list[list[int]]:
     """Largest differencing. ``start`` items make one initial partition: 1, or ``num_bins`` to keep counts equal."""
-    heap = []
+    # Bins of a partition are in descending order. Empty ones, its last, are left out, except where items of length 0
+    # come behind them.
+    explicit = start > 1 or not lengths[order[-1]]
+    heap: list[tuple[int, int, list[_Bin]]] = []
     for number, first in enumerate(range(0, len(order), start)):
-        bins = [(lengths[index], [index]) for index in order[first : first + start]]
-        bins += [(0, []) for _ in range(num_bins - len(bins))]  # descending, like order
-        heap.append((bins[-1][0] - bins[0][0], number, bins))
+        bins: list[_Bin] = [(-lengths[index], index, index) for index in order[first : first + start]]
+        if explicit:
+            bins += [(0, -1, None)] * (num_bins - len(bins))
+        heap.append((_difference(bins, num_bins), number, bins))
     heapq.heapify(heap)
     number = len(heap)
     while len(heap) > 1:
         _, _, one = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
-        merged = [(a + b, rows + more) for (a, rows), (b, more) in zip(one, reversed(other), strict=True)]
-        merged.sort(key=lambda entry: (-entry[0], entry[1]))
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+        merged = _merge(one, other, num_bins)
+        heapq.heappush(heap, (_difference(merged, num_bins), number, merged))
         number += 1
-    return [rows for _, rows in heap[0][2]]
+    bins = heap[0][2]
+    return [_items(tree) for _, _, tree in bins] + [[] for _ in range(num_bins - len(bins))]
+
+
+def _difference(bins: list[_Bin], num_bins: int) -> int:
+    """Total of the emptiest bin minus that of the fullest."""
+    return (0 if len(bins) < num_bins else -bins[-1][0]) + bins[0][0]
+
+
+def _merge(one: list[_Bin], other: list[_Bin], num_bins: int) -> list[_Bin]:
+    """Join the fullest bin of one partition with the emptiest of the other, and so on; changes its arguments."""
+    if len(other) == 1 and num_bins > 1:  # the usual case: a single item, which joins the emptiest bin
+        insort(one, _joined(one.pop(), other[0]) if len(one) == num_bins else other[0])
+        return one
+    if len(one) == 1 and num_bins > 1:
+        insort(other, _joined(one[0], other.pop()) if len(other) == num_bins else one[0])
+        return other
+    alone, other_alone = num_bins - len(other), num_bins - len(one)
+    joined = [_joined(one[place], other[num_bins - 1 - place]) for place in range(alone, len(one))]
+    return sorted(one[:alone] + joined + other[:other_alone])
+
+
+def _joined(one: _Bin, other: _Bin) -> _Bin:
+    if one[1] < 0:
+        return other
+    return one if other[1] < 0 else (one[0] + other[0], one[1], (one[2], other[2]))
+
+
+def _items(tree: _Tree) -> list[int]:
+    """The indices in a tree, in no particular order."""
+    items, trees = [], [] if tree is None else [tree]
+    while trees:
+        each = trees.pop()
+        if isinstance(each, tuple):
+            trees.extend(each)
+        else:
+            items.append(each)
+    return items
 
 
 def plan_micro_batches(
@@ -198,12 +245,8 @@ def plan_micro_batches(
         raise ValueError(
             f"num_updates, accumulate and world_size must be at least 1, got {num_updates}, {accumulate}, {world_size}"
         )
-    size, rest = divmod(len(rows), num_updates)
-    if rest:
-        raise ValueError(
-            f"{num_updates} updates do not divide {len(rows)} sequences: choose rollout_batch_size * group_size as a "
-            "multiple of micro_batch_size * accumulate_grad_batches * world_size"
-        )
+    windows = update_windows(rows, num_updates)
+    size = len(windows[0])
     if size < accumulate * world_size:
         raise ValueError(
             f"each of {num_updates} updates has {size} of {len(rows)} sequences, too few for accumulate {accumulate} * "
@@ -211,8 +254,7 @@ def plan_micro_batches(
             "accumulate_grad_batches"
         )
     plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
-    for update in range(num_updates):
-        window = sorted(rows[update * size : (update + 1) * size])
+    for update, window in enumerate(windows):
         if split is None:
             dealt = split_by_tokens([lengths[row] for row in window], accumulate * world_size)
             bins = [[window[index] for index in chosen] for chosen in dealt]
@@ -221,6 +263,17 @@ def plan_micro_batches(
         for position, chosen in enumerate(bins):
             plan[position % world_size].append(MicroBatch(chosen, update))
     return plan
+
+
+def update_windows(rows: Sequence[int], num_updates: int) -> list[list[int]]:
+    """The rows of each update, ascending: contiguous pieces of equal counts. ValueError if they do not divide."""
+    size, rest = divmod(len(rows), num_updates)
+    if rest:
+        raise ValueError(
+            f"{num_updates} updates do not divide {len(rows)} sequences: choose rollout_batch_size * group_size as a "
+            "multiple of micro_batch_size * accumulate_grad_batches * world_size"
+        )
+    return [sorted(rows[update * size : (update + 1) * size]) for update in range(num_updates)]
 
 
 def split_by_tokens(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -287,13 +340,8 @@ def split_groups_by_tokens(
     sizes are tried; the plan with the fewest tokens on the slowest ranks, step by step, is taken. Each ``ranks``
     consecutive bins run at the same time; ``num_bins`` is a multiple of ``ranks`` and at most the number of ``rows``.
     """
-    members: dict[int, list[int]] = {}
-    for row in rows:
-        members.setdefault(groups[row], []).append(row)
     plans = []
-    size = max(map(len, members.values()))
-    while size >= 1:
-        pieces = [each[first : first + size] for each in members.values() for first in range(0, len(each), size)]
+    for pieces in group_pieces(rows, groups):
         if len(pieces) >= num_bins:
             costs = [packed_tokens(piece, lengths, prompts, groups) for piece in pieces]
             bins = [
@@ -302,5 +350,15 @@ def split_groups_by_tokens(
             totals = [packed_tokens(each, lengths, prompts, groups) for each in bins]
             slowest = sum(max(totals[first : first + ranks]) for first in range(0, num_bins, ranks))
             plans.append((slowest, bins))
-        size //= 2
     return min(plans, key=lambda plan: plan[0])[1]
+
+
+def group_pieces(rows: Sequence[int], groups: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Yield divisions of the rows into pieces of groups: whole groups first, then halves, and so on to single rows."""
+    members: dict[int, list[int]] = {}
+    for row in rows:
+        members.setdefault(groups[row], []).append(row)
+    size = max(map(len, members.values()))
+    while size >= 1:
+        yield [each[first : first + size] for each in members.values() for first in range(0, len(each), size)]
+        size //= 2

@@ -1,0 +1,217 @@
+"""Micro-batches of at most a number of tokens: how many an iteration needs, and the rows of each.
+
+verl's ``use_dynamic_bsz`` with ``ppo_max_token_len_per_gpu`` and OpenRLHF's ``use_dynamic_batch`` with
+``train_max_tokens_per_gpu`` do the same for sums of lengths; here the tokens are those that the forward pass computes,
+and the limit is never exceeded by more than one sequence.
+"""
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from rlhfkit.data.packing import (
+    MicroBatch,
+    best_fit_decreasing,
+    group_pieces,
+    packed_tokens,
+    split_by_tokens,
+    split_groups_by_tokens,
+    update_windows,
+)
+
+Bins = list[list[int]]
+"""Rows of each micro-batch."""
+
+
+class ForwardPass(ABC):
+    """What a forward pass over some rows costs, and which rows go well together."""
+
+    @abstractmethod
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens that are computed, padding included; no more for a part of the rows."""
+
+    @abstractmethod
+    def fill(self, rows: Sequence[int], max_tokens: int) -> Bins:
+        """Divide rows, each of at most ``max_tokens``, into few bins of at most ``max_tokens``."""
+
+    @abstractmethod
+    def balance(self, rows: Sequence[int], num_bins: int, max_tokens: int) -> list[Bins]:
+        """Divisions into ``num_bins`` bins of nearly equal tokens; some may exceed ``max_tokens``, or there is none."""
+
+    @abstractmethod
+    def halve(self, rows: Sequence[int]) -> Bins:
+        """Divide two rows or more into two bins of nearly equal tokens."""
+
+
+@dataclass(frozen=True)
+class PackedForward(ForwardPass):
+    """Rows without padding, in which the prompt of a group is computed once for neighbouring rows."""
+
+    lengths: Sequence[int]
+    """Tokens of each sequence of the iteration, at least 1."""
+    prompts: Sequence[int]
+    """Tokens of its prompt."""
+    groups: Sequence[int]
+    """Equal for samples of one prompt, which are neighbours."""
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Sum of the lengths, each prompt counted once."""
+        return packed_tokens(rows, self.lengths, self.prompts, self.groups)
+
+    def fill(self, rows: Sequence[int], max_tokens: int) -> Bins:
+        """Best fit of whole groups, halves of groups, and so on; the division into the fewest bins."""
+        divisions = []
+        for pieces in group_pieces(rows, self.groups):
+            fitting = [part for piece in pieces for part in self._fitting(piece, max_tokens)]
+            bins = best_fit_decreasing([self.tokens(piece) for piece in fitting], max_tokens)
+            divisions.append([sorted(row for index in chosen for row in fitting[index]) for chosen in bins])
+        return min(divisions, key=len)
+
+    def _fitting(self, piece: list[int], max_tokens: int) -> Bins:
+        """Halve a piece of a group until its parts fit."""
+        if self.tokens(piece) <= max_tokens:
+            return [piece]
+        middle = len(piece) // 2
+        return [*self._fitting(piece[:middle], max_tokens), *self._fitting(piece[middle:], max_tokens)]
+
+    def balance(self, rows: Sequence[int], num_bins: int, max_tokens: int) -> list[Bins]:
+        """Divide pieces of groups of several sizes."""
+        divisions = []
+        for pieces in group_pieces(rows, self.groups):
+            fitting = [part for piece in pieces for part in self._fitting(piece, max_tokens)]
+            if len(fitting) >= num_bins:
+                bins = split_by_tokens([self.tokens(piece) for piece in fitting], num_bins)
+                divisions.append([sorted(row for index in chosen for row in fitting[index]) for chosen in bins])
+        return divisions
+
+    def halve(self, rows: Sequence[int]) -> Bins:
+        """Between groups or inside one, whichever is better balanced."""
+        return split_groups_by_tokens(rows, 2, lengths=self.lengths, prompts=self.prompts, groups=self.groups, ranks=2)
+
+
+@dataclass(frozen=True)
+class PaddedForward(ForwardPass):
+    """Rows padded to the longest of them."""
+
+    lengths: Sequence[int]
+    """Tokens of each sequence of the iteration, at least 1."""
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Number of rows times the longest."""
+        return len(rows) * max(self.lengths[row] for row in rows)
+
+    def _longest_first(self, rows: Sequence[int]) -> list[int]:
+        return sorted(rows, key=lambda row: (-self.lengths[row], row))
+
+    def fill(self, rows: Sequence[int], max_tokens: int) -> Bins:
+        """Longest first, as many as fit: the fewest bins that are possible."""
+        ordered, bins = self._longest_first(rows), []
+        while ordered:
+            count = max_tokens // self.lengths[ordered[0]]
+            bins.append(ordered[:count])
+            ordered = ordered[count:]
+        return bins
+
+    def balance(self, rows: Sequence[int], num_bins: int, max_tokens: int) -> list[Bins]:
+        """At most ``num_bins`` bins, filled up to the smallest number of tokens for which they are enough."""
+        low, high = max(self.lengths[row] for row in rows), max_tokens
+        while low < high:
+            middle = (low + high) // 2
+            if len(self.fill(rows, middle)) <= num_bins:
+                high = middle
+            else:
+                low = middle + 1
+        return [divided(self, self.fill(rows, low), num_bins)]
+
+    def halve(self, rows: Sequence[int]) -> Bins:
+        """The longer half and the shorter one."""
+        ordered, middle = self._longest_first(rows), len(rows) // 2
+        return [ordered[:middle], ordered[middle:]]
+
+
+def plan_capped_micro_batches(
+    forward: ForwardPass, num_rows: int, *, max_tokens: int, num_updates: int, world_size: int
+) -> list[list[MicroBatch]]:
+    """Divide an iteration into updates and these into as few micro-batches of at most ``max_tokens`` as were found.
+
+    All updates and ranks have equally many, because sharded models gather their weights in each. Update u takes the
+    u-th contiguous, equal-count piece of the rows; its micro-batches are of nearly equal tokens and assigned fullest
+    first. A row of more than ``max_tokens`` is a micro-batch of its own. Where an update has fewer rows than
+    micro-batches, the last are repetitions that are not trained on.
+
+    Args:
+        forward: What a forward pass over rows costs.
+        num_rows: Sequences.
+        max_tokens: Tokens of a micro-batch.
+        num_updates: Optimizer updates.
+        world_size: Ranks.
+
+    Returns:
+        ``plan[rank]``: the micro-batches of a rank, in training order.
+
+    Raises:
+        ValueError: If the updates do not divide the sequences, or an update has fewer sequences than ranks.
+    """
+    windows = update_windows(range(num_rows), num_updates)
+    if len(windows[0]) < world_size:
+        raise ValueError(
+            f"each of {num_updates} updates has {len(windows[0])} of {num_rows} sequences, fewer than world_size "
+            f"{world_size}: raise rollout_batch_size or lower updates_per_iteration"
+        )
+    filled = [_fill(forward, window, max_tokens) for window in windows]
+    accumulate = max(ceil(len(bins) / world_size) for bins in filled)
+    plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
+    for update, bins in enumerate(filled):
+        balanced = _balance(forward, bins, accumulate * world_size, max_tokens, world_size)
+        for rank, share in enumerate(plan):
+            own = balanced[rank::world_size]
+            share += [MicroBatch(rows, update) for rows in own]
+            repeated = [min((row for rows in own for row in rows), key=lambda row: forward.tokens([row]))]
+            share += [MicroBatch(repeated, update, trained=False) for _ in range(accumulate - len(own))]
+    return plan
+
+
+def _fill(forward: ForwardPass, rows: Sequence[int], max_tokens: int) -> Bins:
+    """Bins of at most ``max_tokens``, or of one row."""
+    too_long = {row for row in rows if forward.tokens([row]) > max_tokens}
+    others = [row for row in rows if row not in too_long]
+    return [[row] for row in sorted(too_long)] + (forward.fill(others, max_tokens) if others else [])
+
+
+def _balance(forward: ForwardPass, bins: Bins, num_bins: int, max_tokens: int, ranks: int) -> Bins:
+    """Divide the rows of some bins into at most ``num_bins`` as good, fullest first, of nearly equal tokens.
+
+    There are fewer only if there are fewer rows.
+    """
+    too_long = [rows for rows in bins if forward.tokens(rows) > max_tokens]
+    fitting = [rows for rows in bins if forward.tokens(rows) <= max_tokens]
+    others = sorted(row for rows in fitting for row in rows)
+    number = min(num_bins - len(too_long), len(others))
+    if not number:
+        return _fullest_first(forward, too_long)
+    divisions = [*forward.balance(others, number, max_tokens), divided(forward, fitting, number)]
+    possible = [each for each in divisions if max(map(forward.tokens, each)) <= max_tokens]
+    # Each ``ranks`` consecutive bins run at the same time; the first of them is the slowest.
+    return min(
+        (_fullest_first(forward, too_long + each) for each in possible),
+        key=lambda each: sum(forward.tokens(each[first]) for first in range(0, len(each), ranks)),
+    )
+
+
+def _fullest_first(forward: ForwardPass, bins: Bins) -> Bins:
+    return sorted(map(sorted, bins), key=lambda rows: (-forward.tokens(rows), rows[0]))
+
+
+def divided(forward: ForwardPass, bins: Bins, num_bins: int) -> Bins:
+    """Halve the fullest bins of two rows or more until there are ``num_bins``."""
+    heap = [(-forward.tokens(rows) if len(rows) > 1 else 0, number, rows) for number, rows in enumerate(bins)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) < num_bins:
+        _, _, rows = heapq.heappop(heap)
+        for half in forward.halve(rows):
+            heapq.heappush(heap, (-forward.tokens(half) if len(half) > 1 else 0, number, half))
+            number += 1
+    return [rows for _, _, rows in heap]
