@@ -33,6 +33,7 @@ FLOORS = {
     "callbacks": 4,
     "strategies": 4,
     "cli": 5,
+    "costs": 5,
 }
 MOST_FILES = 12
 # These meet in the Trainer only.

@@ -1,0 +1,147 @@
+"""Bytes of activations: what autograd saves of a layer, what its backward pass adds, and the output layer.
+
+The method is that of Korthikanti et al. (2022, arXiv:2205.05198, section 4.1), who count the saved tensors of a GPT
+layer; here they are counted for the layers of Transformers' decoder-only models (RMSNorm in float32, rotary positions,
+grouped heads, gated feed-forward block) as PyTorch saves them without fusion, and checked by measurement
+(``benchmarks/estimate.py``). N are tokens of a micro-batch, b bytes of a number in matrix products, H, Q, K, V, O, I
+the widths of :class:`~rlhfkit.costs.model_shape.LayerShape` (hidden, query, key, value, attention's output,
+feed-forward).
+"""
+
+from rlhfkit.costs.model_shape import LayerShape, ModelShape
+
+_MOST_ROWS = 4096  # tokens of a tile of linear_logprobs
+_TILE_BYTES = {"cpu": 32 * 2**20}
+_DEFAULT_TILE_BYTES = 256 * 2**20
+_FULL = 4  # bytes of float32, in which norms and softmax statistics are computed
+
+
+def layer_bytes(
+    layer: LayerShape,
+    tokens: float,
+    *,
+    itemsize: int,
+    residual_itemsize: int | None = None,
+    attention: str = "packed",
+    longest: float = 0.0,
+) -> float:
+    """Bytes that autograd saves of one layer.
+
+    Per token: two norms ``2 (4 H + r H)`` (their float32 input and the normalised output) and the inputs of the
+    projections after them ``2 b H``; attention ``b (Q + K + V + 2 O) + 4 heads`` (the last: log-sum-exp); the
+    feed-forward block ``4 b I`` with a gate, ``2 b I`` without. Norms of queries and keys add ``(4 + b) (Q + K)``. A
+    mixture saves the gathered inputs and the weighted outputs of each chosen expert: ``2 b H`` each. ``eager``
+    attention saves scores and probabilities: ``heads * longest * (b + 4)``.
+
+    Args:
+        layer: Widths.
+        tokens: N.
+        itemsize: b.
+        residual_itemsize: r, of the residual stream; ``None``: b. With autocast it is 4, and each of the seven
+            projections saves a cast input of its own.
+        attention: ``eager`` or another.
+        longest: Tokens of the longest sequence, for ``eager``.
+    """
+    residual = residual_itemsize or itemsize
+    hidden, projections = layer.hidden, 2 * itemsize
+    if residual != itemsize:
+        projections = 2 * residual + 5 * itemsize  # q, k, v, gate and up cast their input
+    norms = 2 * (_FULL + residual) * hidden + projections * hidden
+    attended: float = (
+        itemsize * (layer.query + layer.key + layer.value + 2 * layer.attention_output) + _FULL * layer.heads
+    )
+    if attention == "eager":
+        attended += layer.heads * longest * (itemsize + _FULL)
+    if layer.normalized_heads:
+        attended += (_FULL + itemsize) * (layer.query + layer.key)
+    feed_forward = (4 if layer.gated else 2) * itemsize * layer.intermediate
+    experts = 2 * itemsize * hidden * layer.experts_per_token
+    return tokens * (norms + attended + feed_forward + experts)
+
+
+def backward_bytes(layer: LayerShape, tokens: float, *, itemsize: int) -> float:
+    """Bytes that the backward pass of one layer holds beside saved tensors, at its widest place.
+
+    That is the feed-forward block: gradients of its product, of both factors, and of the residual stream:
+    ``b N (3 I + 2 H)``, and the gradient of one weight ``b H I`` before it is added to those of earlier micro-batches.
+    """
+    width = 3 * layer.intermediate + 2 * layer.hidden
+    return itemsize * (tokens * width + layer.hidden * layer.intermediate / max(layer.experts_per_token, 1))
+
+
+def saved_bytes(
+    shape: ModelShape,
+    tokens: float,
+    *,
+    itemsize: int,
+    residual_itemsize: int | None = None,
+    gradient_checkpointing: bool = False,
+    attention: str = "packed",
+    longest: float = 0.0,
+) -> float:
+    """Bytes that autograd holds of all layers between forward and backward.
+
+    Without checkpointing all of :func:`layer_bytes`. With it the input of each layer, ``L b N H``, and what one layer
+    saves when it is computed again. The last norm adds ``(4 + b) N H``.
+    """
+    residual = residual_itemsize or itemsize
+    one = layer_bytes(
+        shape.layer,
+        tokens,
+        itemsize=itemsize,
+        residual_itemsize=residual_itemsize,
+        attention=attention,
+        longest=longest,
+    )
+    last = tokens * shape.layer.hidden * (_FULL + residual)
+    if gradient_checkpointing:
+        return shape.layers * tokens * shape.layer.hidden * residual + one + last
+    return shape.layers * one + last
+
+
+def head_bytes(
+    shape: ModelShape,
+    tokens: float,
+    *,
+    itemsize: int,
+    fused: bool = True,
+    entropy: bool = False,
+    trained: bool = True,
+    device: str = "cuda",
+) -> float:
+    """Bytes that the output layer and the loss hold at their widest place, M tokens of a vocabulary of W entries.
+
+    Fused (:func:`~rlhfkit.losses.linear_logprobs`): the selected hidden states and their gradient ``(2 b + 4) M H``,
+    the gradient of the weight before it is added ``b W H`` (twice when tied, the embedding has one too), and the
+    buffers of one tile of logits. Dense: logits, those of the selected tokens, and their gradient: ``3 b M W``.
+    """
+    hidden = shape.layer.hidden
+    weight = itemsize * shape.vocabulary * hidden * (2 if shape.tied else 1) if trained else 0.0
+    selected = tokens * hidden * itemsize
+    if not fused:
+        return 3 * itemsize * tokens * shape.vocabulary + 2 * selected + weight
+    gradients = tokens * hidden * (_FULL + (itemsize if itemsize < _FULL else 0))
+    return selected + gradients + weight + tile_bytes(shape.vocabulary, tokens, itemsize, entropy, device)
+
+
+def tile_bytes(vocabulary: int, tokens: float, itemsize: int, entropy: bool, device: str) -> float:
+    """Bytes of the buffers of one tile: raw logits and a second buffer where one is needed.
+
+    On GPUs compiled kernels need the raw logits and their gradient. On CPUs narrow types need a float32 buffer, and
+    the entropy another one (:class:`~rlhfkit.losses.fused_head.tiles.Tiles`).
+    """
+    rows = max(1.0, min(tokens, _MOST_ROWS))
+    limit = _TILE_BYTES.get(device, _DEFAULT_TILE_BYTES)
+    columns = min(vocabulary, max(256, limit // (rows * itemsize) // 256 * 256))
+    buffers = itemsize + (itemsize if device != "cpu" else 0)
+    if device == "cpu":
+        buffers += (_FULL if itemsize < _FULL else 0) + (_FULL if entropy else 0)
+    return rows * columns * buffers
+
+
+def inference_bytes(shape: ModelShape, tokens: float, *, itemsize: int) -> float:
+    """Bytes of activations of a forward pass without gradient: one layer's feed-forward block at its widest place.
+
+    ``b N (3 I + 3 H)``: gate, up and their product, the residual stream, its norm and the block's input.
+    """
+    return itemsize * tokens * (3 * shape.layer.intermediate + 3 * shape.layer.hidden)

@@ -1,0 +1,175 @@
+"""``Run``: everything about a run that its costs depend on, as plain values.
+
+:func:`~rlhfkit.costs.estimation.estimate` makes one from a module, its data and its callbacks; it can be written by
+hand as well.
+"""
+
+from dataclasses import dataclass, field
+
+from rlhfkit.costs.hardware import GPU, Efficiency
+from rlhfkit.costs.model_shape import ModelShape
+from rlhfkit.models.load import precision_dtype
+from rlhfkit.validation import check_integer, check_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How training is spread over its ranks."""
+
+    ranks: int = 1
+    stage: int | None = None
+    """ZeRO stage of a DeepSpeed engine, 0 to 3; ``None``: Lightning's own strategies, with DDP on several ranks."""
+    offload_optimizer: bool = False
+    """Main weights, moments and gradients for them are in the host's memory."""
+    offload_parameters: bool = False
+    """ZeRO 3: shards of the weights are in the host's memory."""
+    bucket: int = 200_000_000
+    """Gradients that are reduced at once, in numbers (Lightning's ``DeepSpeedStrategy(reduce_bucket_size=...)``)."""
+    overlap: bool = True
+    """A second bucket is filled while the first is reduced, at stage 2; off at lower stages (``engine_config``)."""
+    live_parameters: int = 1_050_000_000
+    """ZeRO 3: most numbers of gathered weights (DeepSpeed's ``max_live_parameters`` and ``prefetch_bucket_size``)."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        check_integer("Sharding.ranks", self.ranks, minimum=1)
+        check_integer("Sharding.stage", self.stage, minimum=0, maximum=3, optional=True)
+        check_integer("Sharding.bucket", self.bucket, minimum=1)
+        check_integer("Sharding.live_parameters", self.live_parameters, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes of a number, by what it is used for."""
+
+    weights: int = 2
+    compute: int = 2
+    """Of matrix products; less than ``weights`` under Lightning's ``-mixed``."""
+    main_weights: int = 4
+    """Of the copy that the optimizer updates and of its moments; equal to ``weights``: there is no copy."""
+
+    @classmethod
+    def of(cls, precision: str | int, *, deepspeed: bool) -> "Precision":
+        """Of Lightning's ``precision``; under DeepSpeed ``-true`` and ``-mixed`` have float32 main weights alike."""
+        compute = precision_dtype(str(precision), compute=True).itemsize
+        weights = compute if deepspeed else precision_dtype(str(precision)).itemsize
+        return cls(weights=weights, compute=compute, main_weights=max(weights, 4) if deepspeed else weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """The engines that generate."""
+
+    count: int = 1
+    tensor_parallel: int = 1
+    memory_share: float = 0.9
+    """The share of a GPU that an engine may use (``gpu_memory_utilization``)."""
+    cache_bytes: float | None = None
+    """Of the key-value cache per GPU; ``None``: what is left of the share."""
+    itemsize: int = 2
+    """Bytes of a weight and of a number in the cache."""
+    colocated: bool = False
+    """On the GPUs of the training ranks, asleep while these train."""
+    sleeping_weights_on_host: bool = False
+    """Sleeping engines move their weights to the host's memory (vLLM's level 1) and do not drop them (level 2)."""
+    local: bool = False
+    """A :class:`~rlhfkit.LocalEngine` in every rank: its own copy of the weights, which stays, and no paged cache."""
+    max_sequences: int = 1024
+    """Sequences that are decoded at once at most (vLLM's default for large GPUs)."""
+    prefill_tokens: int = 16384
+    """Tokens of prompts in one step (vLLM's default for large GPUs)."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("count", "tensor_parallel", "max_sequences", "prefill_tokens"):
+            check_integer(f"EngineShape.{name}", getattr(self, name), minimum=1)
+        check_number("EngineShape.memory_share", self.memory_share, above=0, maximum=1)
+        check_number("EngineShape.cache_bytes", self.cache_bytes, above=0, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run. Without an ``engine`` it learns from data; an "iteration" is then one optimizer step."""
+
+    policy: ModelShape
+    gpu: GPU
+    sharding: Sharding = field(default_factory=Sharding)
+    precision: Precision = field(default_factory=Precision)
+    critic: ModelShape | None = None
+    reference: ModelShape | None = None
+    """A frozen copy; ``None``: there is none, or the policy without its adapters is the reference."""
+    reward_model: ModelShape | None = None
+    teacher: ModelShape | None = None
+    engine: EngineShape | None = None
+    gradient_checkpointing: bool = False
+    attention: str = "packed"
+    """``eager`` holds all scores of a sequence's tokens with one another; others do not."""
+    fused_head: bool = True
+    """Log-probs of the trained tokens without their logits (:func:`~rlhfkit.losses.linear_logprobs`)."""
+    entropy: bool = False
+    """Whether entropy is computed beside log-probs."""
+    shared_prefix: bool = True
+    """Whether packed rows hold a group's prompt once."""
+
+    sequences: int = 64
+    """Of an iteration, all ranks together."""
+    group_size: int = 1
+    prompt_tokens: float = 256.0
+    """Mean of a prompt."""
+    answer_tokens: float = 1024.0
+    """Mean of an answer."""
+    max_answer_tokens: int = 1024
+    """An answer is cut off at it."""
+    answer_spread: float = 0.6
+    """Standard deviation of the logarithm of the answers' lengths (lognormal); 0: all are equally long."""
+    micro_batch_tokens: float = 16384.0
+    """Tokens of a micro-batch of a rank, padding not counted."""
+    trained_share: float = 1.0
+    """The share of a micro-batch's tokens that go through the output layer with gradient."""
+    updates: int = 1
+    """Optimizer updates of an iteration."""
+    passes: int = 1
+    """Times that each sequence is trained on in an iteration."""
+    prepare_tokens: int = 16192
+    """Tokens of a forward pass without gradient (``max_tokens_per_forward``)."""
+    old_logprobs: bool = False
+    """Whether the old log-probs of all sequences are computed, and not only of those after the first update."""
+    score_seconds: float = 0.0
+    """Of scoring an iteration, beyond what overlaps with generation."""
+    max_staleness: int = 0
+    """Iterations that generation may be ahead of training; above 0 the two overlap."""
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    gpus_per_machine: int = 8
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("sequences", "group_size", "max_answer_tokens", "updates", "passes", "prepare_tokens"):
+            check_integer(f"Run.{name}", getattr(self, name), minimum=1)
+        check_integer("Run.gpus_per_machine", self.gpus_per_machine, minimum=1)
+        check_integer("Run.max_staleness", self.max_staleness, minimum=0)
+        for name in ("prompt_tokens", "micro_batch_tokens"):
+            check_number(f"Run.{name}", getattr(self, name), above=0)
+        for name in ("answer_tokens", "answer_spread", "score_seconds"):
+            check_number(f"Run.{name}", getattr(self, name), minimum=0)
+        check_number("Run.trained_share", self.trained_share, minimum=0, maximum=1)
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Mean tokens of a prompt and its answer."""
+        return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of an iteration, all ranks together, that training computes: shared prompts once a group."""
+        shared = self.group_size if self.shared_prefix and self.attention == "packed" else 1
+        return self.sequences * (self.answer_tokens + self.prompt_tokens / shared)
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest sequence that fits into the limits."""
+        return self.prompt_tokens + self.max_answer_tokens
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank in an iteration."""
+        return max(1, round(self.tokens * self.passes / (self.micro_batch_tokens * self.sharding.ranks)))

@@ -1,0 +1,239 @@
+"""Seconds of each phase of an iteration on a named GPU: arithmetic, memory traffic and messages over their rates.
+
+Estimates, not measurements: each phase takes the larger of its times for arithmetic and for memory traffic, at the
+share of the vendor's peak in :class:`~rlhfkit.costs.hardware.Efficiency`.
+"""
+
+import math
+from statistics import NormalDist
+
+from rlhfkit.costs.memory import cache_token_bytes, engine_memory, trained_models
+from rlhfkit.costs.model_shape import ModelShape
+from rlhfkit.costs.run import Run
+
+_STEPS = 64  # points of the integrals over lengths
+
+
+def forward_flops(shape: ModelShape, tokens: float, length: float) -> float:
+    """Operations of a forward pass over ``tokens`` in sequences of ``length`` tokens.
+
+    ``2 P`` a token for P multiplied parameters, and causal attention ``2 L Q T`` of a sequence's mean position T / 2
+    (scores and values, two operations each): Kaplan et al. (2020, arXiv:2001.08361, section 2.1) and Chowdhery et al.
+    (PaLM, 2022, arXiv:2204.02311, appendix B), with half the attention as it is causal.
+    """
+    layer = shape.layer
+    attention = 2.0 * (layer.query + layer.attention_output) * shape.layers * attended(shape, length)
+    return tokens * (2.0 * shape.active + attention)
+
+
+def attended(shape: ModelShape, length: float) -> float:
+    """Mean tokens that a token of a sequence attends to, layers with a window included."""
+    full = length / 2
+    if not shape.window or length <= shape.window:
+        return full
+    within = shape.window * (1 - shape.window / (2 * length))
+    return (full * (shape.layers - shape.windowed_layers) + within * shape.windowed_layers) / shape.layers
+
+
+def train_flops(shape: ModelShape, tokens: float, length: float, *, gradient_checkpointing: bool) -> float:
+    """Operations of forward and backward passes: the backward one takes twice the forward one, one more is recomputed.
+
+    With adapters the frozen weights have no gradient: the backward pass takes as long as the forward one.
+    """
+    passes = (2 if shape.adapters else 3) + (1 if gradient_checkpointing else 0)
+    return passes * forward_flops(shape, tokens, length)
+
+
+# ------------------------------------------------------------------------------------------------ generation
+
+
+def survival(run: Run, tokens: float) -> float:
+    """Probability that an answer is longer than ``tokens``: lognormal with the run's mean, cut at its limit."""
+    if tokens >= run.max_answer_tokens:
+        return 0.0
+    if tokens <= 0:
+        return 1.0
+    if not run.answer_spread:
+        return float(tokens < run.answer_tokens)
+    location = math.log(max(run.answer_tokens, 1e-9)) - run.answer_spread**2 / 2
+    return 1.0 - NormalDist().cdf((math.log(tokens) - location) / run.answer_spread)
+
+
+def decode_step_seconds(run: Run, sequences: float, context: float) -> float:
+    """Seconds of one step of an engine that adds a token to each of ``sequences`` of ``context`` tokens.
+
+    The larger of memory traffic (all active weights, the experts that are hit, and every sequence's keys and values,
+    each read once: Pope et al., 2022, arXiv:2211.05102, section 2.1) and arithmetic, on ``tensor_parallel`` GPUs, and a
+    fixed cost.
+    """
+    engine, shape, rates = run.engine, run.policy, run.efficiency
+    assert engine is not None
+    expert_share = 0.0
+    if shape.experts:  # the share of experts that at least one sequence chooses, if they are chosen evenly
+        chosen = (shape.active - (shape.parameters - shape.embedding - shape.head - shape.experts)) / shape.experts
+        chosen = min(max(chosen, 1e-6), 1.0)
+        expert_share = 1.0 - (1.0 - chosen) ** max(sequences, 1.0)
+    weights = (shape.parameters - shape.experts * (1 - expert_share)) * engine.itemsize / engine.tensor_parallel
+    traffic = weights + sequences * context * cache_token_bytes(run)
+    memory_seconds = traffic / (run.gpu.bandwidth * rates.decode_bandwidth)
+    operations = sequences * (2.0 * shape.active + 2 * (shape.layer.query + shape.layer.attention_output) * context)
+    arithmetic = operations / (engine.tensor_parallel * run.gpu.flops * rates.forward_flops)
+    return max(memory_seconds, arithmetic) + rates.decode_step
+
+
+def generation_seconds(run: Run) -> float:
+    """Seconds from the first request to the last answer, with sequences spread evenly over the engines.
+
+    While more wait than fit, an engine decodes as many as its cache and ``max_sequences`` allow; then the batch thins
+    out as :func:`survival` says until the longest answer ends. Prompts are computed once a group (prefix caching).
+    """
+    engine = run.engine
+    if engine is None:
+        return 0.0
+    count = engine.count if not engine.local else run.sharding.ranks
+    share = run.sequences / count
+    if share <= 0 or not run.answer_tokens:
+        return 0.0
+    room = min(engine_memory(run).sequences, engine.max_sequences)
+    if room < 1:
+        return math.inf
+    batch = min(share, room)
+    context = run.prompt_tokens + run.answer_tokens / 2
+    steady = (share - batch) * run.answer_tokens / batch * decode_step_seconds(run, batch, context)
+    end = float(run.max_answer_tokens) if run.answer_spread else min(run.answer_tokens, run.max_answer_tokens)
+    width = end / _STEPS
+    tail = 0.0
+    for index in range(_STEPS):
+        position = (index + 0.5) * width
+        alive = batch * survival(run, position)
+        if alive * count < 0.5:  # nobody is expected to be left
+            break
+        tail += width * decode_step_seconds(run, max(alive, 1.0), run.prompt_tokens + position)
+    return prefill_seconds(run) + steady + tail
+
+
+def prefill_seconds(run: Run) -> float:
+    """Seconds in which the engines compute the prompts, each once a group."""
+    engine = run.engine
+    if engine is None:
+        return 0.0
+    gpus = run.sharding.ranks if engine.local else engine.count * engine.tensor_parallel
+    prompts = run.sequences / run.group_size
+    operations = forward_flops(run.policy, prompts * run.prompt_tokens, run.prompt_tokens)
+    return operations / (gpus * run.gpu.flops * run.efficiency.forward_flops)
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def prepare_seconds(run: Run) -> float:
+    """Seconds of forward passes before the first update: old, reference, value, reward and teacher models."""
+    if run.engine is None:
+        return 0.0
+    later = 1.0 if run.old_logprobs else 1.0 - 1.0 / run.updates
+    passes = [(run.policy, later)]
+    passes += [(shape, 1.0) for shape in (run.critic, run.reference, run.reward_model, run.teacher) if shape]
+    operations = sum(share * forward_flops(shape, run.tokens, run.sequence_tokens) for shape, share in passes)
+    return operations / (run.sharding.ranks * run.gpu.flops * run.efficiency.forward_flops)
+
+
+def train_seconds(run: Run) -> float:
+    """Seconds of arithmetic of all updates, policy and critic; a teacher's or reference's passes without an engine."""
+    operations = sum(
+        train_flops(
+            shape, run.tokens * run.passes, run.sequence_tokens, gradient_checkpointing=run.gradient_checkpointing
+        )
+        for _, shape in trained_models(run)
+    )
+    seconds = operations / (run.sharding.ranks * run.gpu.flops * run.efficiency.train_flops)
+    if run.engine is None:
+        frozen = [shape for shape in (run.reference, run.teacher) if shape]
+        more = sum(forward_flops(shape, run.tokens, run.sequence_tokens) for shape in frozen)
+        seconds += more / (run.sharding.ranks * run.gpu.flops * run.efficiency.forward_flops)
+    return seconds
+
+
+def collective_bandwidth(run: Run) -> float:
+    """Bytes per second and GPU of collectives over all ranks: the network's if there are several machines."""
+    within = run.sharding.ranks <= run.gpus_per_machine
+    return (run.gpu.link if within else min(run.gpu.link, run.gpu.network)) * run.efficiency.link
+
+
+def communication_seconds(run: Run) -> float:
+    """Seconds of exchanged gradients and weights that computation does not hide.
+
+    Bytes per rank: Rajbhandari et al. (2020, arXiv:1910.02054, section 7). Up to stage 1 gradients are reduced once an
+    update (``2 P``: reduce-scatter and all-gather), at stage 2 in each micro-batch (``P``) and weights gathered once an
+    update (``P``); stage 3 moves ``3 P`` in each micro-batch.
+    """
+    sharding = run.sharding
+    if sharding.ranks == 1:
+        return 0.0
+    moved = 0.0
+    for _, shape in trained_models(run):
+        trained, whole = shape.trained * run.precision.weights, shape.parameters * run.precision.weights
+        if sharding.stage == 3:
+            moved += run.micro_batches * (2 * whole + trained)
+        elif sharding.stage == 2:
+            moved += run.micro_batches * trained + run.updates * trained
+        else:
+            moved += 2 * run.updates * trained
+    moved *= (sharding.ranks - 1) / sharding.ranks
+    return moved / collective_bandwidth(run) * run.efficiency.exposed_communication
+
+
+def optimizer_seconds(run: Run) -> float:
+    """Seconds of the optimizer's steps, which read and write gradients, main weights and two moments once."""
+    ranks = run.sharding.ranks if (run.sharding.stage or 0) >= 1 else 1
+    numbers = sum(shape.trained for _, shape in trained_models(run)) / ranks
+    bandwidth = 50e9 if run.sharding.offload_optimizer else run.gpu.bandwidth
+    return run.updates * numbers * 7 * 4 / bandwidth
+
+
+def weight_sync_seconds(run: Run) -> float:
+    """Seconds of copying the policy to the engines: all its weights once over the slowest link on the way."""
+    engine = run.engine
+    if engine is None:
+        return 0.0
+    moved = run.policy.parameters * run.precision.weights
+    seconds = moved / (run.gpu.link * run.efficiency.link) if engine.colocated else 0.0
+    if not engine.colocated and not engine.local:
+        seconds = moved / (min(run.gpu.link, run.gpu.network) * run.efficiency.link)
+    if run.sharding.stage == 3 and run.sharding.ranks > 1:
+        seconds += moved / collective_bandwidth(run)
+    return seconds
+
+
+def checkpoint_seconds(run: Run) -> float:
+    """Seconds of saving a checkpoint: weights, main weights and moments, each rank its share."""
+    writers = run.sharding.ranks if run.sharding.stage is not None else 1
+    main = run.precision.main_weights if run.precision.main_weights != run.precision.weights else 0
+    numbers = sum(shape.trained for _, shape in trained_models(run))
+    return numbers * (run.precision.weights + main + 2 * run.precision.main_weights) / writers / run.efficiency.storage
+
+
+def phase_seconds(run: Run) -> dict[str, float]:
+    """Seconds of an iteration by phase; a checkpoint is not part of it."""
+    if run.engine is None:
+        return {
+            "train": train_seconds(run),
+            "communication": communication_seconds(run),
+            "optimizer": optimizer_seconds(run),
+        }
+    return {
+        "generate": generation_seconds(run),
+        "score": run.score_seconds,
+        "prepare": prepare_seconds(run),
+        "train": train_seconds(run),
+        "communication": communication_seconds(run),
+        "optimizer": optimizer_seconds(run),
+        "weight_sync": weight_sync_seconds(run),
+    }
+
+
+def iteration_seconds(run: Run) -> float:
+    """Seconds of an iteration: the sum of its phases, or with ``max_staleness`` the longer of the two sides."""
+    phases = phase_seconds(run)
+    ahead = phases.pop("generate", 0.0) + phases.pop("score", 0.0)
+    learning = sum(phases.values())
+    return max(ahead, learning) if run.max_staleness else ahead + learning

@@ -1,0 +1,124 @@
+"""Bytes per GPU: the states of ZeRO's paper, engines, and what does not fit."""
+
+import dataclasses
+
+import pytest
+
+from rlhfkit.costs import EngineShape, Precision, Sharding, find_gpu, model_shape
+from rlhfkit.costs.hardware import GIB
+from rlhfkit.costs.memory import (
+    ENGINE,
+    HOST,
+    TRAINING,
+    bucket_bytes,
+    engine_memory,
+    gradient_bytes,
+    iteration_bytes,
+    memory_parts,
+    memory_problems,
+    optimizer_bytes,
+    phase_bytes,
+    weight_bytes,
+)
+
+from .shapes import CONFIGS, grpo_70b
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_states_are_those_of_the_zero_paper(stage: int, expected: float) -> None:
+    """Figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs, gigabytes."""
+    run = grpo_70b(sharding=Sharding(ranks=64, stage=stage))
+    parameters = 7.5e9
+    states = weight_bytes(run, parameters) + gradient_bytes(run, parameters) + optimizer_bytes(run, parameters)
+    assert states / 1e9 == pytest.approx(expected, abs=0.1)
+
+
+def test_lightnings_own_strategies_have_no_main_weights() -> None:
+    run = grpo_70b(sharding=Sharding(ranks=1), precision=Precision.of("bf16-true", deepspeed=False))
+    assert optimizer_bytes(run, 100) == 400
+    assert optimizer_bytes(grpo_70b(sharding=Sharding(), precision=Precision.of(32, deepspeed=False)), 100) == 800
+
+
+def test_offloaded_states_are_in_the_hosts_memory() -> None:
+    here = memory_parts(grpo_70b())
+    away = memory_parts(
+        grpo_70b(sharding=Sharding(ranks=256, stage=3, offload_optimizer=True, offload_parameters=True))
+    )
+    assert phase_bytes(away, TRAINING)["update"] < phase_bytes(here, TRAINING)["update"] / 2
+    assert phase_bytes(away, HOST)["train"] > phase_bytes(here, HOST)["train"] + 12 * 70.5e9 / 256
+
+
+@pytest.mark.parametrize(("stage", "buckets"), [(1, 1), (2, 2), (3, 1)])
+def test_reduction_buckets_do_not_depend_on_the_model(stage: int, buckets: int) -> None:
+    run = grpo_70b(sharding=Sharding(ranks=8, stage=stage, bucket=1000))
+    assert bucket_bytes(run, 10) == bucket_bytes(run, 10**9) == buckets * 1000 * 2
+
+
+def test_the_cache_is_what_weights_and_activations_leave() -> None:
+    run = grpo_70b()
+    found = engine_memory(run)
+    total = found.weights + found.activations + found.cache
+    assert total == pytest.approx(0.9 * find_gpu("H100").memory)
+    assert found.weights == pytest.approx(70.55e9 * 2 / 4, rel=0.001)
+    # 320 KiB a token over 4 GPUs: 80 KiB a token and GPU.
+    assert found.sequences == pytest.approx(found.cache / (4608 * 80 * 1024))
+
+
+def test_more_gpus_than_key_heads_do_not_split_the_cache_further() -> None:
+    eight, sixteen = (grpo_70b(engine=EngineShape(tensor_parallel=size)) for size in (8, 16))
+    per_token = [engine_memory(run).cache / engine_memory(run).sequences for run in (eight, sixteen)]
+    assert per_token[0] == pytest.approx(per_token[1])
+
+
+def test_colocated_engines_are_awake_only_while_they_generate() -> None:
+    parts = memory_parts(grpo_70b(engine=EngineShape(count=64, tensor_parallel=4, memory_share=0.5, colocated=True)))
+    totals = phase_bytes(parts, TRAINING)
+    assert totals["generate"] > 0.5 * find_gpu("H100").memory
+    assert phase_bytes(parts, ENGINE) == {}
+    alone = phase_bytes(memory_parts(grpo_70b()), TRAINING)
+    assert totals["train"] == alone["train"]
+
+
+def test_samples_stay_within_the_bound() -> None:
+    run = grpo_70b()
+    assert iteration_bytes(run) == 40 * 16384 * 4608 / 256 + 200 * 16384
+
+
+def test_a_run_that_fits_has_no_problem() -> None:
+    run = grpo_70b()
+    assert memory_problems(run, memory_parts(run)) == []
+
+
+def test_what_does_not_fit_is_named_with_numbers_and_a_cure() -> None:
+    run = grpo_70b(gradient_checkpointing=False)
+    (problem,) = memory_problems(run, memory_parts(run))
+    assert problem.startswith("train: ")
+    assert "a H100 has 76.7 GiB; the largest parts are policy activations" in problem
+    assert problem.endswith("Set gradient_checkpointing=True, or make micro-batches smaller")
+
+
+def test_weights_that_do_not_fit_ask_for_sharding() -> None:
+    run = grpo_70b(sharding=Sharding(ranks=256, stage=1))
+    assert any(
+        "Use strategy='rlhf_zero3' in place of stage 1" in one for one in memory_problems(run, memory_parts(run))
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (EngineShape(tensor_parallel=1), "leave no key-value cache in 71.2 GiB: raise tensor_parallel_size"),
+        (EngineShape(tensor_parallel=3), "tensor_parallel_size=3 does not divide the 64 attention heads"),
+        (EngineShape(tensor_parallel=4, cache_bytes=0.5 * GIB), "too small for one sequence of 16,896 tokens"),
+    ],
+)
+def test_engines_that_cannot_start_come_first(engine: EngineShape, message: str) -> None:
+    run = grpo_70b(engine=engine, gradient_checkpointing=False)
+    assert message in memory_problems(run, memory_parts(run))[0]
+
+
+def test_a_critic_and_a_reference_add_their_parts() -> None:
+    small = model_shape(CONFIGS["llama"])
+    run = dataclasses.replace(grpo_70b(), critic=small, reference=small, reward_model=small)
+    roles = {part.role for part in memory_parts(run)}
+    assert {"policy", "critic", "reference", "reward model", "engine"} <= roles

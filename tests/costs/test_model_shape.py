@@ -1,0 +1,76 @@
+"""Shapes of models: counts against real models and published numbers."""
+
+import pytest
+from transformers import DeepseekV3Config, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
+
+from rlhfkit.costs import model_shape
+from rlhfkit.models import LoRA
+from rlhfkit.models.lora import add_lora
+
+from .shapes import CONFIGS, SIZES, build, llama_70b
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_real_model(name: str) -> None:
+    shape, model = model_shape(CONFIGS[name]), build(CONFIGS[name])
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.embedding == model.get_input_embeddings().weight.numel()
+    assert shape.tied == (name == "tied llama")
+    assert shape.head == (0 if shape.tied else model.get_output_embeddings().weight.numel())
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"), [(MixtralConfig(), 46.7e9, 12.9e9), (DeepseekV3Config(), 671e9, 37e9)]
+)
+def test_published_mixtures_have_their_published_sizes(config: object, total: float, active: float) -> None:
+    shape = model_shape(config)
+    assert shape.parameters == pytest.approx(total, rel=0.002)
+    assert shape.active == pytest.approx(active, rel=0.02)  # papers count the embedding, or not
+
+
+def test_llama_70b_has_its_published_sizes() -> None:
+    shape = llama_70b()
+    assert shape.parameters == pytest.approx(70.6e9, rel=0.001)
+    assert shape.cached * 2 == 320 * 1024  # 320 KiB of keys and values per token in bfloat16
+    assert shape.cache_heads == 8
+
+
+def test_latent_attention_caches_the_latent_vector() -> None:
+    shape = model_shape(DeepseekV3Config())
+    assert shape.cached == 61 * (512 + 64)
+    assert shape.cache_heads == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("lora", [LoRA(rank=4), LoRA(rank=4, targets=("q_proj", "v_proj"))], ids=["all", "two"])
+def test_adapters_are_counted_as_peft_makes_them(name: str, lora: LoRA) -> None:
+    model = build(CONFIGS[name])
+    add_lora(model, lora, base="base")
+    real = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    shape = model_shape(CONFIGS[name], lora=lora)
+    assert shape.adapters == real
+    assert shape.trained == real
+
+
+def test_layers_with_a_window_are_counted() -> None:
+    assert model_shape(MixtralConfig(**SIZES, sliding_window=64)).windowed_layers == 2
+    assert model_shape(LlamaConfig(**SIZES)).windowed_layers == 0
+
+
+def test_a_family_without_attention_states_a_larger_uncertainty() -> None:
+    shape = model_shape(MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2))
+    assert shape.uncertainty == 0.5
+    assert model_shape(CONFIGS["llama"]).uncertainty == 0.15
+
+
+def test_a_configuration_without_sizes_says_what_is_missing() -> None:
+    lacking = "num_hidden_layers, hidden_size, vocab_size"
+    with pytest.raises(
+        ValueError, match=rf"of PreTrainedConfig \(model_type ''\) does not say its {lacking}: describe"
+    ):
+        model_shape(PreTrainedConfig())
+
+
+def test_a_path_that_is_no_folder_is_refused() -> None:
+    with pytest.raises(FileNotFoundError, match="no model folder"):
+        model_shape("./nothing/here")

@@ -1,0 +1,100 @@
+"""Seconds by phase: closed forms, and how they change with what they depend on."""
+
+import dataclasses
+
+import pytest
+
+from rlhfkit.costs import GPU, Efficiency, EngineShape, Sharding, find_gpu
+from rlhfkit.costs.seconds import (
+    attended,
+    checkpoint_seconds,
+    communication_seconds,
+    decode_step_seconds,
+    forward_flops,
+    generation_seconds,
+    iteration_seconds,
+    phase_seconds,
+    prepare_seconds,
+    survival,
+    train_flops,
+    weight_sync_seconds,
+)
+
+from .shapes import grpo_70b, llama_70b
+
+
+def test_operations_are_those_of_the_palm_paper() -> None:
+    """Appendix B of arXiv:2204.02311: 6 N + 12 L H Q T a token, of which causal attention needs half of the second."""
+    shape = llama_70b()
+    per_token = train_flops(shape, 1, 2048, gradient_checkpointing=False)
+    assert per_token == pytest.approx(6 * shape.active + 12 * 80 * 64 * 128 * 2048 / 2)
+    assert train_flops(shape, 1, 2048, gradient_checkpointing=True) == pytest.approx(per_token * 4 / 3)
+
+
+def test_windows_bound_attention() -> None:
+    shape = dataclasses.replace(llama_70b(), window=100, windowed_layers=80)
+    assert attended(shape, 50) == 25
+    assert attended(shape, 1e6) == pytest.approx(100, rel=1e-3)
+
+
+def test_survival_has_the_mean_of_the_answers() -> None:
+    run = grpo_70b(max_answer_tokens=10**6)
+    assert sum(survival(run, float(token)) for token in range(60000)) == pytest.approx(4096, rel=0.01)
+    assert survival(run, 1e6) == 0
+    assert survival(grpo_70b(answer_spread=0.0), 4095) == 1
+
+
+def test_a_step_of_few_sequences_reads_the_weights_once() -> None:
+    gpu = GPU(name="ideal", memory=80e9, flops=1e18, bandwidth=1e12, link=1e12)
+    ideal = Efficiency(decode_bandwidth=1.0, decode_step=0.0)
+    run = grpo_70b(gpu=gpu, efficiency=ideal)
+    assert decode_step_seconds(run, 1, 0) == pytest.approx(run.policy.parameters * 2 / 4 / 1e12)
+
+
+def test_generation_is_shorter_with_more_engines_and_never_shorter_than_the_longest_answer() -> None:
+    few, many = (grpo_70b(engine=EngineShape(count=count, tensor_parallel=4)) for count in (16, 64))
+    assert generation_seconds(many) < generation_seconds(few)
+    assert generation_seconds(many) > 4096 * decode_step_seconds(many, 1, 512)
+
+
+def test_an_engine_that_holds_no_sequence_never_ends() -> None:
+    assert generation_seconds(grpo_70b(engine=EngineShape(tensor_parallel=1))) == float("inf")
+
+
+def test_a_reference_and_old_logprobs_are_forward_passes() -> None:
+    run = grpo_70b(updates=1)
+    assert prepare_seconds(run) == 0
+    both = dataclasses.replace(run, reference=llama_70b(), old_logprobs=True)
+    operations = 2 * forward_flops(llama_70b(), run.tokens, run.sequence_tokens)
+    assert prepare_seconds(both) == pytest.approx(operations / (256 * 989e12 * 0.5))
+
+
+def test_zero_3_moves_weights_in_every_micro_batch() -> None:
+    first, third = (communication_seconds(grpo_70b(sharding=Sharding(ranks=64, stage=stage))) for stage in (1, 3))
+    assert third > 10 * first
+    assert communication_seconds(grpo_70b(sharding=Sharding(ranks=1, stage=3))) == 0
+
+
+def test_colocated_weights_pass_faster_than_over_the_network() -> None:
+    apart, here = (grpo_70b(engine=EngineShape(tensor_parallel=4, colocated=colocated)) for colocated in (False, True))
+    assert weight_sync_seconds(here) < weight_sync_seconds(apart)
+
+
+def test_a_checkpoint_is_written_by_all_ranks() -> None:
+    assert checkpoint_seconds(grpo_70b()) == pytest.approx(14 * 70.55e9 / 256 / 1e9, rel=0.001)
+
+
+def test_phases_that_overlap_are_not_added() -> None:
+    run = grpo_70b()
+    phases = phase_seconds(run)
+    assert iteration_seconds(run) == pytest.approx(sum(phases.values()))
+    assert iteration_seconds(dataclasses.replace(run, max_staleness=1)) == pytest.approx(
+        max(phases["generate"], sum(phases.values()) - phases["generate"])
+    )
+
+
+def test_without_an_engine_there_is_training_only() -> None:
+    phases = phase_seconds(grpo_70b(engine=None))
+    assert set(phases) == {"train", "communication", "optimizer"}
+    assert find_gpu("H200").flops == find_gpu("H100").flops
+    assert phase_seconds(grpo_70b(engine=None, gpu=find_gpu("H200")))["train"] == phases["train"]
