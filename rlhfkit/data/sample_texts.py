@@ -15,6 +15,10 @@ Decode = Callable[[list[list[int]]], Sequence[str]]
 """Writes token ids of several sequences as texts, such as a tokenizer's ``batch_decode``; called from any thread."""
 
 
+BATCH = 64
+"""Texts that are decoded in one call."""
+
+
 class Decoded(Protocol):
     """A record whose text is decoded."""
 
@@ -37,10 +41,15 @@ class TextDecoder:
         """Return the text of a record."""
         with self._lock:
             if self._kept is None:
-                texts = self._decode([each.token_ids for each in self._together])
-                self._kept = {id(each): text for each, text in zip(self._together, texts, strict=True)}
+                self._kept = {id(each): text for each, text in self._decoded()}
             kept = self._kept.get(id(record))
         return self._decode([record.token_ids])[0] if kept is None else kept
+
+    def _decoded(self) -> Iterator[tuple[Decoded, str]]:
+        """Decode all records, a part at a time, as lists of token ids are large and made under Python's lock."""
+        for first in range(0, len(self._together), BATCH):
+            part = self._together[first : first + BATCH]
+            yield from zip(part, self._decode([each.token_ids for each in part]), strict=True)
 
     def forget(self) -> None:
         """Keep no text and no record; from now on decode one by one."""

@@ -125,8 +125,9 @@ class Sample:
         *,
         token_ids: "Integers",
         logprobs: "Floats",
-        version_runs: Iterable[tuple[int, int]],
         finish_reason: FinishReason,
+        versions: "Integers | None" = None,
+        version_runs: Iterable[tuple[int, int]] = (),
         action_mask: "Booleans | None" = None,
         token_rewards: "Floats | None" = None,
         **fields: Any,
@@ -138,8 +139,9 @@ class Sample:
             sample_index: Position in the group.
             token_ids: (T,) integers.
             logprobs: (T,) numbers.
-            version_runs: Policy version of each token, as ``(version, number of tokens)`` in order.
             finish_reason: Why the completion ended.
+            versions: (T,) integers; or give ``version_runs``.
+            version_runs: The same as ``(version, number of tokens)`` in order.
             action_mask: (T,) booleans; ``None``: the policy chose all.
             token_rewards: (T,) numbers; ``None``: the last action earned all.
             **fields: Other fields.
@@ -147,9 +149,14 @@ class Sample:
         Raises:
             ValueError: If the lengths differ.
         """
-        ids, numbers, runs = cast("list[int]", token_ids), cast("list[float]", logprobs), Runs.of(version_runs)
-        fields |= {"action_mask": action_mask, "token_rewards": token_rewards}
-        return cls(prompt, sample_index, ids, numbers, cast("list[int]", runs), finish_reason, **fields)
+        fields |= {
+            "token_ids": token_ids,
+            "logprobs": logprobs,
+            "versions": Runs.of(version_runs) if versions is None else versions,
+            "action_mask": action_mask,
+            "token_rewards": token_rewards,
+        }
+        return cls(prompt, sample_index, finish_reason=finish_reason, **fields)
 
     @property
     def num_tokens(self) -> int:

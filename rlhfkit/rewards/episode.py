@@ -86,7 +86,14 @@ class OnLastTurn:
     def __call__(self, samples: Sequence[Sample]) -> list[Any]:
         """Return the inner reward's values, ``None`` for episodes that failed."""
         judged = [sample for sample in samples if not sample.info.get("failed")]
-        seen = [dataclasses.replace(sample, text=sample.info.get("last_text", sample.text)) for sample in judged]
+        seen = [dataclasses.replace(sample, text=_last_text(sample)) for sample in judged]
         values = evaluate({self.name: self.reward}, seen)[self.name] if seen else []
         found = {id(sample): value for sample, value in zip(judged, values, strict=True)}
         return [found.get(id(sample)) for sample in samples]
+
+
+def _last_text(sample: Sample) -> str:
+    if "last_text" not in sample.info:
+        return sample.text  # decoded only here
+    text: str = sample.info["last_text"]
+    return text

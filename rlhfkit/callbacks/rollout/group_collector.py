@@ -13,8 +13,10 @@ from typing import Any, cast
 import lightning as L
 
 from rlhfkit.callbacks.rollout.timing import Timing
+from rlhfkit.data.sample_texts import decode_together
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.distributed import run_on_all_ranks
+from rlhfkit.models.load import text_decoder
 from rlhfkit.protocols import policy_of, prompts_of
 from rlhfkit.rewards.base import Reward, part_names, score_samples
 from rlhfkit.rollout.collector import (
@@ -161,17 +163,14 @@ class GroupCollector:
     # ------------------------------------------------------------------ score
 
     def _score(self, trainer: L.Trainer, samples: list[Sample], iteration: int) -> None:
-        """Set texts and rewards of this rank's samples."""
-        token_ids = [sample.token_ids for sample in samples]
-        texts = policy_of(trainer).tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        for sample, text in zip(samples, texts, strict=True):
-            sample.text = text
-        if self.reward is None:
-            for sample in samples:
-                sample.reward = 0.0
-            return
-        with self.timing.record("score", iteration):
-            score_samples(self.reward, samples)
+        """Set rewards of this rank's samples, and decode their texts if they are read."""
+        with decode_together(samples, text_decoder(policy_of(trainer).tokenizer)):
+            if self.reward is None:
+                for sample in samples:
+                    sample.reward = 0.0
+                return
+            with self.timing.record("score", iteration):
+                score_samples(self.reward, samples)
 
     def add_model_scores(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
         """Add the module's reward model scores to the rewards, and as ``model`` to the parts, in place.

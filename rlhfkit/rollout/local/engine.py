@@ -253,8 +253,16 @@ class LocalStream:
     def _take(self, ended: list[FinishedRow]) -> None:
         for row, tokens, logprobs, versions, finish in ended:
             place, index = self._batch[row]
+            sample = Sample.from_arrays(
+                self._prompts[place],
+                index,
+                token_ids=tokens,
+                logprobs=logprobs,
+                versions=versions,
+                finish_reason=finish,
+            )
             group = self._samples.setdefault(place, [])
-            group.append(Sample(self._prompts[place], index, tokens, logprobs, versions, finish))
+            group.append(sample)
             if len(group) == self._sampling.group_size:
                 group.sort(key=lambda sample: sample.sample_index)
                 self._complete.append(place)

@@ -21,12 +21,15 @@ Weights = Callable[[], AbstractContextManager[tuple[nn.Module, int]]]
 
 
 class FinishedRow(NamedTuple):
-    """A finished completion."""
+    """A finished completion of T tokens."""
 
     row: int
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    token_ids: Tensor
+    """(T,) int64."""
+    logprobs: Tensor
+    """(T,) float32."""
+    versions: Tensor
+    """(T,) int64."""
     finish_reason: FinishReason
 
 
@@ -152,7 +155,7 @@ class Decoding:
 
     def _finish(self, row: int, length: int, reason: FinishReason) -> FinishedRow:
         parts = (self._tokens, self._logprobs, self._versions)
-        tokens, logprobs, versions = (part[row, :length].tolist() for part in parts)
+        tokens, logprobs, versions = (part[row, :length].cpu() for part in parts)
         return FinishedRow(row, tokens, logprobs, versions, reason)
 
 
