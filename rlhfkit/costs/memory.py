@@ -1,8 +1,8 @@
 """Bytes per GPU of a run, part by part and phase by phase, and what of it does not fit.
 
 States of mixed-precision training with Adam are those of Rajbhandari et al. (ZeRO, 2020, arXiv:1910.02054, section
-3.1), with what DeepSpeed 0.19.8 and Lightning 2.6.6 hold besides: reduction buckets, gathered weights, flat gradients of the
-step. P are trained parameters, R ranks, b bytes of a weight, m bytes of a main weight.
+3.1), with what DeepSpeed 0.19.8 and Lightning 2.6.6 hold besides: reduction buckets, gathered weights, flat gradients
+of the step. P are trained parameters, R ranks, b bytes of a weight, m bytes of a main weight.
 """
 
 import math
@@ -264,9 +264,8 @@ def engine_memory(run: Run) -> EngineMemory:
         return EngineMemory(weights, activations, cache, rows, rows)
     step = inference_bytes(shape, engine.prefill_tokens, itemsize=engine.itemsize) / engine.tensor_parallel
     activations = step + 2 * 4.0 * engine.max_sequences * shape.vocabulary + ENGINE_RUNTIME_BYTES
-    cache = engine.cache_bytes
-    if cache is None:
-        cache = engine.memory_share * run.gpu.memory - weights - activations
+    room = engine.memory_share * run.gpu.memory - weights - activations
+    cache = room if engine.cache_bytes is None else engine.cache_bytes
     return EngineMemory(weights, activations, cache, max(cache / mean, 0.0), max(cache / longest, 0.0))
 
 
