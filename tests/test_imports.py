@@ -38,7 +38,7 @@ FLOORS = {
 MOST_FILES = 12
 # These meet in the Trainer only.
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
-FOR_STRATEGIES = {"strategies", "checkpoints", "distributed", "protocols", "ray_session", "validation"}
+FOR_STRATEGIES = {"strategies", "checkpoints", "distributed", "protocols", "rank_store", "ray_session", "validation"}
 LIGHT = ("distributed", "losses", "data", "rewards", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}
 

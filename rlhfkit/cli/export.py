@@ -88,12 +88,11 @@ def _read_file(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Ten
 
 
 def _read_directory(path: Path, child: str) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    from rlhfkit.strategies.checkpoint import directory
     from rlhfkit.strategies.checkpoint.io import rank_file, saved_weights
+    from rlhfkit.strategies.checkpoint.verification import verify
 
-    directory.verify(path)
-    about = torch.load(path / rank_file(0), map_location="cpu", weights_only=True)
-    engines = directory.read_manifest(path)["engines"]
+    engines = verify(path)["engines"]
+    about = torch.load(path / rank_file(0), map_location="cpu", weights_only=True, mmap=True)
     if child not in engines:
         raise ValueError(f"{path} holds {', '.join(sorted(engines))}, not {child!r}")
     return about, saved_weights(path, child)

@@ -73,7 +73,8 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         num_nodes: With Ray: machines, each with ``Trainer(devices=...)`` ranks; ``None``: ``Trainer(num_nodes=...)``.
         resources_per_rank: With Ray: resources of a rank; default ``{"CPU": 1}``, on GPUs with ``"GPU": 1``. If only
             machines other than the driver's have GPUs, ask for them here and leave ``Trainer(accelerator=...)`` out.
-        return_weights: With Ray: whether the driver's module gets the trained weights, which must fit into its memory.
+        return_weights: With Ray: whether the driver's module gets the trained weights, which must fit into its memory
+            and rank 0's. ``None``: if they have at most 8 GB; otherwise a log line says what to use instead.
         log_gradient_norm: Whether to log ``grad_norm/<child>`` after each step.
         **kwargs: Arguments of Lightning's ``DeepSpeedStrategy`` (``config``, ``offload_optimizer``,
             ``offload_parameters``, ``timeout``, ...). A ``config`` replaces all defaults, ``stage`` included.
@@ -99,7 +100,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         launcher: Literal["ray", "subprocess"] | None = None,
         num_nodes: int | None = None,
         resources_per_rank: Mapping[str, float] | None = None,
-        return_weights: bool = True,
+        return_weights: bool | None = None,
         log_gradient_norm: bool = True,
         **kwargs: Any,
     ) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.strategies.checkpoint import directory
+from rlhfkit.strategies.checkpoint import verification
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, Spy, difference, weight_difference
 
@@ -123,7 +123,7 @@ def save_for_ever(folder: Path, model: str, place: str) -> None:
 def continue_run(folder: Path, model: str, place: str) -> list[int]:
     """Load what a killed run has left, train one more epoch, keep one checkpoint."""
     path, kept = Path(place) / "last.ckpt", Path(place) / "kept"
-    step = json.loads((directory.find_intact(path)[0] / "manifest.json").read_text())["global_step"]
+    step = json.loads((verification.find_intact(path)[0] / "manifest.json").read_text())["global_step"]
     saver = ModelCheckpoint(dirpath=kept, every_n_train_steps=2, save_top_k=1, monitor=None)
     settings = {"accumulate_grad_batches": 1, "enable_checkpointing": True}
     run("rlhf_zero2", model, step // 6 + 2, [saver], path, trainer=settings)

@@ -15,7 +15,7 @@ import pytest
 
 from rlhfkit.checkpoints.cleanup import remove_abandoned
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
-from rlhfkit.strategies.checkpoint import directory
+from rlhfkit.strategies.checkpoint import directory, hashing, verification
 from strategies import ranks
 
 pytestmark = pytest.mark.distributed
@@ -124,10 +124,10 @@ def test_the_last_complete_checkpoint_is_never_deleted(tmp_path: Path) -> None:
         folder = directory.create_temporary(tmp_path / name)
         (folder / "rank_00000.pt").write_text(name)
         about = {"saved_at": 0.0, "world_size": 1, "global_step": 0, "engines": {}}
-        directory.commit(tmp_path / name, directory.sync_and_hash(folder, ["rank_00000.pt"]), about)
+        directory.commit(tmp_path / name, hashing.sync_and_hash(folder, ["rank_00000.pt"]), about)
     (tmp_path / "b.ckpt" / "rank_00000.pt").unlink()
     with pytest.warns(UserWarning, match="only complete checkpoint"):
         strategy.remove_checkpoint(tmp_path / "a.ckpt")
-    assert directory.verify(tmp_path / "a.ckpt")
+    assert verification.verify(tmp_path / "a.ckpt")
     strategy.remove_checkpoint(tmp_path / "b.ckpt")  # the broken one may go
     assert os.listdir(tmp_path) == ["a.ckpt"]

@@ -15,6 +15,7 @@ from rl_runs import PlainGRPO, setup_run
 from rl_runs import weights as policy_weights
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.ray import remote_run
 from rlhfkit.strategies.ray.remote_run import RunResult
 from strategies import ranks, ray_cases, toys
 from strategies.ray_modules import (
@@ -71,6 +72,24 @@ def test_weights_are_collected_only_when_wanted(model_folder: str, tmp_path: Pat
     assert RunResult.collect(trainer, None, return_weights=False).weights is None
     collected = RunResult.collect(trainer, None, return_weights=True).weights
     assert collected.keys() == trainer.lightning_module.state_dict().keys()
+
+
+def test_large_weights_stay_on_the_ranks_unless_asked_for_and_a_line_says_what_to_use(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer("auto", 1, tmp_path)
+    trainer.fit(Watched(model_folder), datamodule=SharedBatches())
+    size = sum(tensor.nbytes for tensor in trainer.lightning_module.state_dict().values())
+    with caplog.at_level("INFO"):
+        monkeypatch.setattr(remote_run, "MOST_RETURNED_BYTES", 2 * size)
+        assert RunResult.collect(trainer, None, return_weights=None).weights is not None
+        assert "not sent" not in caplog.text
+        monkeypatch.setattr(remote_run, "MOST_RETURNED_BYTES", size / 2)
+        assert RunResult.collect(trainer, None, return_weights=True).weights is not None
+        assert RunResult.collect(trainer, None, return_weights=None).weights is None
+    (line,) = [record.message for record in caplog.records if "not sent" in record.message]
+    assert "not sent to the driver" in line
+    assert "HFExport or ModelCheckpoint" in line
 
 
 def test_the_driver_gets_what_a_run_in_its_own_process_gives(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.strategies.checkpoint import universal
+from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, Spy
 from strategies.resume_cases import SaveAt
@@ -119,14 +119,14 @@ def resume(folder: Path, model: str, place: str, tied: str, saved_by: int) -> di
 def slow(folder: Path) -> list[str]:
     """Rank 0 needs longer than the others wait, after a step that fails and one that works."""
     torch.distributed.init_process_group("gloo", rank=RANK, world_size=RANKS)
-    answers = [universal.on_rank_zero(lambda: f"from rank {RANK}", timeout=60, doing="answering")]
+    answers = [on_rank_zero(lambda: f"from rank {RANK}", timeout=60, doing="answering")]
 
     def broken() -> str:
         raise CheckpointError("the disk is full")
 
     for step, timeout in ((broken, 60.0), (lambda: str(time.sleep(3)), 1.0)):
         try:
-            answers.append(universal.on_rank_zero(step, timeout=timeout, doing="sleeping"))
+            answers.append(on_rank_zero(step, timeout=timeout, doing="sleeping"))
         except CheckpointError as error:
             answers.append(str(error))
     return answers

@@ -1,19 +1,20 @@
-"""Atomic checkpoint directories: written under a temporary name, checksummed, renamed, verified before use."""
+"""Atomic checkpoint directories: written under a temporary name, then renamed; their manifests."""
 
-import contextlib
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhfkit.checkpoints.cleanup import OWNER, partial_path, write_owner
 from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError, missing_checkpoint
 from rlhfkit.checkpoints.files import sync_directory
+from rlhfkit.strategies.checkpoint.hashing import CHUNK_BYTES, number_of_chunks
 
-_FORMAT = 1
+_FORMAT = 2
+_READABLE = (1, 2)
+"""Format 1 has one checksum of each whole file, format 2 one of each chunk."""
 
 
 def temporary_path(path: Path) -> Path:
@@ -44,19 +45,6 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for name in found if name not in (MANIFEST, OWNER))
 
 
-def sync_and_hash(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Force files to disk; return their sizes and SHA-256 digests by name."""
-    records = {}
-    for name in names:
-        with open(folder / name, "rb") as stream:
-            os.fsync(stream.fileno())
-            records[name] = {
-                "size": os.fstat(stream.fileno()).st_size,
-                "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
-            }
-    return records
-
-
 def commit(path: Path, records: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:
     """Write the manifest and rename the temporary directory to ``path``.
 
@@ -64,7 +52,7 @@ def commit(path: Path, records: Mapping[str, Mapping[str, Any]], about: Mapping[
     ``backup_path(path)``.
     """
     folder = temporary_path(path)
-    manifest = {"format": _FORMAT, **about, "files": dict(sorted(records.items()))}
+    manifest = {"format": _FORMAT, "chunk_bytes": CHUNK_BYTES, **about, "files": dict(sorted(records.items()))}
     with open(folder / MANIFEST, "w") as stream:
         json.dump(manifest, stream, indent=1)
         stream.flush()
@@ -116,9 +104,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
         raise DamagedCheckpointError(f"{path / MANIFEST} cannot be read: it is no object with a format.")
-    if manifest["format"] != _FORMAT:
-        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version reads {_FORMAT}.")
+    if manifest["format"] not in _READABLE:
+        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version reads 1 and 2.")
     wrong = [name for name, fits in _ENTRIES.items() if not fits(manifest.get(name))]
+    if not wrong and not all(_has_checksums(record, manifest) for record in manifest["files"].values()):
+        wrong = ["files"]
     if wrong:
         raise DamagedCheckpointError(
             f"{path / MANIFEST} cannot be read: {', '.join(wrong)} missing or of a wrong type."
@@ -131,7 +121,16 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and _is_count(value.get("size")) and isinstance(value.get("sha256"), str)
+    return isinstance(value, dict) and _is_count(value.get("size"))
+
+
+def _has_checksums(record: Mapping[str, Any], manifest: Mapping[str, Any]) -> bool:
+    digests, chunk_bytes = record.get("sha256"), manifest.get("chunk_bytes")
+    if manifest["format"] == 1:
+        return isinstance(digests, str)
+    if chunk_bytes is None or not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
+        return False
+    return len(digests) == number_of_chunks(record["size"], chunk_bytes)
 
 
 _ENTRIES: dict[str, Callable[[Any], bool]] = {
@@ -140,84 +139,5 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "global_step": lambda value: value is None or _is_count(value),
     "engines": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
     "files": lambda value: isinstance(value, dict) and all(map(_is_record, value.values())),
+    "chunk_bytes": lambda value: value is None or (_is_count(value) and value > 0),
 }
-
-
-def verify(path: Path, *, checksums: bool = True) -> dict[str, Any]:
-    """Check a checkpoint against its manifest, which is returned; without ``checksums`` compare sizes only.
-
-    Raises:
-        DamagedCheckpointError: Naming the first file that is missing, of the wrong size, or changed.
-        CheckpointError: If it is no checkpoint of this strategy.
-    """
-    manifest = read_manifest(path)
-    for name, record in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise DamagedCheckpointError(f"{path}: the file {name} is missing.")
-        if file.stat().st_size != record["size"]:
-            raise DamagedCheckpointError(f"{path}: {name} has {file.stat().st_size} bytes, not {record['size']}.")
-        if checksums:
-            with open(file, "rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != record["sha256"]:
-                    raise DamagedCheckpointError(f"{path}: the contents of {name} have changed (SHA-256 differs).")
-    return manifest
-
-
-def older_checkpoints(path: Path) -> list[Path]:
-    """Return checkpoints to load instead of ``path``: its backup, then others in its folder, newest first.
-
-    If the manifest of ``path`` can be read, checkpoints saved after it are left out.
-    """
-    limit = float("inf")
-    with contextlib.suppress(CheckpointError):
-        limit = read_manifest(path)["saved_at"]
-    siblings = []
-    for folder in path.parent.iterdir() if path.parent.is_dir() else ():
-        if folder.resolve() in (path.resolve(), backup_path(path).resolve()) or not (folder / MANIFEST).is_file():
-            continue
-        if folder.name.endswith((".tmp", ".deleted")):
-            continue
-        try:
-            saved_at = read_manifest(folder)["saved_at"]
-        except CheckpointError:
-            continue
-        if saved_at < limit:
-            siblings.append((saved_at, folder))
-    backup = [backup_path(path)] if backup_path(path).is_dir() else []
-    return backup + [folder for _, folder in sorted(siblings, reverse=True)]
-
-
-def find_intact(path: Path) -> tuple[Path, list[str]]:
-    """Return the checkpoint, or if it is damaged the newest intact older one, and why others were not used.
-
-    If only a backup of the path exists, a run was killed between the two renames of :func:`commit`; the backup is used.
-    Raises CheckpointError if the path is missing or no checkpoint, or no intact one is found.
-    """
-    reasons: list[str] = []
-    if path.exists() or not backup_path(path).is_dir():
-        try:
-            verify(path)
-            return path, reasons
-        except DamagedCheckpointError as error:
-            reasons.append(str(error))
-    else:
-        reasons.append(f"{path} was being replaced when its run was killed.")
-    for candidate in older_checkpoints(path):
-        try:
-            verify(candidate)
-            return candidate, reasons
-        except CheckpointError as error:
-            reasons.append(str(error))
-    raise CheckpointError("There is no intact checkpoint to load. " + " ".join(reasons))
-
-
-def lost_steps(wanted: Path, found: Path) -> str:
-    """Return a sentence about the optimizer steps lost by loading ``found`` instead of the damaged ``wanted``."""
-    here = read_manifest(found)["global_step"]
-    there = None
-    with contextlib.suppress(CheckpointError):
-        there = read_manifest(wanted)["global_step"]
-    if here is None or there is None:
-        return f"It is of optimizer step {here}; how many steps are lost is not known."
-    return f"{there - here} optimizer steps are lost: it is of step {here}, not of step {there}."

@@ -18,7 +18,9 @@ from rlhfkit.checkpoints.errors import explain_unpickling_errors
 from rlhfkit.checkpoints.files import explain_write_errors
 from rlhfkit.checkpoints.progress import normalize_counters
 from rlhfkit.distributed import gather_objects
-from rlhfkit.strategies.checkpoint import directory, universal
+from rlhfkit.strategies.checkpoint import directory, universal, verification
+from rlhfkit.strategies.checkpoint.hashing import rank_of_file, sync_and_hash, threads_per_rank
+from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from rlhfkit.strategies.deepspeed.engines import EngineOptimizer
 from rlhfkit.strategies.deepspeed.zero3 import load_full_state_dict
 
@@ -51,7 +53,11 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
     frozen_children: set[str]
     _accumulating: set[str]
     checkpoint_timeout: float = 7200.0
-    """Seconds that ranks wait while rank 0 verifies a checkpoint, or converts it for another number of ranks."""
+    """Seconds that ranks wait for one another while they verify a checkpoint, or convert it for other ranks."""
+
+    @property
+    def _hashing_threads(self) -> int:
+        return threads_per_rank(self.num_processes)
 
     def unwrapped_child(self, name: str) -> nn.Module:
         """Return a child of the LightningModule, or the module inside its engine."""
@@ -78,8 +84,8 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             self._write_files(path, checkpoint)
             self.barrier()  # all files exist
             folder = directory.temporary_path(path)
-            names = directory.list_files(folder)
-            records = gather_objects(directory.sync_and_hash(folder, names[self.global_rank :: self.world_size]))
+            names = [name for name in directory.list_files(folder) if rank_of_file(name) == self.global_rank]
+            records = gather_objects(sync_and_hash(folder, names, threads=self._hashing_threads))
             if self.is_global_zero:
                 self._commit(path, records, checkpoint)
 
@@ -139,14 +145,14 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         return state
 
     def _choose_checkpoint(self, wanted: Path) -> Path:
-        """Verify the checkpoint on rank 0; all ranks get the same path or the same error. A collective."""
-        found, reasons = universal.on_rank_zero(
-            lambda: directory.find_intact(wanted), timeout=self.checkpoint_timeout, doing=f"verifying {wanted}"
+        """Verify the checkpoint, every rank its files; all ranks get the same path or the same error. A collective."""
+        found, reasons = verification.find_intact(
+            wanted, timeout=self.checkpoint_timeout, threads=self._hashing_threads
         )
         if found != wanted:
             rank_zero_warn(
                 f"The checkpoint {wanted} is damaged ({' '.join(reasons)}) Loading the newest intact one saved"
-                f" before it: {found}. {directory.lost_steps(wanted, found)}"
+                f" before it: {found}. {verification.lost_steps(wanted, found)}"
             )
         return found
 
@@ -165,7 +171,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 
     def _prepare_other_ranks(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Raise if the data cannot be split over another number of ranks; warn about what is not restored."""
-        universal.on_rank_zero(
+        on_rank_zero(
             lambda: universal.require_common_position(
                 path, [path / rank_file(r) for r in range(manifest["world_size"])]
             ),
@@ -247,7 +253,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             if other == path or other.name.endswith((".tmp", ".deleted", ".old")):
                 continue
             try:
-                directory.verify(other, checksums=False)
+                verification.verify(other, checksums=False)
             except (CheckpointError, OSError):
                 continue
             directory.remove(path)

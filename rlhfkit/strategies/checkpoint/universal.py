@@ -6,58 +6,23 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.cleanup import write_owner
+from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-T = TypeVar("T")
-
 # The optimizer state that deepspeed 0.19.8 converts (ds_to_universal.py, extract_zero_shards and that of stage 3).
 _ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
-
-
-def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
-    """Run a slow step on rank 0 and return its picklable result on all ranks. A collective.
-
-    The others wait up to ``timeout`` seconds, and raise CheckpointError if the step failed or took longer; ``doing``
-    names the step in the error, for example ``"checking last.ckpt"``.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return step()
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-    answer: list[Any] = [None, None]  # result, error message
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            answer = [step(), None]
-        except Exception as error:  # sent to the other ranks, then raised here
-            failure = error
-            answer = [None, f"{error}"]
-    try:
-        dist.broadcast_object_list(answer, src=0, group=group)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"Rank {dist.get_rank()} waited for rank 0, which was {doing}, for at most {timeout:.0f} s: {error}. If it"
-            " only needs longer, raise the strategy's checkpoint_timeout."
-        ) from error
-    if failure is not None:
-        raise failure
-    dist.destroy_process_group(group)
-    if answer[1] is not None:
-        raise CheckpointError(answer[1])
-    result: T = answer[0]
-    return result
 
 
 @contextmanager
@@ -168,7 +133,9 @@ def require_common_position(path: Path, rank_files: Sequence[Path]) -> None:
     Between epochs they can. Inside an epoch, the loaders of all ranks must be at the same position of the same data;
     batches that belong to one rank, such as the rest of an iteration's samples, would be lost or repeated.
     """
-    fits = [torch.load(file, map_location="cpu", weights_only=False)["loops"]["fit_loop"] for file in rank_files]
+    # Mapped, as the files may hold large tensors of callbacks.
+    states = [torch.load(file, map_location="cpu", weights_only=False, mmap=True) for file in rank_files]
+    fits = [state["loops"]["fit_loop"] for state in states]
     progress = fits[0]["epoch_loop.batch_progress"]
     if progress["is_last_batch"] or progress["current"]["ready"] == 0:
         return

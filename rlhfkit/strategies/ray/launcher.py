@@ -103,7 +103,7 @@ class RayOptions:
     launcher: Literal["ray", "subprocess"] | None
     num_nodes: int | None
     resources_per_rank: Mapping[str, float] | None
-    return_weights: bool
+    return_weights: bool | None
 
     def __post_init__(self) -> None:
         needs = self.resources_per_rank
@@ -141,7 +141,7 @@ class RayLauncher(_Launcher):
         resources_per_rank: Ray resources of one rank, such as ``{"CPU": 2, "GPU": 1}``.
         device: ``"cpu"`` or ``"cuda"``.
         timeout: Seconds that Ray may take to place the ranks, and their processes to start.
-        return_weights: Whether the driver's module gets the trained weights.
+        return_weights: Whether the driver's module gets the trained weights; ``None``: if they have at most 8 GB.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class RayLauncher(_Launcher):
         resources_per_rank: dict[str, float],
         device: str,
         timeout: float,
-        return_weights: bool,
+        return_weights: bool | None,
     ) -> None:
         self.num_ranks = num_ranks
         self.num_nodes = num_nodes

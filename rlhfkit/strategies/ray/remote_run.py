@@ -1,5 +1,6 @@
 """Send the Trainer to the ranks, run it there, and bring back what training has changed."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,20 +14,24 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 
+from rlhfkit.distributed import full_shape
 from rlhfkit.protocols import callbacks_of, datamodule_of
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import RemoteProgressBar
 
+MOST_RETURNED_BYTES = 8e9
+"""Trained weights above this size are returned to the driver only on request."""
+
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 def pickle_run(
-    function: Callable[..., Any], args: Any, kwargs: Any, trainer: pl.Trainer | None, return_weights: bool
+    function: Callable[..., Any], args: Any, kwargs: Any, trainer: pl.Trainer | None, return_weights: bool | None
 ) -> bytes:
     """Pickle a call and its Trainer, if any, for ``RankActor.run``; TypeError if something cannot be pickled."""
     import ray.cloudpickle
@@ -55,7 +60,7 @@ def _call_trainer(
     args: Any,
     kwargs: Any,
     trainer: pl.Trainer,
-    return_weights: bool,
+    return_weights: bool | None,
     actor: ray_actor.RankActor,
 ) -> "RunResult | None":
     """Call a method of this rank's Trainer and collect its result; ``snapshot`` holds the driver's random states."""
@@ -92,10 +97,10 @@ class RunResult:
     weights: dict[str, Tensor] | None = field(repr=False, default=None)
 
     @classmethod
-    def collect(cls, trainer: pl.Trainer, value: Any, return_weights: bool) -> "RunResult | None":
+    def collect(cls, trainer: pl.Trainer, value: Any, return_weights: bool | None) -> "RunResult | None":
         """Return the result on rank 0, ``None`` on other ranks. A collective, as weights may be sharded."""
         weights = None
-        if return_weights and trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and wants_weights(trainer, return_weights):
             weights = changed_weights(trainer)
         if not trainer.is_global_zero:
             return None
@@ -132,14 +137,37 @@ class RunResult:
             load_weights(trainer.lightning_module, self.weights)
 
 
+def wants_weights(trainer: pl.Trainer, return_weights: bool | None) -> bool:
+    """Whether to send trained weights to the driver; ``None``: if they are small, else a log line says what to do."""
+    if return_weights is not None:
+        return return_weights
+    size = sum(
+        math.prod(full_shape(tensor)) * tensor.element_size()
+        for _, child in _changed_children(trainer)
+        for tensor in (*child.parameters(), *child.buffers())
+    )
+    if size <= MOST_RETURNED_BYTES:
+        return True
+    rank_zero_info(
+        f"The trained weights ({size / 1e9:,.1f} GB) are not sent to the driver, whose module keeps its own: use"
+        " HFExport or ModelCheckpoint to keep them, or RLHFDeepSpeedStrategy(return_weights=True) if they fit into the"
+        " memory of rank 0's and the driver's machine."
+    )
+    return False
+
+
+def _changed_children(trainer: pl.Trainer) -> list[tuple[str, nn.Module]]:
+    strategy = trainer.strategy
+    frozen = strategy.frozen_children if isinstance(strategy, EngineCheckpointMixin) else set()
+    return [(name, child) for name, child in trainer.lightning_module.named_children() if name not in frozen]
+
+
 def changed_weights(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Return the full weights except those of frozen children, on the CPU of rank 0. A collective."""
-    module, keep, strategy = trainer.lightning_module, trainer.is_global_zero, trainer.strategy
-    frozen = strategy.frozen_children if isinstance(strategy, EngineCheckpointMixin) else set()
+    module, keep = trainer.lightning_module, trainer.is_global_zero
     state: dict[str, Tensor] = {}
-    for name, child in module.named_children():
-        if name not in frozen:
-            state |= {f"{name}.{key}": tensor for key, tensor in full_state_dict(child, keep=keep).items()}
+    for name, child in _changed_children(trainer):
+        state |= {f"{name}.{key}": tensor for key, tensor in full_state_dict(child, keep=keep).items()}
     if keep:
         own = module.state_dict()
         state |= {key: tensor.detach().cpu() for key, tensor in own.items() if "." not in key}

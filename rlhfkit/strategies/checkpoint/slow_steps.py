@@ -1,0 +1,67 @@
+"""Slow steps of checkpoints, such as hashing and converting: ranks wait on a store and not in a collective.
+
+A step of minutes would end with the time limit of the process group; here it has a limit of its own, and the error
+names the ranks that are late or dead.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+from rlhfkit.checkpoints import CheckpointError
+from rlhfkit.distributed import get_rank, get_world_size
+from rlhfkit.rank_store import RankError, rank_store
+
+T = TypeVar("T")
+
+_numbers = itertools.count()  # the same on all ranks, which take all steps in the same order
+
+
+def on_all_ranks(step: Callable[[], T], *, timeout: float, doing: str) -> list[T]:
+    """Run a slow step on every rank and return the picklable results, by rank. A collective.
+
+    Args:
+        step: Called once on every rank.
+        timeout: Seconds that ranks wait for one another.
+        doing: The step in messages, for example ``"verifying last.ckpt"``.
+
+    Raises:
+        CheckpointError: On all ranks but those whose step raised something else: if the step failed on any rank, took
+            longer, or a rank died.
+    """
+    if get_world_size() == 1:
+        return [step()]
+    store, number = rank_store(), next(_numbers)
+    name = f"checkpoints/{number}"
+    log = store.log(name)
+    try:
+        log.run(lambda: log.append(step()), timeout=timeout, waiting_for=doing, error_type=CheckpointError)
+    except (TimeoutError, RankError) as error:
+        raise CheckpointError(
+            f"Rank {get_rank()} waited for other ranks, which were {doing}, for at most {timeout:.0f} s: {error}. If"
+            " they only need longer, raise the strategy's checkpoint_timeout."
+        ) from error
+    results: dict[int, T] = dict(store.log(name).read())  # the first log has read past the results while it waited
+    if get_rank() == 0:
+        store.forget(f"checkpoints/{number - 1}")  # whoever has finished this step has read that log
+    return [results[rank] for rank in range(get_world_size())]
+
+
+def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
+    """Run a slow step on rank 0 and return its picklable result on all ranks; arguments and errors as above.
+
+    A CheckpointError of the step is raised on all ranks with the same message. A collective.
+    """
+
+    def attempt() -> tuple[T | None, CheckpointError | None]:
+        if get_rank() != 0:
+            return None, None
+        try:
+            return step(), None
+        except CheckpointError as error:
+            return None, error
+
+    result, error = on_all_ranks(attempt, timeout=timeout, doing=doing)[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # T itself may be optional

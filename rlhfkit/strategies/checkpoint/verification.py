@@ -1,0 +1,134 @@
+"""Verify checkpoint directories before they are loaded: every rank its own files, with one result for all ranks."""
+
+import contextlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError
+from rlhfkit.distributed import get_rank, get_world_size
+from rlhfkit.strategies.checkpoint.directory import backup_path, read_manifest
+from rlhfkit.strategies.checkpoint.hashing import changed_chunks, share_of_rank
+from rlhfkit.strategies.checkpoint.slow_steps import on_all_ranks, on_rank_zero
+
+
+def verify(
+    path: Path, *, checksums: bool = True, rank: int = 0, world_size: int = 1, threads: int | None = None
+) -> dict[str, Any]:
+    """Check a rank's share of a checkpoint against the manifest, which is returned.
+
+    Args:
+        path: The directory.
+        checksums: Whether to read the files; otherwise sizes are compared.
+        rank: Whose share; with the default ``world_size`` of 1, everything.
+        world_size: Ranks that verify the checkpoint together.
+        threads: That read and hash at a time; default :func:`~rlhfkit.strategies.checkpoint.hashing.threads_per_rank`.
+
+    Raises:
+        DamagedCheckpointError: Naming the first file that is missing, of the wrong size, or changed.
+        CheckpointError: If it is no checkpoint of this strategy.
+    """
+    manifest = read_manifest(path)
+    share = share_of_rank(manifest, rank, world_size)
+    for name in dict.fromkeys(chunk.name for chunk in share):
+        file, size = path / name, manifest["files"][name]["size"]
+        if not file.is_file():
+            raise DamagedCheckpointError(f"{path}: the file {name} is missing.")
+        if file.stat().st_size != size:
+            raise DamagedCheckpointError(f"{path}: {name} has {file.stat().st_size} bytes, not {size}.")
+    if checksums and (changed := changed_chunks(path, share, threads=threads)):
+        first = changed[0]
+        raise DamagedCheckpointError(
+            f"{path}: the contents of {first.name} have changed (SHA-256 differs, bytes {first.start:,} to"
+            f" {first.start + first.length:,})."
+        )
+    return manifest
+
+
+class _Verdict(NamedTuple):
+    """Of one rank about a checkpoint."""
+
+    problem: str = ""
+    is_damage: bool = False
+
+
+def verify_on_all_ranks(path: Path, *, timeout: float = 7200.0, threads: int | None = None) -> None:
+    """Verify a checkpoint, every rank its share; errors as of :func:`verify`, the same on all ranks. A collective.
+
+    Raises CheckpointError too if a rank dies or takes longer than ``timeout`` seconds.
+    """
+
+    def verify_share() -> _Verdict:
+        try:
+            verify(path, rank=get_rank(), world_size=get_world_size(), threads=threads)
+        except (CheckpointError, OSError) as error:
+            return _Verdict(str(error), isinstance(error, DamagedCheckpointError | OSError))
+        return _Verdict()
+
+    verdicts = on_all_ranks(verify_share, timeout=timeout, doing=f"verifying {path}")
+    failed = [(rank, verdict) for rank, verdict in enumerate(verdicts) if verdict.problem]
+    if not failed:
+        return
+    rank, verdict = failed[0]
+    found_by = "" if len(failed) == len(verdicts) else f" (Found by rank {rank}.)"
+    raise (DamagedCheckpointError if verdict.is_damage else CheckpointError)(f"{verdict.problem}{found_by}")
+
+
+def find_intact(path: Path, *, timeout: float = 7200.0, threads: int | None = None) -> tuple[Path, list[str]]:
+    """Return the checkpoint, or if it is damaged the newest intact older one, and why others were not used.
+
+    If only a backup of the path exists, a run was killed between the two renames of
+    :func:`~rlhfkit.strategies.checkpoint.directory.commit`; the backup is used. The result or the error is the same on
+    all ranks. Raises CheckpointError if the path is missing or no checkpoint, or no intact one is found. A collective.
+    """
+    reasons: list[str] = []
+    doing = f"looking for {path}"
+    if on_rank_zero(lambda: path.exists() or not backup_path(path).is_dir(), timeout=timeout, doing=doing):
+        try:
+            verify_on_all_ranks(path, timeout=timeout, threads=threads)
+            return path, reasons
+        except DamagedCheckpointError as error:
+            reasons.append(str(error))
+    else:
+        reasons.append(f"{path} was being replaced when its run was killed.")
+    for candidate in on_rank_zero(lambda: older_checkpoints(path), timeout=timeout, doing=doing):
+        try:
+            verify_on_all_ranks(candidate, timeout=timeout, threads=threads)
+            return candidate, reasons
+        except CheckpointError as error:
+            reasons.append(str(error))
+    raise CheckpointError("There is no intact checkpoint to load. " + " ".join(reasons))
+
+
+def older_checkpoints(path: Path) -> list[Path]:
+    """Return checkpoints to load instead of ``path``: its backup, then others in its folder, newest first.
+
+    If the manifest of ``path`` can be read, checkpoints saved after it are left out.
+    """
+    limit = float("inf")
+    with contextlib.suppress(CheckpointError):
+        limit = read_manifest(path)["saved_at"]
+    siblings = []
+    for folder in path.parent.iterdir() if path.parent.is_dir() else ():
+        if folder.resolve() in (path.resolve(), backup_path(path).resolve()) or not (folder / MANIFEST).is_file():
+            continue
+        if folder.name.endswith((".tmp", ".deleted")):
+            continue
+        try:
+            saved_at = read_manifest(folder)["saved_at"]
+        except CheckpointError:
+            continue
+        if saved_at < limit:
+            siblings.append((saved_at, folder))
+    backup = [backup_path(path)] if backup_path(path).is_dir() else []
+    return backup + [folder for _, folder in sorted(siblings, reverse=True)]
+
+
+def lost_steps(wanted: Path, found: Path) -> str:
+    """Return a sentence about the optimizer steps lost by loading ``found`` instead of the damaged ``wanted``."""
+    here = read_manifest(found)["global_step"]
+    there = None
+    with contextlib.suppress(CheckpointError):
+        there = read_manifest(wanted)["global_step"]
+    if here is None or there is None:
+        return f"It is of optimizer step {here}; how many steps are lost is not known."
+    return f"{there - here} optimizer steps are lost: it is of step {here}, not of step {there}."
