@@ -96,6 +96,7 @@ def test_after_an_epoch_the_next_one_is_dealt_to_the_new_ranks(reports: Reports,
 def test_an_error_of_rank_0_is_everybodys_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     first, second = ranks.run("strategies.universal_cases:slow", 2, tmp_path)
     assert first[:2] == second[:2] == ["from rank 0", "the disk is full"]
-    assert "Rank 1 waited for other ranks, which were sleeping, for at most 1 s" in second[2]
-    assert "rank(s) 0 of 2 did not finish within 1 s" in second[2]
-    assert "checkpoint_timeout" in second[2]
+    for answers in (first, second):
+        assert "sleeping" in answers[2]
+        assert "took longer than 1 s on rank 0" in answers[2]
+        assert "checkpoint_timeout" in answers[2]

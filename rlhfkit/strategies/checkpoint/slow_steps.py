@@ -4,24 +4,21 @@ A step of minutes would end with the time limit of the process group; here it ha
 names the ranks that are late or dead.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.distributed import get_rank, get_world_size
-from rlhfkit.rank_store import RankError, rank_store
+from rlhfkit.rank_store import RankError, RankLog, rank_store
 
 T = TypeVar("T")
-
-_numbers = itertools.count()  # the same on all ranks, which take all steps in the same order
 
 
 def on_all_ranks(step: Callable[[], T], *, timeout: float, doing: str) -> list[T]:
     """Run a slow step on every rank and return the picklable results, by rank. A collective.
 
     Args:
-        step: Called once on every rank.
+        step: Called once on every rank, in a thread if there are several ranks.
         timeout: Seconds that ranks wait for one another.
         doing: The step in messages, for example ``"verifying last.ckpt"``.
 
@@ -31,19 +28,13 @@ def on_all_ranks(step: Callable[[], T], *, timeout: float, doing: str) -> list[T
     """
     if get_world_size() == 1:
         return [step()]
-    store, number = rank_store(), next(_numbers)
-    name = f"checkpoints/{number}"
-    log = store.log(name)
+    log = rank_store().log("slow steps of checkpoints")
+    what = f"{doing} (time limit: the strategy's checkpoint_timeout)"
     try:
-        log.run(lambda: log.append(step()), timeout=timeout, waiting_for=doing, error_type=CheckpointError)
+        log.run(lambda: log.append(log.call(step)), timeout=timeout, waiting_for=what, error_type=CheckpointError)
     except (TimeoutError, RankError) as error:
-        raise CheckpointError(
-            f"Rank {get_rank()} waited for other ranks, which were {doing}, for at most {timeout:.0f} s: {error}. If"
-            " they only need longer, raise the strategy's checkpoint_timeout."
-        ) from error
-    results: dict[int, T] = dict(store.log(name).read())  # the first log has read past the results while it waited
-    if get_rank() == 0:
-        store.forget(f"checkpoints/{number - 1}")  # whoever has finished this step has read that log
+        raise CheckpointError(f"{error}") from error
+    results: dict[int, T] = dict(RankLog(log.store, log.name).read())  # from the beginning
     return [results[rank] for rank in range(get_world_size())]
 
 
