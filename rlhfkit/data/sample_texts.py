@@ -15,8 +15,8 @@ Decode = Callable[[list[list[int]]], Sequence[str]]
 """Writes token ids of several sequences as texts, such as a tokenizer's ``batch_decode``; called from any thread."""
 
 
-BATCH = 64
-"""Texts that are decoded in one call."""
+BATCH_TOKENS = 65_536
+"""Tokens that are decoded in one call, about; lists of them are large, and are read under Python's lock."""
 
 
 class Decoded(Protocol):
@@ -46,10 +46,17 @@ class TextDecoder:
         return self._decode([record.token_ids])[0] if kept is None else kept
 
     def _decoded(self) -> Iterator[tuple[Decoded, str]]:
-        """Decode all records, a part at a time, as lists of token ids are large and made under Python's lock."""
-        for first in range(0, len(self._together), BATCH):
-            part = self._together[first : first + BATCH]
-            yield from zip(part, self._decode([each.token_ids for each in part]), strict=True)
+        """Decode all records, some at a time."""
+        waiting: list[Decoded] = []
+        token_ids: list[list[int]] = []
+        count = 0
+        for place, record in enumerate(self._together):
+            waiting.append(record)
+            token_ids.append(record.token_ids)
+            count += len(token_ids[-1])
+            if count >= BATCH_TOKENS or place == len(self._together) - 1:
+                yield from zip(waiting, self._decode(token_ids), strict=True)
+                waiting, token_ids, count = [], [], 0
 
     def forget(self) -> None:
         """Keep no text and no record; from now on decode one by one."""

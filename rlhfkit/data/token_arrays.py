@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -115,25 +116,28 @@ def store_as_arrays(record: type, encodings: Mapping[str, Encoding]) -> None:
         setattr(record, name, TokenField(getattr(record, name), name, encoding))
 
 
+@cache
+def _slots(kind: type) -> dict[str, Any]:
+    """What reads and writes each field of a record as it is stored."""
+    found = {field.name: getattr(kind, field.name) for field in fields(kind)}
+    return {name: each.slot if isinstance(each, TokenField) else each for name, each in found.items()}
+
+
 def stored(record: Any, name: str) -> Any:
     """Return a field of a record as it is stored; not to be changed, as copies of the record share it."""
-    field = getattr(type(record), name)
-    return field.slot.__get__(record) if isinstance(field, TokenField) else getattr(record, name)
+    return _slots(type(record))[name].__get__(record)
 
 
 def stored_state(record: Any) -> dict[str, Any]:
     """Return all fields of a record as they are stored."""
-    return {field.name: stored(record, field.name) for field in fields(record)}
+    return {name: slot.__get__(record) for name, slot in _slots(type(record)).items()}
 
 
 def restore_state(record: Any, state: Mapping[str, Any]) -> None:
     """Set all fields of a record to what :func:`stored_state` returned."""
+    slots = _slots(type(record))
     for name, held in state.items():
-        field = getattr(type(record), name)
-        if isinstance(field, TokenField):
-            field.slot.__set__(record, held)
-        else:
-            setattr(record, name, held)
+        slots[name].__set__(record, held)
 
 
 def encode_integers(values: Integers) -> array[int]:

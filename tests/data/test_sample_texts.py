@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlhfkit.data import Prompt, Sample, decode_together
+from rlhfkit.data import Prompt, Sample, decode_together, sample_texts
 
 
 class Decoder:
@@ -56,6 +56,14 @@ def test_what_nobody_reads_is_not_decoded_also_if_the_block_fails() -> None:
     assert batch[0].text == "0 7"
     with decode_together([], decode):
         pass
+
+
+def test_many_tokens_are_decoded_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_texts, "BATCH_TOKENS", 3)
+    decode, batch = Decoder(), samples()
+    with decode_together(batch, decode):
+        assert [sample.text for sample in batch] == ["0 7", "1 7", "2 7"]
+    assert decode.batches == [[[0, 7], [1, 7]], [[2, 7]]]
 
 
 def test_threads_that_read_at_once_decode_once() -> None:
