@@ -125,17 +125,17 @@ def _slots(kind: type) -> dict[str, Any]:
 
 def stored(record: Any, name: str) -> Any:
     """Return a field of a record as it is stored; not to be changed, as copies of the record share it."""
-    return _slots(type(record))[name].__get__(record)
+    return _slots(record.__class__)[name].__get__(record)
 
 
 def stored_state(record: Any) -> dict[str, Any]:
     """Return all fields of a record as they are stored."""
-    return {name: slot.__get__(record) for name, slot in _slots(type(record)).items()}
+    return {name: slot.__get__(record) for name, slot in _slots(record.__class__).items()}
 
 
 def restore_state(record: Any, state: Mapping[str, Any]) -> None:
     """Set all fields of a record to what :func:`stored_state` returned."""
-    slots = _slots(type(record))
+    slots = _slots(record.__class__)
     for name, held in state.items():
         slots[name].__set__(record, held)
 
