@@ -6,7 +6,7 @@ the end find the parts in a Trainer. Protocols of methods only may be tested wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
@@ -245,6 +245,20 @@ class RLHFStrategy(Protocol):
 
     def skip_update(self, child: str) -> None:
         """Leave weights and optimizer state of a child of the module unchanged in the coming update."""
+        ...
+
+    def offload_states(self, *, weights: bool = True, keep: Collection[str] = ()) -> None:
+        """Move gradients and optimizer states, and with ``weights`` all weights but those of the children in ``keep``,
+        to CPU memory. Local to this rank.
+        """
+        ...
+
+    def reload_states(self, *, optimizer: bool = True) -> None:
+        """Undo :meth:`offload_states`, without ``optimizer`` for the weights only. Local to this rank."""
+        ...
+
+    def state_bytes(self) -> Mapping[Any, int]:
+        """Bytes on this rank's device now, of weights, gradients and optimizer states."""
         ...
 
 

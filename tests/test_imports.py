@@ -22,6 +22,7 @@ FLOORS = {
     "checkpoints": 1,
     "distributed": 1,
     "rank_store": 1,
+    "training_states": 1,
     "ray_session": 1,
     "serving": 1,
     "models": 2,
@@ -38,7 +39,10 @@ FLOORS = {
 MOST_FILES = 12
 # These meet in the Trainer only.
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
-FOR_STRATEGIES = {"strategies", "checkpoints", "distributed", "protocols", "rank_store", "ray_session", "validation"}
+FOR_STRATEGIES = {
+    *("strategies", "checkpoints", "distributed", "protocols", "rank_store", "ray_session"),
+    *("training_states", "validation"),
+}
 LIGHT = ("distributed", "losses", "data", "rewards", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}
 

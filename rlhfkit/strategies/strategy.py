@@ -4,7 +4,7 @@ import importlib.util
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +39,7 @@ from rlhfkit.strategies.deepspeed.precision import EnginePrecision
 from rlhfkit.strategies.deepspeed.synchronized_steps import StepOutcome, SynchronizedSteps
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict, hugging_face_sharding, unshard
 from rlhfkit.strategies.ray.launcher import RayLaunchMixin, RayOptions
+from rlhfkit.training_states import Part, TrainingStates
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         self.frozen_children: set[str] = set()
         """Names of the children that are not trained, while the Trainer runs."""
         self._accumulating: set[str] = set()
+        self._states: TrainingStates | None = None  # while the Trainer runs
 
     # ----------------------------------------------------------------------------------------------------- start-up
 
@@ -219,6 +221,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         for name, engine in {**self.engines, **self.frozen_engines}.items():
             module._modules[name] = engine
         self._set_deepspeed_activation_checkpointing()
+        self._states = TrainingStates(module, self._state_holders, self.root_device)
         attach_exact_resume(trainer, module)
         self.barrier()
 
@@ -297,6 +300,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         Args:
             child: Name of a direct child of the LightningModule.
         """
+        self.reload_states()
         return full_state_dict(self.unwrapped_child(child), keep=self.is_global_zero)
 
     # ---------------------------------------------------------------------------------------------------- optimizing
@@ -374,6 +378,33 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         for engine in optimizer.engines.values():
             set_clipping(engine, norm)
 
+    # ------------------------------------------------------------------------------- states in CPU memory for a while
+
+    def _state_holders(self) -> Iterator[object]:
+        engines = self.engines.values()
+        return (holder for engine in engines for holder in (engine.optimizer, engine.basic_optimizer))
+
+    def offload_states(self, *, weights: bool = True, keep: Collection[str] = ()) -> None:
+        """Move gradients and optimizer states, and with ``weights`` all weights, to CPU memory.
+
+        Children named in ``keep`` stay. Local to this rank. See :class:`~rlhfkit.training_states.TrainingStates`.
+        """
+        self._running_states().offload(weights=weights, keep=keep)
+
+    def reload_states(self, *, optimizer: bool = True) -> None:
+        """Undo :meth:`offload_states`, bit for bit; without ``optimizer`` for the weights only. Local to this rank."""
+        if self._states is not None:
+            self._states.reload(optimizer=optimizer)
+
+    def state_bytes(self) -> dict[Part, int]:
+        """Bytes of the states on this rank's device now, by part: weights, gradients and optimizer."""
+        return self._running_states().resident()
+
+    def _running_states(self) -> TrainingStates:
+        if self._states is None:
+            raise RuntimeError("training states exist while a Trainer runs: use them inside fit or validate")
+        return self._states
+
     # ------------------------------------------------------------------------------------------------------- the end
 
     @property
@@ -386,6 +417,8 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
     def teardown(self) -> None:
         """Put the children back. At stage 3 on several ranks their parameters stay sharded: they may not fit."""
         module = self.lightning_module
+        self.reload_states()
+        self._states = None
         if self.engines:
             self._steps.remove()
         for name, engine in {**self.engines, **self.frozen_engines}.items():
