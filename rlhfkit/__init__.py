@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         RewardProcessing,
         SFTModule,
         SimPOModule,
+        local_rows,
         presets,
     )
     from rlhfkit.rollout import (
@@ -118,6 +119,7 @@ _HOMES = {
     "TrainingCurves": "callbacks",
     "UnpairedPreferenceDataModule": "datamodules",
     "VLLMPool": "rollout",
+    "local_rows": "modules",
     "presets": "modules",
 }
 
@@ -179,6 +181,7 @@ __all__ = [
     "UnpairedPreferenceDataModule",
     "VLLMPool",
     "__version__",
+    "local_rows",
     "presets",
 ]
 

@@ -53,8 +53,11 @@ class GenerativeModule(Protocol):
         """Whether :meth:`reward_model_scores` is added to the rewards of samples."""
         ...
 
-    def reward_model_scores(self, experience: Experience) -> Tensor:
-        """(B,) scores of a reward model that is a child of the module. A collective."""
+    def reward_model_scores(self, experience: Experience | None) -> Tensor:
+        """(B,) scores of this rank's rows by a reward model that is a child of the module. A collective.
+
+        ``None``: this rank has no rows, and takes part in the others' forward passes; returns (0,).
+        """
         ...
 
 
@@ -76,7 +79,10 @@ class ExperienceLearner(GenerativeModule, Protocol):
         ...
 
     def prepare(self, experience: Experience) -> Experience:
-        """Add what the loss needs: old and reference log-probs, values, advantages. A collective."""
+        """Add what the loss needs to this rank's rows: old and reference log-probs, values, advantages. A collective.
+
+        ``experience.iteration`` has the numbers of all ranks' rows; ``None``: the rows are the whole iteration.
+        """
         ...
 
 

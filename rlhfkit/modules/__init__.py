@@ -10,6 +10,7 @@ from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.distillation import OnPolicyDistillationModule
 from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.on_policy.kl_control import KLControl
+from rlhfkit.modules.on_policy.local_rows import local_rows
 from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.rewards import RewardProcessing
 from rlhfkit.modules.preference.base import PreferenceModule
@@ -44,5 +45,6 @@ __all__ = [
     "SFTModule",
     "ScalarModule",
     "SimPOModule",
+    "local_rows",
     "presets",
 ]

@@ -179,8 +179,8 @@ class PolicyModule(CheckpointMixin):
         """Whether the module has a reward model whose scores are added to the rewards of samples."""
         return False
 
-    def reward_model_scores(self, experience: Experience) -> Tensor:
-        """(B,) scores of the module's reward model; only called where :attr:`scores_samples` is true."""
+    def reward_model_scores(self, experience: Experience | None) -> Tensor:
+        """(B,) scores of this rank's rows by the module's reward model; only called if :attr:`scores_samples`."""
         raise NotImplementedError(f"{type(self).__name__} has no reward model")
 
     @contextmanager

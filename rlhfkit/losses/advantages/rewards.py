@@ -206,12 +206,16 @@ class RewardMoments(NamedTuple):
         count = present.sum()
         mean = values.sum() / count.clamp(min=1)
         squares = torch.where(present, values - mean, torch.zeros_like(values)).square().sum()
-        total = self.seen + count
-        shift = mean - self.mean
+        return self.merge(RewardMoments(count, mean, squares))
+
+    def merge(self, other: "RewardMoments") -> "RewardMoments":
+        """Add the rewards that ``other`` has seen, such as those of another rank (Chan et al., 1979)."""
+        total = self.seen + other.seen
+        shift = other.mean - self.mean
         return RewardMoments(
             total,
-            self.mean + shift * count / total.clamp(min=1),
-            self.squares + squares + shift.square() * self.seen * count / total.clamp(min=1),
+            self.mean + shift * other.seen / total.clamp(min=1),
+            self.squares + other.squares + shift.square() * self.seen * other.seen / total.clamp(min=1),
         )
 
     @property

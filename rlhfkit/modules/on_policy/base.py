@@ -33,7 +33,15 @@ from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, PolicyLoss
 from rlhfkit.modules.on_policy.kl_control import KLEarlyStopping, skip_update
-from rlhfkit.modules.on_policy.rewards import RewardedModule
+from rlhfkit.modules.on_policy.local_rows import (
+    function_label,
+    is_spread,
+    local_rows,
+    own_part,
+    takes_local_rows,
+    warn_of_gathering,
+)
+from rlhfkit.modules.on_policy.rewards import RewardedModule, two_tokens
 from rlhfkit.protocols import PretrainingSource, datamodule_of
 from rlhfkit.validation import check_number
 
@@ -114,6 +122,7 @@ class OnPolicyModule(RewardedModule):
             raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, got {correction!r}")
         self.correction = CORRECTION_PRESETS[correction] if isinstance(correction, str) else correction
         self.log_entropy = log_entropy
+        self._warned_of_gathering: set[str] = set()
         self.hparams.update(
             advantages=None if self.advantage_function is None else self.advantage_function.name,
             policy_loss=self.policy_loss.name,
@@ -142,20 +151,7 @@ class OnPolicyModule(RewardedModule):
     def _check_loss(self) -> None:
         """Compute the loss of one token, so that bad arguments raise before training."""
         probe = torch.zeros(1, 1)
-        batch = Experience(
-            input_ids=torch.zeros(1, 2, dtype=torch.int64),
-            attention_mask=torch.ones(1, 2, dtype=torch.bool),
-            action_mask=probe == 0,
-            rollout_logprobs=probe,
-            versions=torch.zeros(1, 1, dtype=torch.int64),
-            rewards=probe[0],
-            group=torch.zeros(1, dtype=torch.int64),
-            sample_index=torch.zeros(1, dtype=torch.int64),
-            truncated=torch.zeros(1, dtype=torch.bool),
-            update=torch.zeros(1, dtype=torch.int64),
-            ref_logprobs=probe,
-            advantages=probe,
-        )
+        batch = dataclasses.replace(two_tokens(), ref_logprobs=probe, advantages=probe)
         try:
             OnPolicyModule.loss(self, batch, PolicyOutput(probe, probe))
         except TypeError as error:
@@ -197,27 +193,35 @@ class OnPolicyModule(RewardedModule):
     def prepare(self, experience: Experience) -> Experience:
         """Complete an iteration before its first update: rewards, log-probs, values, advantages. A collective.
 
-        ``experience`` is the whole iteration, the same on every rank. The rewards of the returned copy are those before
+        ``experience`` has this rank's rows of the iteration (``experience.own_rows``), at least one, and a summary of
+        all rows (``experience.summary``); a group's samples may be on several ranks. In one process, or without a
+        summary, its rows are the whole iteration. The rewards of the returned copy are those before
         :meth:`process_rewards`, for the log.
         """
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.reset()
         scored = self.add_reward_model_scores(experience)
-        experience = self.process_rewards(scored)
+        given = self._visible_rows(self.process_rewards, scored)
+        experience = self.process_rewards(given)
+        if given is not scored:
+            experience = own_part(experience, scored)
         experience = self.add_logprobs(experience)
         experience = self.add_values(experience)
         experience = self.compute_advantages(experience)
         self.adapt_kl_coef(experience)
         experience = self.mask_truncated_samples(experience)
-        return dataclasses.replace(experience, rewards=scored.rewards, token_rewards=scored.token_rewards)
+        return dataclasses.replace(
+            experience, rewards=scored.rewards, token_rewards=scored.token_rewards, iteration=scored.iteration
+        )
 
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs where they are needed. A collective.
 
         The first update uses its own log-probs as old ones.
         """
+        updates = experience.update if experience.iteration is None else experience.iteration.update  # of all ranks
         rows = experience.update >= 0 if self.needs_old_logprobs else experience.update > 0
-        if experience.old_logprobs is None and bool(rows.any()):
+        if experience.old_logprobs is None and (self.needs_old_logprobs or bool((updates > 0).any())):
             old_logprobs = self.distributed_logprobs(self.policy, experience, rows)
             experience = dataclasses.replace(experience, old_logprobs=old_logprobs)
         if self.needs_reference:
@@ -232,24 +236,72 @@ class OnPolicyModule(RewardedModule):
 
     def compute_advantages(self, experience: Experience) -> Experience:
         """Add advantages, from :meth:`advantages` or the function that was given in its place."""
-        if self.advantage_function is not None and self.replaces_advantages:
-            advantages = self.advantage_function(experience, self.penalized_rewards(experience))
+        function = self.advantage_function
+        if function is None or not self.replaces_advantages:
+            advantages = self._advantages_by(self.advantages, experience)
+        elif function.takes_rewards:
+            advantages = self.over_iteration(function.estimate, experience, self.penalized_rewards(experience))
         else:
-            advantages = self.advantages(experience)
+            penalized = dataclasses.replace(experience, rewards=self.penalized_rewards(experience))
+            advantages = self._advantages_by(function.function, penalized)
         if advantages.dim() == 1:
             advantages = advantages[:, None].expand_as(experience.action_mask)
         return dataclasses.replace(experience, advantages=advantages)
+
+    def over_iteration(
+        self, estimate: Callable[[Tensor, Tensor, Tensor], Tensor], experience: Experience, rewards: Tensor
+    ) -> Tensor:
+        """Estimate advantages (B,) of own rows by comparing those of all ranks. A collective.
+
+        ``estimate`` is called with rewards, group ids and lengths in tokens, (N,) each, of the whole iteration in its
+        order, and returns (N,). ``rewards`` are those of own rows, (B,).
+        """
+        columns = (rewards, experience.group, experience.action_mask.sum(-1))
+        advantages = estimate(*(self.gather_rows(experience, column) for column in columns))
+        return advantages if experience.iteration is None else advantages[experience.own_rows]
+
+    def _advantages_by(self, function: Callable[[Experience], Tensor], experience: Experience) -> Tensor:
+        """(B,) or (B, T-1) advantages by a function of own rows or, unless it is marked so, of the whole iteration."""
+        if experience.iteration is not None:  # so that its rewards are the processed ones too
+            summary = dataclasses.replace(
+                experience.iteration, rewards=self.gather_rows(experience, experience.rewards)
+            )
+            experience = dataclasses.replace(experience, iteration=summary)
+        given = self._visible_rows(function, experience)
+        advantages = function(given)
+        if len(advantages) != len(given):
+            raise ValueError(
+                f"{function_label(function)} returned advantages of {len(advantages)} sequences and was given "
+                f"{len(given)}; results for all ranks' sequences are indexed with experience.own_rows"
+            )
+        if given is not experience:
+            advantages = advantages[experience.own_rows]
+            advantages = advantages if advantages.dim() == 1 else advantages[:, : experience.action_mask.shape[1]]
+        return advantages
+
+    def _visible_rows(self, function: Callable[..., Any], experience: Experience) -> Experience:
+        """What a function of an experience is given: own rows if it is marked so, else the gathered iteration."""
+        if takes_local_rows(function) or not is_spread(experience):
+            return experience
+        gathered, name = self.gather_experience(experience), function_label(function)
+        if name not in self._warned_of_gathering:
+            warn_of_gathering(name, gathered)
+        self._warned_of_gathering.add(name)
+        return gathered
 
     @property
     def replaces_advantages(self) -> bool:
         """Whether a function was given that is used in place of :meth:`advantages`."""
         return self.advantage_function is not None
 
+    @local_rows
     def advantages(self, experience: Experience) -> Tensor:
         """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing. Abstract.
 
-        ``experience`` is the whole iteration, the same on every rank, with processed rewards
-        (:meth:`sample_rewards`), and log-probs and values where they are needed.
+        ``experience`` has processed rewards (:meth:`sample_rewards`), and log-probs and values where they are needed.
+        With several ranks an override is given the whole iteration, the same on every rank, which is gathered for it;
+        one that is marked with :func:`~rlhfkit.modules.on_policy.local_rows.local_rows` is given this rank's rows and
+        the summary of all. ``super().advantages(experience)`` works with both.
         """
         raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
 

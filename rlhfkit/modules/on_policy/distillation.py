@@ -22,6 +22,7 @@ from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.models.distillation import compare_logits, teacher_logits
 from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.on_policy.grpo import GRPOModule
+from rlhfkit.modules.on_policy.local_rows import local_rows
 from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.supervised.teacher import load_teacher
 from rlhfkit.validation import check_integer, check_number
@@ -236,6 +237,7 @@ class OnPolicyDistillationModule(GRPOModule):
             return experience
         return super().compute_advantages(experience)
 
+    @local_rows
     def advantages(self, experience: Experience) -> Tensor:
         """(B, T-1) advantages of the teacher, plus the reward's; 0 outside the mask."""
         mask = experience.action_mask

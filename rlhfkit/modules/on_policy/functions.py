@@ -3,14 +3,12 @@
 A function is called only with the arguments that its signature names.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor
 
-from rlhfkit.data.types import Experience
 from rlhfkit.losses import Aggregation, LossOutput
 from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.validation import check_integer, check_number
@@ -56,12 +54,6 @@ class AdvantageFunction:
     def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
         """(B,) advantages from rewards (B,), NaN where missing, group ids (B,) int64 and lengths (B,) in tokens."""
         return cast(Tensor, self.function(rewards, group, *([lengths] if self._takes_lengths else [])))
-
-    def __call__(self, experience: Experience, rewards: Tensor) -> Tensor:
-        """(B,) or (B, T-1) advantages by a function of either form; ``rewards`` (B,) replace the experience's."""
-        if self.takes_rewards:
-            return self.estimate(rewards, experience.group, experience.action_mask.sum(-1))
-        return cast(Tensor, self.function(dataclasses.replace(experience, rewards=rewards)))
 
 
 _INPUTS = ("logprobs", "old_logprobs", "advantages", "mask")

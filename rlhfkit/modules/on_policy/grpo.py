@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss, discounted_returns, group_advantages, whiten
+from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss, discounted_returns, group_advantages
 from rlhfkit.models import LoRA
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.on_policy.local_rows import local_rows
 from rlhfkit.modules.on_policy.rewards import KLPlace
 from rlhfkit.modules.optim import Schedule
 from rlhfkit.validation import check_number
@@ -134,19 +135,20 @@ class GRPOModule(OnPolicyModule):
         """Whether a function of the whole experience was given; one of rewards is a step of :meth:`advantages`."""
         return self.advantage_function is not None and not self.advantage_function.takes_rewards
 
+    @local_rows
     def advantages(self, experience: Experience) -> Tensor:
         """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing.
 
-        Override it for an estimator that needs more than rewards.
+        Override it for an estimator that needs more than rewards, see :meth:`OnPolicyModule.advantages`.
         """
         mask = experience.action_mask
-        scores = self._scores(self.sample_rewards(experience), experience.group, mask.sum(-1))
+        scores = self.over_iteration(self._scores, experience, self.sample_rewards(experience))
         earned = experience.token_rewards if self.token_level_rewards else None
         tokens_are_alike = earned is None and self.kl_in_reward != "token" and self.gamma == 1.0
         if tokens_are_alike and not self.whiten_advantages:
             return scores
         returns = discounted_returns(self.token_rewards(experience, scores, earned=earned), mask, gamma=self.gamma)
-        return whiten(returns, mask) if self.whiten_advantages else returns
+        return self.whiten(experience, returns) if self.whiten_advantages else returns
 
     def _scores(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
         """(B,) advantages of samples from their rewards, groups and numbers of tokens."""

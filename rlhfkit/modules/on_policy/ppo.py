@@ -16,7 +16,6 @@ from rlhfkit.losses import (
     ppo_loss,
     value_loss,
     weighted_metric,
-    whiten,
 )
 from rlhfkit.models import LoRA, PolicyOutput, ScalarModel, policy_output, unwrap
 from rlhfkit.models.forward import VALUE_HEAD, has_router
@@ -24,6 +23,7 @@ from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forwa
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.kl_control import skip_update
+from rlhfkit.modules.on_policy.local_rows import local_rows
 from rlhfkit.modules.on_policy.rewards import KLPlace
 from rlhfkit.modules.optim import Schedule
 from rlhfkit.validation import check_integer, check_number
@@ -226,14 +226,15 @@ class PPOModule(OnPolicyModule):
         experience = super().compute_advantages(experience)
         _, returns = self._gae(experience, self.critic_lam)
         if self.normalize_values:
-            self.return_moments = self.return_moments.update(returns[mask])
+            self.return_moments = self.updated_moments(self.return_moments, experience, returns[mask])
             returns = normalize_rewards(returns, self.return_moments.mean, self.return_moments.std) * mask
         return dataclasses.replace(experience, values=predicted, returns=returns)
 
+    @local_rows
     def advantages(self, experience: Experience) -> Tensor:
         """(B, T-1) advantages by generalized advantage estimation, whitened; 0 outside the mask."""
         advantages, _ = self._gae(experience, self.lam)
-        return whiten(advantages, experience.action_mask) if self.whiten_advantages else advantages
+        return self.whiten(experience, advantages) if self.whiten_advantages else advantages
 
     def _gae(self, experience: Experience, lam: float) -> tuple[Tensor, Tensor]:
         assert experience.values is not None

@@ -16,7 +16,6 @@ from rlhfkit.losses import (
     RewardMoments,
     clip_rewards,
     kl_estimate,
-    masked_mean,
     masked_sum,
     missing_eos_penalty,
     normalize_rewards,
@@ -27,6 +26,14 @@ from rlhfkit.models import load_scalar_model, load_tokenizer, policy_output, rew
 from rlhfkit.modules.arguments import options
 from rlhfkit.modules.base import PolicyModule, freeze
 from rlhfkit.modules.on_policy.kl_control import KLControl
+from rlhfkit.modules.on_policy.local_rows import (
+    gather_experience,
+    gather_rows,
+    local_rows,
+    mean_of_all,
+    update_moments,
+    whiten_all,
+)
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -187,28 +194,42 @@ class RewardedModule(PolicyModule):
         """Whether there is a reward model, whose scores ``RolloutCallback`` adds to the rewards of samples."""
         return self.reward_model_name is not None
 
-    def reward_model_scores(self, experience: Experience) -> Tensor:
-        """(B,) float32 normalized scores on the CPU, the same on every rank. A collective, for the main thread."""
+    def reward_model_scores(self, experience: Experience | None) -> Tensor:
+        """(B,) float32 normalized scores of this rank's rows on the CPU. A collective, for the main thread.
+
+        ``None``: this rank has no rows, and only takes part in the forward passes of the others; the result is (0,).
+        """
 
         def scores(batch: Experience) -> Tensor:
             return reward_output(self.reward_model, batch, normalized=True)[:, None]
 
+        if experience is None:
+            placeholder = two_tokens()
+            return self.distributed_forward(self.reward_model, scores, placeholder, torch.tensor([False]))[:0, 0]
         return self.distributed_forward(self.reward_model, scores, experience)[:, 0]
 
     def add_reward_model_scores(self, experience: Experience) -> Experience:
         """Add the reward model's scores to the rewards and, as ``model``, to their parts, if missing. A collective."""
-        if not self.scores_samples or "model" in experience.reward_parts:
+        summary = experience.iteration  # the same on every rank, which the parts of own rows need not be
+        known = experience.reward_parts if summary is None else summary.reward_parts
+        if not self.scores_samples or "model" in known:
             return experience
         score = self.reward_model_scores(experience)
-        parts = {**experience.reward_parts, "model": score}
-        return dataclasses.replace(experience, rewards=experience.rewards + score, reward_parts=parts)
+        rewards, parts = experience.rewards + score, {**experience.reward_parts, "model": score}
+        if summary is not None:
+            everyone = {**summary.reward_parts, "model": self.gather_rows(experience, score)}
+            summary = dataclasses.replace(summary, rewards=self.gather_rows(experience, rewards), reward_parts=everyone)
+        return dataclasses.replace(experience, rewards=rewards, reward_parts=parts, iteration=summary)
 
     # ------------------------------------------------------------------ penalties and scale
 
+    @local_rows
     def process_rewards(self, experience: Experience) -> Experience:
-        """Apply :class:`RewardProcessing` to a whole iteration; override for another order or another penalty.
+        """Apply :class:`RewardProcessing`; override for another order or another penalty.
 
-        Called once per iteration, the same on every rank, as running moments are updated here.
+        Called once per iteration, as running moments are updated here, with the rewards of all ranks. An override is
+        given the whole iteration, the same on every rank, unless it is marked with
+        :func:`~rlhfkit.modules.on_policy.local_rows.local_rows`: then this rank's rows.
         """
         processing, rewards, earned = self.reward_processing, experience.rewards, experience.token_rewards
         if processing.stop_properly_coef != 1.0:
@@ -216,7 +237,8 @@ class RewardedModule(PolicyModule):
         if processing.missing_eos_penalty:
             rewards = missing_eos_penalty(rewards, experience.truncated, penalty=processing.missing_eos_penalty)
         if processing.normalize:
-            self.reward_moments = self.reward_moments.update(rewards)
+            # Not a sum over ranks: all rewards in the order of the iteration give the same bits on any number of ranks.
+            self.reward_moments = self.reward_moments.update(self.gather_rows(experience, rewards))
             mean, std = self.reward_moments.mean, self.reward_moments.std
             rewards = normalize_rewards(rewards, mean, std)
             # A token's part is a difference of rewards, so it is scaled but not shifted.
@@ -272,18 +294,40 @@ class RewardedModule(PolicyModule):
         return kl_estimate(old, reference, estimator=self.kl_estimator, mask=experience.action_mask)
 
     def adapt_kl_coef(self, experience: Experience) -> None:
-        """Move the coefficient towards the KL target; the same on all ranks, which see the whole iteration."""
+        """Move the coefficient towards the KL target, by the KL over the tokens of all ranks. A collective."""
         if self.kl_control.target is not None:
-            kl = float(masked_mean(self.reference_kl(experience), experience.action_mask))
-            self.kl_coef = self.kl_control.adapted(self.kl_coef, kl, len(experience))
+            kl = mean_of_all(experience, self.reference_kl(experience), self.device)
+            samples = len(experience if experience.iteration is None else experience.iteration)
+            self.kl_coef = self.kl_control.adapted(self.kl_coef, kl, samples)
+
+    # ------------------------------------------------------------------ rows of other ranks
+
+    def gather_rows(self, experience: Experience, values: Tensor) -> Tensor:
+        """Gather values of own rows, (B, ...), to those of all rows of the iteration, (N, ...), on every rank.
+
+        They are in the order of the iteration, that of ``experience.summary``; ``[experience.own_rows]`` selects own
+        rows again. In one process they are ``values``. A collective.
+        """
+        return gather_rows(experience, values, self.device)
+
+    def gather_experience(self, experience: Experience) -> Experience:
+        """Gather all rows of the iteration, in its order, on every rank, which takes memory for them. A collective."""
+        return gather_experience(experience, self.device)
+
+    def whiten(self, experience: Experience, values: Tensor) -> Tensor:
+        """:func:`~rlhfkit.losses.whiten` of values of tokens (B, T-1), by the moments of all ranks. A collective."""
+        return whiten_all(experience, values, self.device)
+
+    def updated_moments(self, moments: RewardMoments, experience: Experience, values: Tensor) -> RewardMoments:
+        """Add the values of all ranks, of any shape on each, to running moments. A collective."""
+        return update_moments(moments, experience, values, self.device)
 
     # ------------------------------------------------------------------ forward passes over an iteration
 
     def distributed_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
-        """Compute the log-probs of a whole iteration, each rank its share. A collective.
+        """Compute the log-probs of this rank's rows, in as many forward passes as the other ranks. A collective.
 
-        ``experience`` is the same on every rank; ``rows`` (B,) bool selects sequences. Returns (B, T-1) float32 on the
-        CPU, the same on every rank; 0 outside the mask and in other rows.
+        ``rows`` (B,) bool selects sequences. Returns (B, T-1) float32 on the CPU; 0 outside the mask and in other rows.
         """
 
         def logprobs(batch: Experience) -> Tensor:
@@ -300,44 +344,55 @@ class RewardedModule(PolicyModule):
         rows: Tensor | None = None,
         columns: int | None = None,
     ) -> Tensor:
-        """Run a forward pass over a whole iteration, each rank over its share. A collective.
+        """Run a forward pass over this rank's rows, in as many batches as the other ranks. A collective.
 
         Args:
             model: What ``compute`` calls; in eval mode meanwhile.
             compute: From a batch of b sequences of t tokens to (b, t-1), or (b, t-1, C).
-            experience: B sequences, the same on every rank.
-            rows: (B,) bool, the wanted sequences; ``None``: all.
+            experience: B sequences of this rank; other ranks have others, and any number from 1 on.
+            rows: (B,) bool, the wanted sequences, which may be none; ``None``: all.
             columns: C, if ``compute`` returns several numbers for each token.
 
         Returns:
-            (B, T-1) or (B, T-1, C) float32 on the CPU, the same on every rank; 0 in other rows.
+            (B, T-1) or (B, T-1, C) float32 on the CPU; 0 in other rows.
         """
         last = () if columns is None else (columns,)
-        total = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
-        wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
-        world, rank = self.trainer.world_size, self.global_rank
-        if len(wanted):
-            lengths = experience.lengths[wanted].tolist()
-            bins = world * math.ceil(sum(lengths) / (world * self.max_tokens_per_forward))
-            # Every rank runs equally many forward passes: a sharded model gathers its weights in each.
-            bins = max(min(bins, len(wanted) // world * world), 1)
-            shares = split_groups_by_tokens(
-                range(len(wanted)),
-                bins,
-                lengths=lengths,
-                prompts=experience.prompt_lengths[wanted].tolist(),
-                groups=experience.group[wanted].tolist(),
-                ranks=world,
-            )
-            training = model.training
-            model.eval()
-            for share in shares[rank::world]:
-                batch = experience.select(wanted[share]).to(self.device)
+        results = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
+        batches = self._forward_batches(experience, rows)
+        passes = int(all_reduce(torch.tensor(len(batches), device=self.device), "max"))
+        if not passes:
+            return results.cpu()
+        training = model.training
+        model.eval()
+        for batch_rows in batches:
+            batch = experience.select(batch_rows).to(self.device)
+            with self.trainer.precision_plugin.forward_context():
+                values = compute(batch)
+            results[batch_rows.to(self.device), : values.shape[1]] = values.float()
+        if passes > len(batches):
+            # A sharded model gathers its weights in each forward pass, so that all ranks must run equally many.
+            shortest = experience.select(experience.lengths.argmin()[None]).to(self.device)
+            for _ in range(passes - len(batches)):
                 with self.trainer.precision_plugin.forward_context():
-                    values = compute(batch)
-                total[wanted[share].to(self.device), : values.shape[1]] = values.float()
-            model.train(training)
-        return all_reduce(total).cpu()
+                    compute(shortest)
+        model.train(training)
+        return results.cpu()
+
+    def _forward_batches(self, experience: Experience, rows: Tensor | None) -> list[Tensor]:
+        """Divide the wanted rows into batches of about ``max_tokens_per_forward`` tokens, as their indices."""
+        wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
+        if not len(wanted):
+            return []
+        lengths = experience.lengths[wanted].tolist()
+        bins = split_groups_by_tokens(
+            range(len(wanted)),
+            min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(wanted)),
+            lengths=lengths,
+            prompts=experience.prompt_lengths[wanted].tolist(),
+            groups=experience.group[wanted].tolist(),
+            ranks=1,
+        )
+        return [wanted[chosen] for chosen in bins]
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -353,3 +408,20 @@ class RewardedModule(PolicyModule):
         self.kl_coef = checkpoint.get("kl_coef", self.kl_coef)
         if "reward_moments" in checkpoint:
             self.reward_moments = RewardMoments.of(checkpoint["reward_moments"])
+
+
+def two_tokens() -> Experience:
+    """One sequence of two tokens, of which the second was chosen: the least that a model can run."""
+    nothing = torch.zeros(1, 1)
+    return Experience(
+        input_ids=torch.zeros(1, 2, dtype=torch.int64),
+        attention_mask=torch.ones(1, 2, dtype=torch.bool),
+        action_mask=nothing == 0,
+        rollout_logprobs=nothing,
+        versions=torch.zeros(1, 1, dtype=torch.int64),
+        rewards=nothing[0],
+        group=torch.zeros(1, dtype=torch.int64),
+        sample_index=torch.zeros(1, dtype=torch.int64),
+        truncated=torch.zeros(1, dtype=torch.bool),
+        update=torch.zeros(1, dtype=torch.int64),
+    )
