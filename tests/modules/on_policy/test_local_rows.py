@@ -1,0 +1,179 @@
+"""Rows of an iteration scattered over three ranks are prepared as they are in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from strategies import ranks
+from torch import Tensor
+
+from rlhfkit import GRPOModule, local_rows
+from rlhfkit.data import Experience
+from rlhfkit.losses import RewardMoments
+from rlhfkit.models.heads import load_scalar_model, reward_output
+from rlhfkit.modules.on_policy.local_rows import takes_local_rows
+
+from . import local_rows_cases as cases
+
+GATHERING = {"function of the iteration", "partial function of tokens", "overridden", "ppo, overridden"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    cases.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> dict[str, Any]:
+    return cases.in_one_process(place)
+
+
+@pytest.fixture(scope="module")
+def three(place: Path) -> list[dict[str, Any]]:
+    return ranks.run("modules.on_policy.local_rows_cases:on_ranks", 3, place / "ranks", place=str(place))
+
+
+def in_order(shares: list[dict[str, Any]], field: str) -> Tensor | None:
+    """What three ranks have computed, in the order of the iteration; 0 behind the end of shorter shares."""
+    if shares[0][field] is None:
+        assert all(share[field] is None for share in shares)
+        return None
+    columns = [torch.tensor(share[field], dtype=torch.float64) for share in shares]
+    width = () if columns[0].dim() == 1 else (max(column.shape[1] for column in columns),)
+    everyone = torch.zeros(cases.SEQUENCES, *width, dtype=torch.float64)
+    for share, column in zip(shares, columns, strict=True):
+        everyone[torch.tensor(share["rows"]), ...] = torch.nn.functional.pad(
+            column, (0, 0 if not width else width[0] - column.shape[1])
+        )
+    return everyone
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", cases.CASES)
+def test_every_estimator_gives_what_it_gives_in_one_process(
+    name: str, alone: dict[str, Any], three: list[dict[str, Any]]
+) -> None:
+    expected, got = alone[name], [rank["cases"][name] for rank in three]
+    for number, whole in enumerate(expected["iterations"]):
+        shares = [rank["iterations"][number] for rank in got]
+        mask = torch.tensor(whole["action_mask"])
+        assert torch.equal(in_order(shares, "action_mask") != 0, mask)
+        for field in cases.FIELDS:
+            wanted, found = whole[field], in_order(shares, field)
+            assert (found is None) == (wanted is None), field
+            if found is None:
+                continue
+            wanted = torch.tensor(wanted, dtype=torch.float64)
+            selected = slice(None) if wanted.dim() == 1 else mask
+            torch.testing.assert_close(found[selected], wanted[selected], rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert any(torch.tensor(whole["advantages"]).abs().sum() > 1 for whole in expected["iterations"])
+    assert len({rank["kl_coef"] for rank in got}) == 1  # or weights would differ between ranks
+    assert got[0]["kl_coef"] == pytest.approx(expected["kl_coef"], rel=1e-9)
+    assert all(rank["return moments"] == got[0]["return moments"] for rank in got)
+    assert got[0]["return moments"] == pytest.approx(expected["return moments"], rel=1e-6)
+    if name != "overridden for own rows":
+        assert all(rank["reward moments"] == expected["reward moments"] for rank in got)  # bit for bit
+
+
+@pytest.mark.distributed
+def test_all_ranks_run_equally_many_forward_passes(three: list[dict[str, Any]]) -> None:
+    for name in cases.CASES:
+        passes = [rank["cases"][name]["passes"] for rank in three]
+        assert passes[0] == passes[1] == passes[2]
+        assert passes[0]["policy"] + sum(passes[0].values()) > 0 or name in ("function of the iteration",)
+
+
+@pytest.mark.distributed
+def test_only_functions_without_the_mark_are_given_the_whole_iteration(three: list[dict[str, Any]]) -> None:
+    warned = {name for name, messages in three[0]["warnings"].items() if messages}
+    assert warned == GATHERING
+    (message,) = three[0]["warnings"]["function of the iteration"]  # once, of two iterations
+    assert message.startswith("several_rewards is given the whole iteration, so that each of 3 ranks holds 24 seq")
+    assert not any(messages for rank in three[1:] for messages in rank["warnings"].values())
+
+
+@pytest.mark.distributed
+def test_gathered_rows_are_the_iteration_with_missing_numbers_missing(three: list[dict[str, Any]]) -> None:
+    for rank in three:
+        found = rank["gathers"]
+        assert all(found["equal"].values())
+        assert found["parts"] == {"a": True, "b": True}
+        assert found["whole"]
+        assert found["token rewards of rank 1"] == 0.0
+        assert found["missing parts"]
+        assert found["bool"]
+        assert found["matrix"]
+
+
+@pytest.mark.distributed
+def test_a_reward_model_scores_own_rows_although_a_rank_has_none(place: Path, three: list[dict[str, Any]]) -> None:
+    whole = cases.iteration(0)
+    expected = reward_output(load_scalar_model(str(place / "reward"), new_head=False).double(), whole, normalized=True)
+    for number, rank in enumerate(three):
+        rows = [] if number == 1 else cases.share(whole, 0, number).own_rows.tolist()
+        assert rank["scores"] == pytest.approx(expected[rows].tolist(), abs=1e-5)
+
+
+@pytest.mark.distributed
+def test_sharded_models_run_on_unequal_shares(place: Path, three: list[dict[str, Any]]) -> None:
+    shares = [rank["zero"] for rank in three]
+    assert shares[0]["shares"] == list(cases.SHARES)
+    trainer, module = cases.one_process(), GRPOModule(str(place / "policy"), kl_coef=0.1)
+    module.trainer = trainer
+    module.configure_model()
+    whole = module.prepare(cases.iteration(0))
+    for field in ("ref_logprobs", "advantages"):
+        found, expected = in_order(shares, field), getattr(whole, field).double()
+        assert found is not None
+        torch.testing.assert_close(found[whole.action_mask], expected[whole.action_mask], rtol=1e-5, atol=1e-5)
+
+
+def test_in_one_process_a_function_sees_the_experience_itself() -> None:
+    seen: list[Experience] = []
+
+    def keep(experience: Experience) -> Tensor:
+        seen.append(experience)
+        return experience.rewards.nan_to_num()
+
+    whole = cases.iteration(0)
+    module = GRPOModule("anywhere", advantages=keep)
+    done = module.compute_advantages(whole)
+    assert seen[0].input_ids is whole.input_ids
+    assert torch.equal(done.advantages[:, 0], whole.rewards.nan_to_num())
+    assert module.gather_rows(whole, whole.group) is whole.group
+    assert module.gather_experience(whole) is whole
+
+
+def test_rows_in_another_order_are_gathered_to_the_order_of_the_iteration() -> None:
+    whole = cases.iteration(0)
+    own = cases.share(whole, 0, 0)
+    rows = torch.randperm(cases.SEQUENCES, generator=torch.Generator().manual_seed(1))
+    own = cases.dataclasses.replace(whole.select(rows), rows=rows, iteration=whole.summarize())
+    module = GRPOModule("anywhere", advantage_scale="batch")
+    assert torch.equal(module.gather_rows(own, own.sample_index), whole.sample_index)
+    assert torch.equal(module.advantages(own), module.advantages(whole)[rows])
+    with pytest.raises(ValueError, match="one value for each of 24 own rows, got 5"):
+        module.gather_rows(own, own.group[:5])
+
+
+def test_advantages_of_other_rows_are_refused() -> None:
+    module = GRPOModule("anywhere", advantages=local_rows(lambda experience: torch.zeros(7)))
+    with pytest.raises(ValueError, match=r"7 sequences and was given 24; .* indexed with experience.own_rows"):
+        module.compute_advantages(cases.iteration(0))
+
+
+def test_the_mark_is_found_on_methods_and_inside_partials() -> None:
+    assert takes_local_rows(GRPOModule("anywhere").advantages)
+    assert takes_local_rows(cases.functools.partial(cases.above_average))
+    assert not takes_local_rows(cases.Shifted("anywhere").advantages)
+
+
+def test_merged_moments_are_those_of_all_values_at_once() -> None:
+    values = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    values[3] = torch.nan
+    parts = [RewardMoments.zero().update(part) for part in values.split([20, 1, 29])]
+    merged = parts[0].merge(parts[1]).merge(parts[2]).merge(RewardMoments.zero())
+    assert merged.plain() == pytest.approx(RewardMoments.zero().update(values).plain(), rel=1e-12)
