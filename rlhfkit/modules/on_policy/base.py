@@ -56,8 +56,8 @@ class OnPolicyModule(RewardedModule):
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default).
         advantages: Function used in place of :meth:`advantages`, or its name (``"rloo_advantages"``,
-            ``"my_package.my_function"``): of the iteration's :class:`~rlhfkit.data.Experience`, or of rewards (B,) and
-            group ids (B,), see :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`. Its rewards are those
+            ``"my_package.my_function"``): of the iteration's :class:`~rlhfkit.data.Experience`, or of rewards (N,) and
+            group ids (N,), see :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`. Its rewards are those
             after ``reward_processing``, minus the KL penalty of the whole answer if that is in the reward.
         policy_loss: A function of :mod:`rlhfkit.losses`, your own of the same form
             ``(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, or

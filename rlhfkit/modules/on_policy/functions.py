@@ -22,10 +22,13 @@ class AdvantageFunction:
     ================================  ===================================================  ===================
     form                              is given                                             returns
     ================================  ===================================================  ===================
-    ``(experience)``                  the whole :class:`~rlhfkit.data.Experience`          (B,) or (B, T-1)
-    ``(rewards, group)``              rewards (B,), NaN where missing, and group ids (B,)  (B,)
-    ``(rewards, group, lengths)``     the same and the tokens of each sample (B,)          (B,)
+    ``(experience)``                  the :class:`~rlhfkit.data.Experience`                (B,) or (B, T-1)
+    ``(rewards, group)``              rewards (N,), NaN where missing, and group ids (N,)  (N,)
+    ``(rewards, group, lengths)``     the same and the tokens of each sample (N,)          (N,)
     ================================  ===================================================  ===================
+
+    N are the sequences of the iteration, those of all ranks; B are these too, or the rank's own if the function is
+    marked with :func:`~rlhfkit.modules.on_policy.local_rows.local_rows`.
 
     Raises:
         ValueError: If there is no such function, or it has another form.
@@ -52,7 +55,7 @@ class AdvantageFunction:
         self._takes_lengths = len(needed) == 3
 
     def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
-        """(B,) advantages from rewards (B,), NaN where missing, group ids (B,) int64 and lengths (B,) in tokens."""
+        """(N,) advantages from rewards (N,), NaN where missing, group ids (N,) int64 and lengths (N,) in tokens."""
         return cast(Tensor, self.function(rewards, group, *([lengths] if self._takes_lengths else [])))
 
 
