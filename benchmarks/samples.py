@@ -1,4 +1,4 @@
-"""Samples of an iteration: their memory, the time to stack them and to decode them; one JSON line.
+"""Samples of an iteration: their memory, the time to stack, decode and score them; one JSON line.
 
     python benchmarks/samples.py                             # under a minute
     python benchmarks/samples.py --samples 512 --tokens 2048
@@ -13,6 +13,9 @@ mask, are kept as :class:`rlhfkit.Sample` (``arrays``) and, to compare, with a P
 - ``decode_ns_per_token``: texts by the decoder of ``RolloutCallback`` (``arrays``), next to the tokenizer's
   ``batch_decode`` (``lists``), with a byte-level BPE of 20,000 tokens. Both texts are equal. ``decode_blocks_ms`` is
   the longest time for which another Python thread could not run meanwhile.
+- ``training_while_scoring``: how many times as long a loop of small tensor operations takes in the main thread while
+  another thread scores texts with a reward in Python: in this process (``thread``), and by a ``WorkerReward``
+  (``worker``). It needs two idle cores.
 
 Times are the fastest of ``--repeats``, on one thread of torch.
 """
@@ -35,6 +38,7 @@ from torch import Tensor
 
 from rlhfkit.data import Experience, Prompt, Sample, decode_together
 from rlhfkit.models.load import text_decoder
+from rlhfkit.rewards import ExactMatch, WorkerReward
 
 
 @dataclass(slots=True)
@@ -133,6 +137,31 @@ def longest_block(function: Callable[[], Any]) -> float:
     return 1000 * max(gaps)
 
 
+def seconds_of_training() -> float:
+    """Time of a loop of small tensor operations."""
+    weights, began = torch.ones(64, 64), time.perf_counter()
+    for _ in range(20_000):
+        weights = (weights @ weights).clamp(max=1.0)
+    return time.perf_counter() - began
+
+
+def slowdown(reward: Any, samples: Sequence[Sample]) -> float:
+    """How many times as long a loop takes while another thread scores samples."""
+    alone, ended = seconds_of_training(), threading.Event()
+
+    def score() -> None:
+        while not ended.is_set():
+            reward(samples)
+
+    reward(samples[:8])  # starts what it needs
+    scorer = threading.Thread(target=score)
+    scorer.start()
+    beside = seconds_of_training()
+    ended.set()
+    scorer.join()
+    return beside / alone
+
+
 def make_tokenizer() -> Any:
     """A byte-level BPE, trained on random words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -199,6 +228,12 @@ def main() -> None:
     texts, decoding = fastest(decode, given.repeats)
     all_texts, decoding_lists = fastest(batch_decode, given.repeats)
     assert texts == all_texts
+    judged = [
+        Sample(Prompt(row // 8, [1], answer="42"), row % 8, [2], [0.0], [0], "stop", text=text[:8000])
+        for row, text in enumerate(texts)
+    ]
+    reward = ExactMatch(ignore_case=True, ignore_punctuation=True)
+    elsewhere = WorkerReward(reward)
     nanoseconds = 1e9 / count
     line = {
         "tokens": count,
@@ -208,7 +243,9 @@ def main() -> None:
         "stack_ns_per_token": {"lists": stacking_lists * nanoseconds, "arrays": stacking * nanoseconds},
         "decode_ns_per_token": {"lists": decoding_lists * nanoseconds, "arrays": decoding * nanoseconds},
         "decode_blocks_ms": {"lists": longest_block(batch_decode), "arrays": longest_block(decode)},
+        "training_while_scoring": {"thread": slowdown(reward, judged), "worker": slowdown(elsewhere, judged)},
     }
+    elsewhere.close()
     rounded = {
         name: {side: round(value, 2) for side, value in values.items()} if isinstance(values, dict) else values
         for name, values in line.items()

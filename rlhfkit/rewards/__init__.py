@@ -1,6 +1,7 @@
 """Rewards: functions and classes that score samples. Importing this package loads torch and nothing else.
 
-``sandbox/`` runs rewards in child processes, ``programs/`` tests generated code, ``remote/`` asks reward servers.
+``workers.py`` runs rewards in other processes, ``sandbox/`` in confined ones; ``programs/`` tests generated code,
+``remote/`` asks reward servers.
 
 May import: models, data, serving, ``validation.py``.
 Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.
@@ -15,6 +16,7 @@ from rlhfkit.rewards.programs.execution import CodeExecution
 from rlhfkit.rewards.remote.reward import RemoteReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
 from rlhfkit.rewards.sandbox.reward import SandboxedReward
+from rlhfkit.rewards.workers import WorkerReward
 
 __all__ = [
     "CodeExecution",
@@ -30,6 +32,7 @@ __all__ = [
     "Reward",
     "SandboxedReward",
     "WeightedSum",
+    "WorkerReward",
     "evaluate",
     "exact_match",
     "math_match",

@@ -89,7 +89,7 @@ class SandboxedReward:
         """
         check_integer("batch_size", batch_size, minimum=1)
         check_integer("workers", workers, minimum=1, optional=True)
-        _check_importable(reward)
+        check_importable(reward)
         self.name = name or (reward.rpartition(".")[2] if isinstance(reward, str) else reward_name(reward))
         self.batch_size = batch_size
         self.on_failure = check_on_failure(on_failure)
@@ -181,7 +181,7 @@ def _checked(outcome: CallResult, count: int) -> CallResult:
     return CallResult("error", message=message, seconds=outcome.seconds)
 
 
-def _check_importable(reward: str | Reward) -> None:
+def check_importable(reward: str | Reward) -> None:
     """Raise ``ValueError`` if another process could not import the reward."""
     advice = "define it at the top of a module of its own (my_rewards.py) and pass it or its dotted name"
     if isinstance(reward, str):

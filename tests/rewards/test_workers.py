@@ -1,0 +1,121 @@
+"""Rewards in worker processes are those of the training process, and failures are named or survived."""
+
+import logging
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rewards import worker_rewards
+from rlhfkit.data import Prompt, Sample, decode_together
+from rlhfkit.rewards import WeightedSum, WorkerReward, reward_metrics, score_samples
+from rlhfkit.rewards.base import CompositeReward, RewardError, part_names
+
+
+def samples(*texts: str, prompts: int = 100) -> list[Sample]:
+    return [
+        Sample(Prompt(place % prompts + 10, [1]), place, [3, place], [-0.25, -0.5], [0, 0], "stop", text=text)
+        for place, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def obedient() -> Iterator[WorkerReward]:
+    made = WorkerReward("rewards.worker_rewards.obedient", timeout=60)
+    yield made
+    made.close()
+
+
+def test_parts_totals_and_metrics_are_those_of_the_reward_itself() -> None:
+    texts = ["a", "bb", "ccc", "dddd", "none", "ff", "", "h"]
+    here, there = samples(*texts, prompts=3), samples(*texts, prompts=3)
+    score_samples(worker_rewards.several, here)
+    reward = WorkerReward(worker_rewards.several, workers=2)
+    score_samples(reward, there)
+    assert repr(there) == repr(here)  # a missing part is NaN
+    assert isinstance(reward, CompositeReward)
+    assert part_names(reward) == ["length", "last", "one"]
+    calls = {f"weighted_sum/worker/{name}" for name in ("timeout_fraction", "failed_fraction", "seconds_p50")}
+    metrics = reward_metrics(reward)
+    assert set(metrics) == {"counting/calls", "weighted_sum/worker/seconds_p99", *calls}
+    assert metrics["counting/calls"] == 2.0
+    assert reward_metrics(reward) == {}
+    assert reward([]) == []
+    reward.close()
+
+
+def test_samples_of_a_prompt_go_to_one_process_and_prompts_to_all() -> None:
+    reward = WorkerReward(WeightedSum(process=worker_rewards.process, group=worker_rewards.of_group), workers=2)
+    batch = samples(*["text"] * 12, prompts=4)
+    score_samples(reward, batch)
+    assert all(sample.reward_parts["group"] == 3 for sample in batch)
+    where = {sample.prompt.index: sample.reward_parts["process"] for sample in batch}
+    assert all(sample.reward_parts["process"] == where[sample.prompt.index] for sample in batch)
+    assert len(set(where.values())) == 2
+    assert os.getpid() not in where.values()
+    with ThreadPoolExecutor(3) as threads:  # validation may score while a thread does
+        found = list(threads.map(reward, [batch] * 6))
+    assert [len(values) for values in found] == [12] * 6
+    assert {value for values in found for value in values} <= {pid + 3 for pid in where.values()}
+    reward.close()
+
+
+def test_texts_are_decoded_before_they_are_sent(obedient: WorkerReward) -> None:
+    batch = samples("", "")
+    with decode_together(batch, lambda token_ids: ["x" * one[-1] for one in token_ids]):
+        assert obedient(batch) == [0.0, 1.0]
+    assert not isinstance(obedient, CompositeReward)
+    assert obedient.name == "obedient"
+
+
+def test_a_process_that_ends_is_replaced_and_its_samples_are_scored_again(
+    obedient: WorkerReward, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert obedient(samples("abc", f"once {tmp_path / 'seen'}")) == [3.0, 5.0 + len(str(tmp_path / "seen"))]
+    assert "the process of reward 'obedient' ended with exit code 4; its samples are scored once more" in caplog.text
+    (process,) = obedient._processes
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    assert obedient(samples("abc")) == [3.0]
+
+
+def test_failures_are_errors_that_name_prompts_or_do_what_was_asked(
+    obedient: WorkerReward, caplog: pytest.LogCaptureFixture
+) -> None:
+    obedient.metrics()
+    with pytest.raises(RewardError, match=r"(?s)'obedient': LookupError: no luck.*2 samples of prompts 10, 11"):
+        obedient(samples("abc", "raise luck"))
+    assert obedient(samples("ab")) == [2.0]  # by the same process
+    obedient.on_failure = "mask"
+    with caplog.at_level(logging.WARNING):
+        assert obedient(samples("die")) == [None]
+    assert "1 samples are not trained on: the process of reward 'obedient' ended with exit code 3" in caplog.text
+    obedient.on_failure = "stop"
+    assert obedient.metrics()["obedient/worker/failed_fraction"] == pytest.approx(2 / 3)
+
+
+def test_a_process_that_takes_too_long_is_killed() -> None:
+    reward = WorkerReward(worker_rewards.obedient, timeout=1.0, on_failure=-1.0)
+    began = time.monotonic()
+    assert reward(samples("hang", "abc")) == [-1.0, -1.0]
+    assert time.monotonic() - began < 60
+    assert reward.metrics()["obedient/worker/timeout_fraction"] == 1.0
+    copy = pickle.loads(pickle.dumps(reward))
+    assert (copy.timeout, copy.on_failure, copy.workers, copy.name) == (1.0, -1.0, 1, "obedient")
+    reward.close()
+
+
+def test_what_no_process_can_import_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"'rewards\.worker_rewards\.missing' cannot be imported"):
+        WorkerReward("rewards.worker_rewards.missing")
+    with pytest.raises(ValueError, match="cannot be sent to another process"):
+        WorkerReward(lambda given: [0.0] * len(given))
+    with pytest.raises(ValueError, match="timeout must be"):
+        WorkerReward(worker_rewards.process, timeout=0)
+    with pytest.raises(ValueError, match="on_failure must be"):
+        WorkerReward(worker_rewards.process, on_failure="skip")  # type: ignore[arg-type]

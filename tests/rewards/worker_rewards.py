@@ -1,0 +1,61 @@
+"""Rewards that worker processes import."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rlhfkit import Sample
+from rlhfkit.rewards import WeightedSum
+
+
+def process(samples: Sequence[Sample]) -> list[float]:
+    """In which process they are scored."""
+    return [float(os.getpid())] * len(samples)
+
+
+def of_group(samples: Sequence[Sample]) -> list[float]:
+    """How many samples of the same prompt were given."""
+    indices = [sample.prompt.index for sample in samples]
+    return [float(indices.count(index)) for index in indices]
+
+
+async def tokens(samples: Sequence[Sample]) -> list[float]:
+    """The last token, from whole samples."""
+    assert all(isinstance(sample, Sample) for sample in samples)
+    return [float(sample.token_ids[-1]) + sample.logprobs[-1] for sample in samples]
+
+
+def obedient(samples: Sequence[Sample]) -> list[float | None]:
+    """Does what the texts say."""
+    for sample in samples:
+        word, _, rest = sample.text.partition(" ")
+        if word == "hang":
+            time.sleep(300)
+        if word == "die":
+            os._exit(3)
+        if word == "once" and not Path(rest).exists():
+            Path(rest).touch()
+            os._exit(4)
+        if word == "raise":
+            raise LookupError(f"no {rest}")
+    return [None if sample.text == "none" else float(len(sample.text)) for sample in samples]
+
+
+class Counting:
+    """Has metrics."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        return [1.0] * len(samples)
+
+    def metrics(self) -> dict[str, float]:
+        return {"counting/calls": 2.0}
+
+
+def centred(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    return values - torch.stack([values[group == one].nanmean() for one in group])
+
+
+several = WeightedSum(length=obedient, last=(tokens, 0.5), one=Counting(), missing="skip", normalize=centred)
