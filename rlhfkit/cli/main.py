@@ -33,9 +33,7 @@ CONFIGURATION_COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Commands that read what ``fit`` reads and start nothing: help, and the function that gets their words."""
 
-COMMANDS = TRAINER_COMMANDS | {
-    name: text for name, (text, _) in (CONFIGURATION_COMMANDS | FUNCTION_COMMANDS).items()
-}
+COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in (CONFIGURATION_COMMANDS | FUNCTION_COMMANDS).items()}
 """All commands and their one-line help."""
 
 _HELP = """usage: rlhfkit [-h] [--version] {{{names}}} ...
