@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         SampleTable,
         TrainingCurves,
     )
-    from rlhfkit.costs import estimate
     from rlhfkit.data import Experience, Prompt, Sample
     from rlhfkit.datamodules import (
         Mixture,
@@ -120,7 +119,6 @@ _HOMES = {
     "TrainingCurves": "callbacks",
     "UnpairedPreferenceDataModule": "datamodules",
     "VLLMPool": "rollout",
-    "estimate": "costs",
     "local_rows": "modules",
     "presets": "modules",
 }
@@ -183,7 +181,6 @@ __all__ = [
     "UnpairedPreferenceDataModule",
     "VLLMPool",
     "__version__",
-    "estimate",
     "local_rows",
     "presets",
 ]

@@ -74,6 +74,11 @@ class ExperienceLearner(GenerativeModule, Protocol):
         """Whether the loss compares the engine's log-probs with the trainer's."""
         ...
 
+    @property
+    def packs_sequences(self) -> bool:
+        """Whether all models that it trains compute batches without padding, and a shared prompt once."""
+        ...
+
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if the algorithm cannot learn from groups of this size."""
         ...
@@ -120,6 +125,10 @@ class PromptSource(Protocol):
 
     rollout_batch_size: int
     micro_batch_size: int
+    max_tokens_per_micro_batch: int | None
+    """Tokens that a forward pass may compute in training, in place of ``micro_batch_size``; ``None``: no limit."""
+    updates_per_iteration: int
+    """Optimizer updates of an iteration, read only with ``max_tokens_per_micro_batch``."""
 
     @property
     def curriculum_uses_rewards(self) -> bool:
@@ -164,7 +173,10 @@ class ExperienceSource(Protocol):
         ...
 
     def batches_per_iteration(self) -> int:
-        """Micro-batches that :meth:`collect` returns on this rank, the same number on every rank."""
+        """Micro-batches that :meth:`collect` returns on this rank, the same number on every rank.
+
+        With ``max_tokens_per_micro_batch``: the smallest number, of which :meth:`collect` returns a multiple.
+        """
         ...
 
     def collect(self) -> Sequence[Experience]:

@@ -45,7 +45,7 @@ class IterationShape:
     sequences: int
     """Samples of all prompts, all ranks together: ``rollout_batch_size * group_size``."""
     micro_batches_per_rank: int
-    """Batches of each rank's loader: ``updates * accumulate``."""
+    """Batches of each rank's loader: ``updates * accumulate``; with a cap of tokens, the fewest there can be."""
     updates: int
     """Optimizer updates; each trains on ``sequences / updates`` of the sequences."""
 
@@ -92,6 +92,29 @@ def iteration_shape(
             f"five so that it does (with the same update, an iteration of {nearby} sequences would)"
         )
     return IterationShape(sequences, sequences // window * accumulate, sequences // window)
+
+
+def capped_iteration_shape(
+    rollout_batch_size: int, group_size: int, updates_per_iteration: int, world_size: int
+) -> IterationShape:
+    """Compute the sizes of an iteration whose micro-batches have a cap of tokens, and no fixed number.
+
+    Raises:
+        ValueError: If the updates do not divide the sequences, or have fewer sequences than there are ranks.
+    """
+    sequences = rollout_batch_size * group_size
+    said = f"an iteration has rollout_batch_size {rollout_batch_size} * group_size {group_size} = {sequences} sequences"
+    if sequences % updates_per_iteration:
+        raise ValueError(
+            f"{said}, which updates_per_iteration {updates_per_iteration} does not divide: change one of these three"
+        )
+    if sequences // updates_per_iteration < world_size:
+        raise ValueError(
+            f"{said}, {sequences // updates_per_iteration} for each of updates_per_iteration {updates_per_iteration}: "
+            f"fewer than world_size {world_size}, and every rank trains in every update. Lower updates_per_iteration "
+            "or raise rollout_batch_size"
+        )
+    return IterationShape(sequences, updates_per_iteration, updates_per_iteration)
 
 
 def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: bool = False) -> list[list[int]]:

@@ -4,7 +4,7 @@ May import: losses, data, and Transformers and peft when used.
 Start at :mod:`rlhfkit.models.load` and :mod:`rlhfkit.models.forward`.
 """
 
-from rlhfkit.models.forward import PolicyOutput, policy_output, unwrap
+from rlhfkit.models.forward import PolicyOutput, packs_batches, policy_output, unwrap
 from rlhfkit.models.heads import ScalarModel, load_scalar_model, reward_output, scalar_output
 from rlhfkit.models.load import load_causal_lm, load_tokenizer
 from rlhfkit.models.lora import LoRA, adapter_disabled, has_adapter
@@ -18,6 +18,7 @@ __all__ = [
     "load_causal_lm",
     "load_scalar_model",
     "load_tokenizer",
+    "packs_batches",
     "policy_output",
     "reward_output",
     "scalar_output",

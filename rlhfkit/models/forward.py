@@ -74,15 +74,21 @@ def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
         del layer.forward
 
 
+def packs_batches(model: nn.Module) -> bool:
+    """Whether a Hugging Face model, bare or wrapped, has our packed attention, with which batches have no padding."""
+    attention: str = cast(Any, unwrap(model)).config.get_text_config()._attn_implementation
+    return attention == PACKED_ATTENTION
+
+
 def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -> tuple[dict[str, Any], Tensor]:
     """Arguments of the unwrapped model, and (B, T) int64: index of each token in their flattened ``input_ids``.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention.
     """
-    attention = cast(Any, model).config.get_text_config()._attn_implementation
-    ours = attention == PACKED_ATTENTION
+    ours = packs_batches(model)
     if packed and not ours:
+        attention = cast(Any, model).config.get_text_config()._attn_implementation
         raise ValueError(
             f"packed=True needs a model loaded with attention={PACKED_ATTENTION!r}, this one has {attention!r}"
         )

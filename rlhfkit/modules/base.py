@@ -23,7 +23,9 @@ from rlhfkit.models import (
     has_adapter,
     load_causal_lm,
     load_tokenizer,
+    packs_batches,
     policy_output,
+    unwrap,
 )
 from rlhfkit.models.forward import UnpaddedBatch
 from rlhfkit.models.load import Quantization, context_length, load_config, precision_dtype
@@ -320,6 +322,12 @@ class PolicyModule(CheckpointMixin):
         return result
 
     # ------------------------------------------------------------------ forward
+
+    @property
+    def packs_sequences(self) -> bool:
+        """Whether all models that are trained compute batches without padding, and a prompt once for its samples."""
+        trained = [child for child in self.children() if any(weight.requires_grad for weight in child.parameters())]
+        return all(packs_batches(child) for child in trained if hasattr(unwrap(child), "config"))
 
     @property
     def balances_routers(self) -> bool:

@@ -14,6 +14,7 @@ from rlhfkit.data.packing import (
     IterationShape,
     balanced_partition,
     best_fit_decreasing,
+    capped_iteration_shape,
     iteration_shape,
     packed_tokens,
     plan_micro_batches,
@@ -153,6 +154,14 @@ def test_sizes_that_do_not_divide_name_all_numbers_and_the_cure() -> None:
         iteration_shape(10, 8, 4, 2, 3)
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         iteration_shape(10, 0, 4, 2, 3)
+
+
+def test_sizes_of_an_iteration_with_a_cap_say_what_does_not_fit() -> None:
+    assert capped_iteration_shape(9, 8, 3, 4) == IterationShape(72, 3, 3)
+    with pytest.raises(ValueError, match=r"9 .* group_size 8 = 72 sequences, which updates_per_iteration 5 does not"):
+        capped_iteration_shape(9, 8, 5, 4)
+    with pytest.raises(ValueError, match="2 for each of updates_per_iteration 4: fewer than world_size 3"):
+        capped_iteration_shape(2, 4, 4, 3)
 
 
 @given(

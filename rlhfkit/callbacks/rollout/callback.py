@@ -18,7 +18,7 @@ from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.metrics import iteration_metrics, staleness_metrics, validation_metrics
-from rlhfkit.callbacks.rollout.micro_batching import micro_batch, plan_iteration, shape_of
+from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, micro_batch, shape_of
 from rlhfkit.callbacks.rollout.prompt_check import check_prompts
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
 from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
@@ -125,6 +125,7 @@ class RolloutCallback(Callback):
         if max_staleness:
             self.async_rollouts = AsyncRollouts(self.collector, max_staleness, rollout_timeout, in_flight=in_flight)
         self.weight_synchronizer = WeightSynchronizer(engine, probe_tolerance)
+        self.planner = IterationPlanner()
         self.iteration = 0
         self.samples: list[Sample] = []
         """The samples of the current iteration with their rewards, the same on every rank."""
@@ -154,14 +155,13 @@ class RolloutCallback(Callback):
         policy_version = trainer.global_step
         collected = self.collect_groups()
         experience = Experience.from_samples(self.samples, temperature=self._training_sampling().temperature or 1.0)
-        plan = plan_iteration(experience.summary, shape_of(trainer, self.group_size), trainer.world_size)
+        plan, averaged = self.planner.plan(trainer, experience.summary, self.group_size)
         experience.update[:] = plan.update
         with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
             self.experience = learner_of(trainer).prepare(experience)
         self._metrics = self._iteration_metrics(collected, policy_version)
         self._after = collected.after
         self._inside_iteration = True
-        averaged = trainer.accumulate_grad_batches * trainer.world_size
         return [micro_batch(self.experience, planned, averaged) for planned in plan.micro_batches[trainer.global_rank]]
 
     def sync_weights(self) -> None:
@@ -219,7 +219,7 @@ class RolloutCallback(Callback):
         return self._training_sampling().group_size
 
     def batches_per_iteration(self) -> int:
-        """Micro-batches that :meth:`collect` will give this rank."""
+        """Micro-batches that :meth:`collect` gives this rank, or the smallest number with a cap of tokens."""
         return shape_of(self._attached(), self.group_size).micro_batches_per_rank
 
     def _training_sampling(self) -> SamplingSpec:
@@ -300,6 +300,7 @@ class RolloutCallback(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check that module, data and sampling fit together, before anything is loaded."""
         self._trainer = trainer
+        self.planner = IterationPlanner()
         if stage not in ("fit", "validate"):
             return
         self._inside_iteration = False

@@ -1,6 +1,7 @@
 """Divide an iteration's experience into micro-batches: which update trains on which row, on which rank."""
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,27 +10,40 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.iteration import IterationSummary
-from rlhfkit.data.packing import IterationShape, MicroBatch, iteration_shape, plan_micro_batches, split_groups_by_tokens
+from rlhfkit.data.packing import (
+    IterationShape,
+    MicroBatch,
+    capped_iteration_shape,
+    iteration_shape,
+    plan_micro_batches,
+    split_groups_by_tokens,
+)
+from rlhfkit.data.token_cap import PackedForward, PaddedForward, plan_capped_micro_batches
 from rlhfkit.data.types import Experience
-from rlhfkit.protocols import prompts_of
+from rlhfkit.protocols import learner_of, prompts_of
+
+log = logging.getLogger(__name__)
 
 
 def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
     """Updates and micro-batches of an iteration; with ``fast_dev_run=n``, n micro-batches of one group.
 
-    Raises ValueError if the sizes do not divide.
+    With ``max_tokens_per_micro_batch`` the micro-batches are the fewest that are possible, one per update. Raises
+    ValueError if the sizes do not divide.
     """
     fast = int(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by Lightning outside its class
     if fast:
         return IterationShape(fast * trainer.world_size * group_size, fast, fast)
     data = prompts_of(trainer)
-    return iteration_shape(
-        data.rollout_batch_size,
-        group_size,
-        data.micro_batch_size,
-        trainer.accumulate_grad_batches,
-        trainer.world_size,
-    )
+    if data.max_tokens_per_micro_batch is None:
+        return iteration_shape(
+            data.rollout_batch_size,
+            group_size,
+            data.micro_batch_size,
+            trainer.accumulate_grad_batches,
+            trainer.world_size,
+        )
+    return capped_iteration_shape(data.rollout_batch_size, group_size, data.updates_per_iteration, trainer.world_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,26 +55,46 @@ class IterationPlan:
     update: Tensor
     """(N,) int64, the optimizer update that trains on each sequence."""
 
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per update and rank."""
+        return len(self.micro_batches[0]) // (self.micro_batches[0][-1].update + 1)
 
-def plan_iteration(summary: IterationSummary, shape: IterationShape, world_size: int) -> IterationPlan:
+
+def plan_iteration(
+    summary: IterationSummary,
+    shape: IterationShape,
+    world_size: int,
+    *,
+    max_tokens: int | None = None,
+    packed: bool = True,
+) -> IterationPlan:
     """Choose the rows of every rank's micro-batches, of nearly equal tokens.
 
-    Samples of a prompt are side by side.
+    Args:
+        summary: N sequences; samples of a prompt are side by side.
+        shape: Number of updates, and of micro-batches unless there is a cap.
+        world_size: Ranks.
+        max_tokens: Tokens that a forward pass may compute; ``None``: the number of micro-batches is given.
+        packed: Whether forward passes leave padding out and compute a shared prompt once; counts with ``max_tokens``.
     """
-    lengths = summary.lengths.tolist()
-    micro_batches = plan_micro_batches(
-        lengths,
-        num_updates=shape.updates,
-        accumulate=shape.micro_batches_per_rank // shape.updates,
-        world_size=world_size,
-        split=partial(
-            split_groups_by_tokens,
-            lengths=lengths,
-            prompts=summary.prompt_lengths.tolist(),
-            groups=summary.group.tolist(),
-            ranks=world_size,
-        ),
-    )
+    lengths, prompts, groups = summary.lengths.tolist(), summary.prompt_lengths.tolist(), summary.group.tolist()
+    if max_tokens is None:
+        micro_batches = plan_micro_batches(
+            lengths,
+            num_updates=shape.updates,
+            accumulate=shape.micro_batches_per_rank // shape.updates,
+            world_size=world_size,
+            split=partial(split_groups_by_tokens, lengths=lengths, prompts=prompts, groups=groups, ranks=world_size),
+        )
+    else:
+        micro_batches = plan_capped_micro_batches(
+            PackedForward(lengths, prompts, groups) if packed else PaddedForward(lengths),
+            len(lengths),
+            max_tokens=max_tokens,
+            num_updates=shape.updates,
+            world_size=world_size,
+        )
     update = torch.zeros(len(summary), dtype=torch.int64)
     for share in micro_batches:
         for planned in share:
@@ -68,10 +102,43 @@ def plan_iteration(summary: IterationSummary, shape: IterationShape, world_size:
     return IterationPlan(micro_batches, update)
 
 
+class IterationPlanner:
+    """Plans the iterations of one run of a Trainer."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def plan(self, trainer: L.Trainer, summary: IterationSummary, group_size: int) -> tuple[IterationPlan, int]:
+        """Plan an iteration; also returns the micro-batches of all ranks whose losses an optimizer step averages."""
+        shape, ranks = shape_of(trainer, group_size), trainer.world_size
+        max_tokens = prompts_of(trainer).max_tokens_per_micro_batch
+        if max_tokens is None:
+            return plan_iteration(summary, shape, ranks), trainer.accumulate_grad_batches * ranks
+        if trainer.is_global_zero:
+            self._warn(summary, max_tokens)
+        packed = learner_of(trainer).packs_sequences
+        plan = plan_iteration(summary, shape, ranks, max_tokens=max_tokens, packed=packed)
+        return plan, plan.accumulate * ranks
+
+    def _warn(self, summary: IterationSummary, max_tokens: int) -> None:
+        longest = int(summary.lengths.max())
+        if longest > max_tokens and not self._warned:
+            self._warned = True
+            log.warning(
+                "a sequence of %d tokens is longer than max_tokens_per_micro_batch=%d and cannot be divided: it is a "
+                "micro-batch of its own, which needs more memory. Later ones are not reported. Raise "
+                "max_tokens_per_micro_batch, or limit SamplingSpec(max_new_tokens=...) and max_prompt_length",
+                longest,
+                max_tokens,
+            )
+
+
 def micro_batch(experience: Experience, planned: MicroBatch, averaged: int) -> Experience:
     """The rows of one micro-batch, with the counts of its optimizer step (``averaged`` micro-batches on all ranks)."""
     whole = experience.action_mask[experience.update == planned.update]
     batch = experience.select(planned.rows)
+    if not planned.trained:
+        batch = dataclasses.replace(batch, action_mask=torch.zeros_like(batch.action_mask))
     return dataclasses.replace(
         batch,
         # The first update's old log-probs are the policy's own.

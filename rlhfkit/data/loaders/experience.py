@@ -39,6 +39,7 @@ class ExperienceLoader(Generic[T]):
         collect: Callable[[], Sequence[T]],
         length: int,
         *,
+        resized: Callable[[int], None] | None = None,
         restore: Callable[[Mapping[str, Any]], T] | None = None,
     ) -> None:
         """Set the number of batches per iteration.
@@ -46,6 +47,8 @@ class ExperienceLoader(Generic[T]):
         Args:
             collect: Makes the batches of one iteration.
             length: Number of these batches.
+            resized: If given, an iteration has ``length`` batches or a multiple, and this is called with their number
+                as soon as it is known: before the first is yielded, or when the rest of an iteration is restored.
             restore: Inverse of a batch's ``state_dict``; :meth:`Experience.from_state_dict` when ``None``.
 
         Raises:
@@ -54,6 +57,10 @@ class ExperienceLoader(Generic[T]):
         check_integer("length", length, minimum=1, why="it is the batches of an iteration")
         self.collect = collect
         self.length = length
+        """Batches of the current iteration; of the coming one as far as is known."""
+        self.smallest = length
+        """The number of which each iteration has a multiple."""
+        self._resized = resized
         self._restore = restore or cast(Callable[[Mapping[str, Any]], T], Experience.from_state_dict)
         self._batches: list[T] = []
         self._position = length  # batches yielded; ``length`` at the end of the iteration
@@ -67,18 +74,33 @@ class ExperienceLoader(Generic[T]):
         """Collect the next iteration now, unless that was done or a checkpoint contained the rest of one.
 
         Raises:
-            ValueError: If ``collect`` returned another number of batches than ``length``.
+            ValueError: If ``collect`` returned another number of batches than ``length``, or no multiple of it.
         """
         if self._ready:
             return
         self._batches = []  # free the last iteration before the next one is made
         batches = list(self.collect())
-        if len(batches) != self.length:
+        if self._resized is None and len(batches) != self.length:
             raise ValueError(
                 f"collect() returned {len(batches)} batches, but the loader promised {self.length} per iteration; all "
                 "ranks must train on equally many"
             )
+        if not batches or len(batches) % self.smallest:
+            raise ValueError(
+                f"collect() returned {len(batches)} batches, but an iteration of {self.smallest} updates needs equally "
+                "many for each"
+            )
+        self._set_length(len(batches))
         self._batches, self._position, self._ready = batches, 0, True
+
+    @property
+    def _multiples(self) -> str:
+        return str(self.length) if self._resized is None else f"{self.smallest}, or a multiple for long samples"
+
+    def _set_length(self, length: int) -> None:
+        self.length = length
+        if self._resized is not None:
+            self._resized(length)
 
     def __iter__(self) -> Iterator[T]:
         """A new iteration, or the rest of a restored one."""
@@ -99,6 +121,7 @@ class ExperienceLoader(Generic[T]):
         remaining = self._batches[self._position - batches :]
         return {
             "length": self.length,
+            "smallest": self.smallest,
             "position": self.length - len(remaining),
             "remaining": [batch.state_dict() for batch in remaining],
         }
@@ -107,15 +130,20 @@ class ExperienceLoader(Generic[T]):
         """Continue inside the saved iteration: its remaining batches come first, then ``collect`` is called.
 
         Raises:
-            ValueError: If the saved iteration had another number of batches.
+            ValueError: If an iteration of this run cannot have the saved one's number of batches.
         """
-        if state["length"] != self.length:
+        remaining = [self._restore(batch) for batch in state["remaining"]]
+        smallest = state.get("smallest", state["length"])  # not in checkpoints of before max_tokens_per_micro_batch
+        fixed = self._resized is None
+        fits = state["length"] == self.length if fixed else smallest == self.smallest or not remaining
+        if not fits:
             raise ValueError(
                 f"the checkpoint was saved inside an iteration of {state['length']} micro-batches per rank, this run "
-                f"has {self.length}: resume with the same batch sizes, accumulate_grad_batches and number of ranks, or "
-                "from a checkpoint of the end of an iteration"
+                f"has {self._multiples}: resume with the same batch sizes, number of updates, "
+                "accumulate_grad_batches and ranks, or from a checkpoint of the end of an iteration"
             )
-        remaining = [self._restore(batch) for batch in state["remaining"]]
+        if remaining:
+            self._set_length(state["length"])
         self._position = self.length - len(remaining)
         self._batches = cast(list[T], [None] * self._position) + remaining
         self._ready = bool(remaining)

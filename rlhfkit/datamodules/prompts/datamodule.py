@@ -16,6 +16,7 @@ from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.prompts.curriculum import Curriculum, DeclaresHistoryUse
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.datamodules.prompts.iteration_length import IterationLength, check_trainer
 from rlhfkit.datamodules.prompts.mixed import MixedPrompts
 from rlhfkit.datamodules.prompts.pretraining import PretrainingText
 from rlhfkit.datamodules.prompts.rows import PromptBatches, PromptRows
@@ -64,7 +65,9 @@ class PromptDataModule(L.LightningDataModule):
         validation_split: str = "test",
         subset: str | None = None,
         rollout_batch_size: int = 64,
-        micro_batch_size: int = 8,
+        micro_batch_size: int | None = None,
+        max_tokens_per_micro_batch: int | None = None,
+        updates_per_iteration: int | None = None,
         validation_batch_size: int = 64,
         max_prompt_length: int | None = None,
         overlong_prompts: Literal["error", "drop"] = "error",
@@ -93,7 +96,14 @@ class PromptDataModule(L.LightningDataModule):
             validation_split: Split of ``validation_data``, if it has several.
             subset: Configuration of a hub data set.
             rollout_batch_size: Prompts per iteration, all ranks together.
-            micro_batch_size: Sequences per micro-batch on average.
+            micro_batch_size: Sequences per micro-batch on average; 8 if ``max_tokens_per_micro_batch`` is not given.
+            max_tokens_per_micro_batch: Tokens that a forward pass may compute in training, instead of
+                ``micro_batch_size`` and ``accumulate_grad_batches``: the number of micro-batches then follows from the
+                samples of each iteration, so that memory is bounded however long they are. Packed batches count a
+                prompt once for the samples of its group in a micro-batch; padded ones count rows times the longest. A
+                longer sequence is a micro-batch of its own, with a warning.
+            updates_per_iteration: Optimizer updates of an iteration with ``max_tokens_per_micro_batch``, each on
+                equally many sequences of all ranks; 1 (fully on-policy) if not given.
             validation_batch_size: Prompts per batch of validation, all ranks together.
             max_prompt_length: Tokens of a prompt, template included; ``None``: as many as the model and engine take.
             overlong_prompts: ``"error"`` or ``"drop"`` (with a logged count) for prompts above that length.
@@ -116,7 +126,16 @@ class PromptDataModule(L.LightningDataModule):
         """
         super().__init__()
         check_integer("rollout_batch_size", rollout_batch_size, minimum=1)
-        check_integer("micro_batch_size", micro_batch_size, minimum=1)
+        check_integer("micro_batch_size", micro_batch_size, minimum=1, optional=True)
+        check_integer("max_tokens_per_micro_batch", max_tokens_per_micro_batch, minimum=1, optional=True)
+        check_integer("updates_per_iteration", updates_per_iteration, minimum=1, optional=True)
+        if max_tokens_per_micro_batch is not None and micro_batch_size is not None:
+            raise ValueError("give micro_batch_size or max_tokens_per_micro_batch, not both")
+        if max_tokens_per_micro_batch is None and updates_per_iteration is not None:
+            raise ValueError(
+                f"updates_per_iteration={updates_per_iteration} needs max_tokens_per_micro_batch: without it, the "
+                "updates follow from micro_batch_size and Trainer(accumulate_grad_batches=...)"
+            )
         check_integer("validation_batch_size", validation_batch_size, minimum=1)
         check_integer("max_prompt_length", max_prompt_length, minimum=1, optional=True)
         check_integer("seed", seed)
@@ -133,7 +152,9 @@ class PromptDataModule(L.LightningDataModule):
         self.validation_split = validation_split
         self.subset = subset
         self.rollout_batch_size = rollout_batch_size
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size = 8 if micro_batch_size is None else micro_batch_size
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.updates_per_iteration = updates_per_iteration or 1
         self.validation_batch_size = validation_batch_size
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts
@@ -151,6 +172,7 @@ class PromptDataModule(L.LightningDataModule):
         self._cursor = PromptCursor()
         self._saved_fingerprint: str | None = None
         self._text: PretrainingText | None = None
+        self._length: IterationLength | None = None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -168,11 +190,14 @@ class PromptDataModule(L.LightningDataModule):
         """Open the data and check it; a second call does nothing.
 
         Raises:
-            ValueError: If a column is missing, a prompt is too long, or there are fewer prompts than a batch needs.
+            ValueError: If a column is missing, a prompt is too long, there are fewer prompts than a batch needs, or
+                ``max_tokens_per_micro_batch`` meets a Trainer that counts micro-batches.
         """
+        trainer = self.trainer
+        if trainer is not None and self.max_tokens_per_micro_batch is not None and stage == "fit":
+            check_trainer(trainer)
         if self._rows is not None:
             return
-        trainer = self.trainer
         tokenizer = load_tokenizer(self.tokenizer, None if trainer is None else trainer.lightning_module)
         rows = self._open(self.data, self.split, tokenizer)
         if self.validation_data is not None:
@@ -325,7 +350,11 @@ class PromptDataModule(L.LightningDataModule):
         """
         if self._text is None:
             raise RuntimeError("there is no pretraining_data, or no training that it would be for")
-        return self._text.batch(number)
+        if self.max_tokens_per_micro_batch is None:
+            return self._text.batch(number)
+        trainer = self._attached_trainer()
+        first = number - trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches
+        return self._text.batch_of_step(number, range(first, first + trainer.accumulate_grad_batches))
 
     # -- loaders -------------------------------------------------------------------------------------------------------
 
@@ -339,8 +368,13 @@ class PromptDataModule(L.LightningDataModule):
         source = experience_source_of(trainer)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = trainer
-            self._text = PretrainingText(self.pretraining_data)
-        return ExperienceLoader(source.collect, source.batches_per_iteration())
+            fixed = self.max_tokens_per_micro_batch is None
+            self._text = PretrainingText(self.pretraining_data, trainer.accumulate_grad_batches if fixed else None)
+        if self.max_tokens_per_micro_batch is None:
+            return ExperienceLoader(source.collect, source.batches_per_iteration())
+        self._reset_length()
+        self._length = IterationLength(trainer, source.batches_per_iteration())
+        return ExperienceLoader(source.collect, source.batches_per_iteration(), resized=self._length.set)
 
     def val_dataloader(self) -> Any:
         """Lists of validation prompts, this rank's share of each batch; an empty list without ``validation_data``."""
@@ -349,6 +383,19 @@ class PromptDataModule(L.LightningDataModule):
         trainer = self._attached_trainer()
         rows = self._opened(self._validation_rows)
         return PromptBatches(rows, self.validation_batch_size, trainer.global_rank, trainer.world_size)
+
+    def teardown(self, stage: str) -> None:
+        """Give the Trainer its own ``accumulate_grad_batches`` back."""
+        self._reset_length()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Give the Trainer its own ``accumulate_grad_batches`` back; Lightning calls no ``teardown`` then."""
+        self._reset_length()
+
+    def _reset_length(self) -> None:
+        if self._length is not None:
+            self._length.reset()
+            self._length = None
 
     def _attached_trainer(self) -> L.Trainer:
         if self.trainer is None:

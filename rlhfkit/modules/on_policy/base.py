@@ -315,7 +315,7 @@ class OnPolicyModule(RewardedModule):
             self.kl_early_stopping.measure(batch, out.logprobs)
         loss, means = result.loss, {}
         if self.ptx_coef:
-            text_loss = self.pretraining_loss(batch_idx)
+            text_loss = self.pretraining_loss()
             loss = loss + self.ptx_coef * text_loss
             means["ptx/loss"] = text_loss.detach()
         self.log_means({"loss": loss.detach()} | means)
@@ -398,12 +398,11 @@ class OnPolicyModule(RewardedModule):
         """(B, T-1) log-probs before the iteration, which are the policy's own in its first update."""
         return out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
-    def pretraining_loss(self, batch_idx: int) -> Tensor:
+    def pretraining_loss(self) -> Tensor:
         """Cross-entropy, at temperature 1, of the text of a micro-batch, exact over the optimizer step."""
         data = datamodule_of(self.trainer)
         assert isinstance(data, PretrainingSource)  # setup() has checked it
-        number = self.trainer.current_epoch * int(self.trainer.num_training_batches) + batch_idx
-        batch = data.pretraining_batch(number).to(self.device)
+        batch = data.pretraining_batch(self.trainer.fit_loop.total_batch_idx).to(self.device)
         out = policy_output(self.policy, batch, batch.loss_mask)
         return cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator).loss
 

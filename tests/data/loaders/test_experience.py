@@ -107,6 +107,39 @@ def test_state_of_another_shape_is_rejected() -> None:
         ExperienceLoader(Collector(3).collect, 3).load_state_dict(saved.state_dict())
 
 
+def test_a_loader_that_may_be_resized_says_each_length_before_the_first_batch() -> None:
+    source, said = Collector(6), []
+    loader = ExperienceLoader(source.collect, 2, resized=said.append)
+    assert len(loader) == 2
+    batches = iter(loader)
+    first = rewards([next(batches)])
+    assert (said, len(loader)) == ([6], 6)
+    state = loader.state_dict()
+    source.count = 4
+    assert len(list(loader)) == 4
+    assert said == [6, 4]
+    resumed = ExperienceLoader(source.collect, 2, resized=said.append)
+    resumed.load_state_dict(state)
+    assert (said, len(resumed)) == ([6, 4, 6], 6)
+    assert first + rewards(list(resumed)) == [10, 11, 12, 13, 14, 15]
+    assert len(list(resumed)) == 4
+    source.count = 3
+    with pytest.raises(ValueError, match="returned 3 batches, but an iteration of 2 updates"):
+        resumed.prefetch()
+
+
+def test_an_iteration_of_another_number_of_updates_is_rejected() -> None:
+    source = Collector(6)
+    saved = ExperienceLoader(source.collect, 2, resized=print)
+    list(saved)
+    other = ExperienceLoader(source.collect, 3, resized=print)
+    other.load_state_dict(saved.state_dict())  # of its end
+    assert len(other) == 3
+    next(iter(saved))
+    with pytest.raises(ValueError, match="iteration of 6 micro-batches per rank, this run has 3, or a multiple"):
+        other.load_state_dict(saved.state_dict())
+
+
 def test_source_is_recognised_by_what_it_has() -> None:
     assert isinstance(Collector(1), ExperienceSource)
     assert not isinstance(object(), ExperienceSource)

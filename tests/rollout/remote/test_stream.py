@@ -1,4 +1,7 @@
-"""Groups of real vLLM engines as they are finished: taken one by one, more asked for, the rest dropped."""
+"""Groups of real vLLM engines as they are finished: taken one by one, more asked for, the rest dropped.
+
+Covers ``scheduler.py`` too.
+"""
 
 from pathlib import Path
 

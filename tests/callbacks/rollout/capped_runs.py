@@ -1,0 +1,113 @@
+"""Small runs whose micro-batches have a cap of tokens and whose samples grow, for ``test_micro_batching.py``."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from rl_runs import PlainGRPO, digits, setup_run, weights
+
+from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.models.forward import model_inputs, unwrap
+
+RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+class Growing(LocalEngine):
+    """Cuts its answers at lengths that differ within a group and grow from iteration to iteration."""
+
+    def generate(self, *arguments: Any, iteration: int, **more: Any) -> list[Sample]:
+        samples = super().generate(*arguments, iteration=iteration, **more)
+        for sample in samples:
+            kept = 1 + (7 * sample.prompt.index + 3 * sample.sample_index + 5 * iteration) % (3 + 5 * iteration)
+            for name in ("token_ids", "logprobs", "versions"):
+                setattr(sample, name, getattr(sample, name)[:kept])
+        return samples
+
+
+class Watch(L.Callback):
+    """What Lightning and the micro-batches say after each micro-batch; saves a checkpoint after one of them."""
+
+    def __init__(self, path: Path | None = None, after: int = 0) -> None:
+        self.path, self.after = path, after
+        self.tokens: list[list[int]] = []
+        """Those that the forward pass computes, for each iteration."""
+        self.rows: list[list[tuple[int, int]]] = []
+        self.counts: list[tuple[float | None, int]] = []
+        self.accumulated: list[int] = []
+        self.lengths: list[int] = []
+        self.steps: list[int] = []
+        self.rates: list[float] = []
+        self.bars: list[float] = []
+        self.validated_after: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 or not self.tokens:
+            self.tokens.append([])
+            self.accumulated.append(trainer.accumulate_grad_batches)
+            self.lengths.append(trainer.num_training_batches)
+            if trainer.progress_bar_callback is not None:
+                self.bars.append(trainer.progress_bar_callback.train_progress_bar.total)
+        self.tokens[-1].append(model_inputs(unwrap(pl_module.policy), batch, None)[0]["input_ids"].numel())
+        self.rows.append(list(zip(batch.group.tolist(), batch.sample_index.tolist(), strict=True)))
+        self.counts.append((batch.step_tokens, batch.step_micro_batches))
+        self.steps.append(trainer.global_step)
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if len(self.rows) == self.after:
+            trainer.save_checkpoint(self.path)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validated_after.append((trainer.current_epoch, trainer.global_step))
+
+
+def capped(tokens: int, updates: int = 2) -> dict[str, Any]:
+    """Arguments of the data and of the Trainer."""
+    sizes = {"micro_batch_size": None, "max_tokens_per_micro_batch": tokens, "updates_per_iteration": updates}
+    return {"data_arguments": sizes, "accumulate_grad_batches": 1}
+
+
+def run(folder: Path, *, data_arguments: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """8 prompts x 4 growing samples in two updates, three iterations unless told."""
+    rollouts = RolloutCallback(digits, engine=Growing(), sampling=SamplingSpec(group_size=4, max_new_tokens=16))
+    given = {"lr": 0.05, "kl_coef": 0.01} | arguments.pop("module_arguments", {})
+    return setup_run(
+        folder,
+        **{"module": PlainGRPO, "module_arguments": given, "rollouts": rollouts, "max_epochs": 3} | arguments,
+        data_arguments=data_arguments,
+    )
+
+
+def on_ranks(folder: Path, strategies: list[str], cap: int) -> dict[str, Any]:
+    """Entry point of a rank: a straight run under each strategy, and one resumed inside the last iteration."""
+    report: dict[str, Any] = {}
+    for strategy in strategies:
+        arguments = capped(cap) | {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
+        own = folder / f"rank{RANK}"  # ranks must not write the same model
+
+        def fit(watch: Watch, ckpt_path: str | None = None) -> tuple[Any, Any]:
+            os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
+            trainer, module, data, _ = run(own, callbacks=[watch], **arguments)  # noqa: B023
+            trainer.fit(module, data, ckpt_path=ckpt_path)
+            return trainer, module
+
+        straight, rest = Watch(folder / f"{strategy}.ckpt", after=11), Watch()
+        trainer, module = fit(straight)
+        expected = weights(module)
+        report[strategy] = {
+            "weights": [float(tensor.double().abs().sum()) for tensor in expected.values()],
+            "tokens": straight.tokens,
+            "accumulated": straight.accumulated,
+            "steps": straight.steps,
+            "loss": float(trainer.callback_metrics["loss"]),
+        }
+        if strategy == "ddp":
+            continue  # saves the micro-batches of rank 0 only, and cannot resume inside an iteration
+        _, resumed = fit(rest, str(straight.path))
+        report[strategy] |= {
+            "same weights": all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items()),
+            "resumed rows": rest.rows == straight.rows[-len(rest.rows) :],
+            "resumed batches": len(rest.rows),
+        }
+    return report
