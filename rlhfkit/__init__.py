@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SampleTable,
         TrainingCurves,
     )
+    from rlhfkit.costs import estimate
     from rlhfkit.data import Experience, Prompt, Sample
     from rlhfkit.datamodules import (
         Mixture,
@@ -119,6 +120,7 @@ _HOMES = {
     "TrainingCurves": "callbacks",
     "UnpairedPreferenceDataModule": "datamodules",
     "VLLMPool": "rollout",
+    "estimate": "costs",
     "local_rows": "modules",
     "presets": "modules",
 }
@@ -181,6 +183,7 @@ __all__ = [
     "UnpairedPreferenceDataModule",
     "VLLMPool",
     "__version__",
+    "estimate",
     "local_rows",
     "presets",
 ]

@@ -1,7 +1,12 @@
 """The Ray session of this process: joining a cluster or starting Ray on this machine, once, for ranks and engines."""
 
 import os
+import socket
+import threading
+from dataclasses import dataclass
 from typing import Any
+
+_AUTH_MODE = "RAY_AUTH_MODE"
 
 
 def join_or_start_ray(**local_session: Any) -> bool:
@@ -31,3 +36,77 @@ def cluster_address() -> str:
     here = ray.get_runtime_context().get_node_id()
     nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return "127.0.0.1" if nodes == {here} else str(ray.util.get_node_ip_address())
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """What other processes need to join the Ray cluster of this one, besides the token, which passes no network."""
+
+    address: str
+    auth_mode: str | None
+    """``RAY_AUTH_MODE``, which Ray sets in the process that starts a session of its own."""
+
+
+def this_cluster() -> RayCluster:
+    """Return the cluster that this process is connected to."""
+    import ray
+
+    return RayCluster(str(ray.get_runtime_context().gcs_address), os.environ.get(_AUTH_MODE))
+
+
+class JoinedRay:
+    """This process's use of the Ray cluster of another process, until :meth:`close`.
+
+    The first use joins the cluster unless the process has a session already (as ranks on Ray have); the last one that
+    ends leaves it, as Ray kills processes that stay joined to a cluster that has ended.
+
+    Raises:
+        RuntimeError: If this machine is not part of the cluster; ``member`` names this process in the message.
+    """
+
+    _lock = threading.Lock()
+    _users = 0  # of a session that was joined here
+
+    def __init__(self, cluster: RayCluster, *, member: str) -> None:
+        import ray
+
+        self._counted = False
+        with JoinedRay._lock:
+            if JoinedRay._users == 0 and ray.is_initialized():
+                return
+            if JoinedRay._users == 0:
+                _join(cluster, member)
+            JoinedRay._users += 1
+            self._counted = True
+
+    def close(self) -> None:
+        """End this use; a second call does nothing."""
+        import ray
+
+        with JoinedRay._lock:
+            if self._counted:
+                self._counted = False
+                JoinedRay._users -= 1
+                if JoinedRay._users == 0:
+                    ray.shutdown()
+
+
+def _join(cluster: RayCluster, member: str) -> None:
+    import ray
+
+    if cluster.auth_mode is not None and _AUTH_MODE not in os.environ:
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        os.environ[_AUTH_MODE] = cluster.auth_mode
+        Config.initialize("")  # Ray 2.60 has read the variable when it was imported, and does this where it sets it
+        AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
+    except (RuntimeError, ConnectionError, OSError) as error:
+        raise RuntimeError(
+            f"{member} on {socket.gethostname()} cannot join the Ray cluster at {cluster.address}, over which it asks "
+            f"the engines: {str(error).splitlines()[0]} Ray must run on every rank's machine: run "
+            f"`ray start --address={cluster.address}` there before the run, or `ray start --head` on one machine, that "
+            "with its address on the others, and set RAY_ADDRESS; with token authentication (RAY_AUTH_MODE=token) all "
+            "need the same token"
+        ) from error

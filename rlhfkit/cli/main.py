@@ -7,7 +7,8 @@ or as ``--model.init_args.lr 1e-6``. ``rlhfkit fit --print_config`` writes a com
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 TRAINER_COMMANDS = {
@@ -27,7 +28,13 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Other commands: one-line help, and the function that is called (``module:function``)."""
 
-COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in FUNCTION_COMMANDS.items()}
+CONFIGURATION_COMMANDS: dict[str, tuple[str, str]] = {
+    "estimate": ("memory and time of a configuration, before it runs", "rlhfkit.cli.estimate:estimate_command"),
+}
+"""Commands that read what ``fit`` reads and start nothing: help, and the function that gets their words."""
+
+COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in (CONFIGURATION_COMMANDS | FUNCTION_COMMANDS).items()}
+"""All commands and their one-line help."""
 
 _HELP = """usage: rlhfkit [-h] [--version] {{{names}}} ...
 
@@ -39,6 +46,7 @@ commands:
 examples:
   rlhfkit fit --config run.yaml
   rlhfkit fit --config run.yaml --model.init_args.lr 1e-6 --trainer.max_epochs 10
+  rlhfkit estimate --config run.yaml --gpu H100
   rlhfkit fit --model rlhfkit.GRPOModule --data rlhfkit.PromptDataModule --print_config
   rlhfkit fit --help                     (all options; takes a few seconds to load Lightning)
 """
@@ -65,10 +73,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[0] in FUNCTION_COMMANDS:
         _call(FUNCTION_COMMANDS[words[0]][1], words)
         return
+    if words[0] in CONFIGURATION_COMMANDS:
+        _call_with_words(resolve_name(CONFIGURATION_COMMANDS[words[0]][1]), words)
+        return
     if not words[0].startswith("-") and words[0] not in COMMANDS:  # Lightning's error would list its own commands only
         print(f"rlhfkit: unknown command {words[0]!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
     run(words)
+
+
+def _call_with_words(function: Callable[[Sequence[str]], Any], words: Sequence[str]) -> Any:
+    """Call a function with the words after a command's name; errors that rlhfkit raises are one line."""
+    try:
+        return function(words[1:])
+    except (OSError, ValueError, TypeError) as error:
+        if not _refused_by_us(error):
+            raise
+        print(f"rlhfkit {words[0]}: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
 
 
 def _call(target: str, words: Sequence[str]) -> Any:
@@ -85,13 +107,10 @@ def _call(target: str, words: Sequence[str]) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **(kwargs | {"prog": f"rlhfkit {words[0]}"}))
 
-    try:
-        return auto_cli(getattr(import_module(module), function), args=list(words[1:]), parser_class=CommandParser)
-    except (OSError, ValueError) as error:
-        if not _refused_by_us(error):
-            raise
-        print(f"rlhfkit {words[0]}: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+    def run_command(rest: Sequence[str]) -> Any:
+        return auto_cli(getattr(import_module(module), function), args=list(rest), parser_class=CommandParser)
+
+    return _call_with_words(run_command, words)
 
 
 def _refused_by_us(error: BaseException) -> bool:
@@ -102,6 +121,11 @@ def _refused_by_us(error: BaseException) -> bool:
 
 def run(arguments: Sequence[str]) -> Any:
     """Run a command such as ``["fit", "--config", "run.yaml"]`` and return the LightningCLI."""
+    return lightning_cli(arguments)
+
+
+def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
+    """Make the LightningCLI of a command; unless ``start``, with module, data and callbacks but without a Trainer."""
     import lightning as L
     from lightning.pytorch.cli import LightningCLI
 
@@ -111,7 +135,18 @@ def run(arguments: Sequence[str]) -> Any:
     # Lightning 2.6.6 calls a pytree test that torch 2.13 deprecates, once per process.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     register()
-    return LightningCLI(
+
+    class WithoutTrainer(LightningCLI):
+        """Makes no Trainer, which would look for the devices, and runs nothing."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> Any:
+            return None
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            pass
+
+    kind = LightningCLI if start else WithoutTrainer
+    return kind(
         L.LightningModule,
         L.LightningDataModule,
         subclass_mode_model=True,

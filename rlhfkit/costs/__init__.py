@@ -2,24 +2,43 @@
 
 Nothing is trained and no weights are loaded; models are described by their configuration and built without memory.
 
-May import: models, validation.
-Start at :mod:`rlhfkit.costs.memory`; the formulas are there, in ``activations.py`` and in ``seconds.py``.
+May import: everything but ``cli/``; the formulas (``memory.py``, ``activations.py``, ``seconds.py``) only models.
+Start at :func:`rlhfkit.costs.estimation.estimate`.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from rlhfkit.costs.hardware import GPU, GPUS, Efficiency, find_gpu
 from rlhfkit.costs.model_shape import LayerShape, ModelShape, model_shape
 from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
+
+if TYPE_CHECKING:
+    from rlhfkit.costs.estimation import Estimate, estimate, estimate_run
+
+_LAZY = ("Estimate", "estimate", "estimate_run")  # loads Lightning
 
 __all__ = [
     "GPU",
     "GPUS",
     "Efficiency",
     "EngineShape",
+    "Estimate",
     "LayerShape",
     "ModelShape",
     "Precision",
     "Run",
     "Sharding",
+    "estimate",
+    "estimate_run",
     "find_gpu",
     "model_shape",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what loads Lightning on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'rlhfkit.costs' has no attribute {name!r}")
+    from rlhfkit.costs import estimation
+
+    return getattr(estimation, name)

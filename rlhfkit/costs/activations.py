@@ -60,13 +60,15 @@ def layer_bytes(
 
 
 def backward_bytes(layer: LayerShape, tokens: float, *, itemsize: int) -> float:
-    """Bytes that the backward pass of one layer holds beside saved tensors, at its widest place.
+    """Bytes that the backward pass of one layer holds beside all its saved tensors, at its widest place.
 
-    That is the feed-forward block: gradients of its product, of both factors, and of the residual stream:
-    ``b N (3 I + 2 H)``, and the gradient of one weight ``b H I`` before it is added to those of earlier micro-batches.
+    That is the feed-forward block. While the gradient of the product is formed, that of the last weight exists too:
+    ``b (N I + H I)``; then both factors' gradients beside the product's, whose own saved input is freed: ``2 b N I``.
+    The larger of the two, and gradients of the residual stream ``2 b N H``.
     """
-    width = 3 * layer.intermediate + 2 * layer.hidden
-    return itemsize * (tokens * width + layer.hidden * layer.intermediate / max(layer.experts_per_token, 1))
+    block = tokens * layer.intermediate
+    weight = layer.hidden * layer.intermediate / max(layer.experts_per_token, 1)
+    return itemsize * (max(2 * block, block + weight) + 2 * tokens * layer.hidden)
 
 
 def saved_bytes(
@@ -81,10 +83,13 @@ def saved_bytes(
 ) -> float:
     """Bytes that autograd holds of all layers between forward and backward.
 
-    Without checkpointing all of :func:`layer_bytes`. With it the input of each layer, ``L b N H``, and what one layer
-    saves when it is computed again. The last norm adds ``(4 + b) N H``.
+    Without checkpointing ``L`` times :func:`layer_bytes`, with it the input of each layer, ``L b N H``. The last norm
+    adds ``(4 + b) N H``.
     """
     residual = residual_itemsize or itemsize
+    last = tokens * shape.layer.hidden * (_FULL + residual)
+    if gradient_checkpointing:
+        return shape.layers * tokens * shape.layer.hidden * residual + last
     one = layer_bytes(
         shape.layer,
         tokens,
@@ -93,9 +98,6 @@ def saved_bytes(
         attention=attention,
         longest=longest,
     )
-    last = tokens * shape.layer.hidden * (_FULL + residual)
-    if gradient_checkpointing:
-        return shape.layers * tokens * shape.layer.hidden * residual + one + last
     return shape.layers * one + last
 
 
@@ -128,14 +130,15 @@ def tile_bytes(vocabulary: int, tokens: float, itemsize: int, entropy: bool, dev
     """Bytes of the buffers of one tile: raw logits and a second buffer where one is needed.
 
     On GPUs compiled kernels need the raw logits and their gradient. On CPUs narrow types need a float32 buffer, and
-    the entropy another one (:class:`~rlhfkit.losses.fused_head.tiles.Tiles`).
+    the entropy another one (:class:`~rlhfkit.losses.fused_head.tiles.Tiles`); PyTorch's kernels there make one more
+    float32 copy of a narrow tile.
     """
     rows = max(1.0, min(tokens, _MOST_ROWS))
     limit = _TILE_BYTES.get(device, _DEFAULT_TILE_BYTES)
     columns = min(vocabulary, max(256, limit // (rows * itemsize) // 256 * 256))
     buffers = itemsize + (itemsize if device != "cpu" else 0)
     if device == "cpu":
-        buffers += (_FULL if itemsize < _FULL else 0) + (_FULL if entropy else 0)
+        buffers += (2 * _FULL if itemsize < _FULL else 0) + (_FULL if entropy else 0)
     return rows * columns * buffers
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfkit.costs.activations import backward_bytes, head_bytes, inference_bytes, saved_bytes
+from rlhfkit.costs.activations import backward_bytes, head_bytes, inference_bytes, layer_bytes, saved_bytes
 from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import Run
@@ -73,9 +73,9 @@ def weight_bytes(run: Run, parameters: float, *, trained: bool = True) -> float:
 def gathered_bytes(run: Run, shape: ModelShape) -> float:
     """Bytes of whole weights that ZeRO 3 gathers meanwhile: at most ``live_parameters``, and all small tensors.
 
-    On a single rank nothing is sharded, but DeepSpeed copies the weights of each layer all the same.
+    On a single rank nothing is sharded, and nothing is copied.
     """
-    if run.sharding.stage != 3:
+    if run.sharding.stage != 3 or run.sharding.ranks == 1:
         return 0.0
     return run.precision.weights * (min(shape.parameters, run.sharding.live_parameters) + shape.small)
 
@@ -84,6 +84,14 @@ def gradient_bytes(run: Run, trained: float) -> float:
     """Bytes of gradients at the end of the backward pass: ``b P``, from ZeRO 2 on the rank's share ``b P / R``."""
     whole = run.precision.weights * trained
     return whole / run.sharding.ranks if (run.sharding.stage or 0) >= 2 else whole
+
+
+def micro_batch_gradient_bytes(run: Run, trained: float) -> float:
+    """Bytes of a micro-batch's gradients before they are added to those of earlier ones: at ZeRO 2 ``b P / R``.
+
+    DeepSpeed collects the rank's share there in a buffer of its own; other stages add each gradient at once.
+    """
+    return run.precision.weights * trained / run.sharding.ranks if run.sharding.stage == 2 else 0.0
 
 
 def bucket_bytes(run: Run, trained: float) -> float:
@@ -195,13 +203,13 @@ def _activation_parts(run: Run) -> list[MemoryPart]:
         if residual != compute:
             cast = compute * shape.parameters
             parts.append(MemoryPart(TRAINING, role, "weights cast by autocast", cast, ("train",)))
-        moments.append((role, "backward buffers", backward_bytes(shape.layer, tokens, itemsize=compute)))
+        moments.append((role, "backward buffers", _backward_moment(run, shape)))
         if role == "policy":
             head = head_bytes(
                 shape,
                 tokens * run.trained_share,
                 itemsize=compute,
-                fused=run.fused_head,
+                fused=shape.fused_head,
                 entropy=run.entropy,
                 trained=not shape.adapters,
                 device=device,
@@ -216,6 +224,22 @@ def _activation_parts(run: Run) -> list[MemoryPart]:
         )
         parts.append(MemoryPart(TRAINING, "all models", "forward passes", widest, ("prepare",)))
     return parts
+
+
+def _backward_moment(run: Run, shape: ModelShape) -> float:
+    """Bytes beside saved tensors while a layer's gradient is computed; its saved tensors if they are recomputed."""
+    compute, tokens = run.precision.compute, run.micro_batch_tokens
+    moment = backward_bytes(shape.layer, tokens, itemsize=compute) + micro_batch_gradient_bytes(run, shape.trained)
+    if run.gradient_checkpointing:
+        moment += layer_bytes(
+            shape.layer,
+            tokens,
+            itemsize=compute,
+            residual_itemsize=run.precision.weights,
+            attention=run.attention,
+            longest=min(run.longest, tokens),
+        )
+    return moment
 
 
 # ------------------------------------------------------------------------------------------------ engines and data

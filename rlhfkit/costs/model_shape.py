@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhfkit.models.load import context_length, load_config
 from rlhfkit.models.lora import LoRA
+from rlhfkit.models.output_logits import output_logits
 
 USUAL_UNCERTAINTY = 0.15
 """Relative error of activation bytes for the usual layer, see ``benchmarks/estimate.py``."""
@@ -79,6 +80,9 @@ class ModelShape:
     context: int | None = None
     adapters: int = 0
     """Parameters of LoRA's matrices; 0: none."""
+    fused_head: bool = True
+    """Whether log-probs are computed from the output layer without logits (:func:`~rlhfkit.losses.linear_logprobs`);
+    not where a family's own code does more than scale or cap them."""
     uncertainty: float = USUAL_UNCERTAINTY
     """Relative error of activation bytes."""
 
@@ -142,6 +146,7 @@ def model_shape(model: str | Any, *, lora: LoRA | None = None, trust_remote_code
         tied=counted.head == 0,
         context=context_length(config),
         adapters=counted.adapters,
+        fused_head=counted.fused_head,
         uncertainty=USUAL_UNCERTAINTY if known else UNKNOWN_UNCERTAINTY,
     )
 
@@ -158,7 +163,8 @@ class _Count:
     adapters: int = 0
     largest: int = 0
     small: int = 0
-    gated: bool = True
+    gated: bool = False
+    fused_head: bool = True
 
 
 def _count(config: Any, lora: LoRA | None, trust_remote_code: bool) -> _Count:
@@ -171,7 +177,7 @@ def _count(config: Any, lora: LoRA | None, trust_remote_code: bool) -> _Count:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    count = _Count(gated=False)
+    count = _Count(fused_head=output_logits(model) is not None)
     for name, parameter in model.named_parameters():  # tied weights once
         size = parameter.numel()
         count.total += size

@@ -104,8 +104,6 @@ class Run:
     gradient_checkpointing: bool = False
     attention: str = "packed"
     """``eager`` holds all scores of a sequence's tokens with one another; others do not."""
-    fused_head: bool = True
-    """Log-probs of the trained tokens without their logits (:func:`~rlhfkit.losses.linear_logprobs`)."""
     entropy: bool = False
     """Whether entropy is computed beside log-probs."""
     shared_prefix: bool = True

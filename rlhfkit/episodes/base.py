@@ -3,7 +3,7 @@
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -33,8 +33,12 @@ class RunnableEpisode(Protocol):
         ...
 
 
-EpisodeFactory = Callable[[Prompt, int], RunnableEpisode]
-"""Creates the episode of a prompt and an index in its group."""
+class EpisodeFactory(Protocol):
+    """Creates the episodes of one stream."""
+
+    def __call__(self, prompt: Prompt, sample_index: int, *, iteration: int) -> RunnableEpisode:
+        """Create the episode of a prompt and an index in its group; ``iteration`` goes into its seeds."""
+        ...
 
 
 class EpisodeEngineBase(EngineWrapper):
@@ -95,8 +99,8 @@ class EpisodeEngineBase(EngineWrapper):
             raise RuntimeError(f"{type(self).__name__} was asked for samples before it was started")
         return min(self.max_episode_tokens or self._context, self._context)
 
-    def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
-        """Return a function that creates the episodes of one stream; ``iteration`` goes into the seeds."""
+    def episode_factory(self, sampling: SamplingSpec) -> EpisodeFactory:
+        """Return a function that creates the episodes of one stream."""
         raise NotImplementedError(f"{type(self).__name__} must define episode_factory()")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
@@ -154,7 +158,7 @@ class EpisodeStream:
         self._engine = engine
         self._sampling = sampling
         self._iteration = iteration
-        self._make_episode = engine.episode_factory(sampling, iteration)
+        self._make_episode = engine.episode_factory(sampling)
         self._slots = asyncio.Semaphore(engine.concurrency) if engine.concurrency is not None else None
         self._running: list[concurrent.futures.Future[list[Sample]]] = []
         self._finished, self._failed = 0, 0
@@ -163,13 +167,14 @@ class EpisodeStream:
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises ``ValueError`` for prompts that are too long."""
         self._engine.check_prompts(prompts)
-        self._running += [self._engine.loop.submit(self._group(prompt)) for prompt in prompts]
+        iteration = self._iteration if iteration is None else iteration
+        self._running += [self._engine.loop.submit(self._group(prompt, iteration)) for prompt in prompts]
 
     def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises what ``EpisodeEngineBase.generate`` raises."""
         if not self._running:
             return []
-        self._engine.loop.wait(self._running, blocked_after=self._engine.blocked_after)
+        self._engine.loop.wait(self._running, blocked_after=self._engine.blocked_after, timeout=wait)
         done = [future for future in self._running if future.done()][:most]
         self._running = [future for future in self._running if future not in done]
         try:
@@ -191,9 +196,9 @@ class EpisodeStream:
             log.warning(message, self._iteration, self._failed, self._finished, describe_failure(self._first_failure))
             self._first_failure = None
 
-    async def _group(self, prompt: Prompt) -> list[Sample]:
+    async def _group(self, prompt: Prompt, iteration: int) -> list[Sample]:
         tasks = [
-            asyncio.ensure_future(self._run(self._make_episode(prompt, index)))
+            asyncio.ensure_future(self._run(self._make_episode(prompt, index, iteration=iteration)))
             for index in range(self._sampling.group_size)
         ]
         try:

@@ -113,7 +113,7 @@ class EpisodeEngine(EpisodeEngineBase):
         super().close()
         self._observations = None
 
-    def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
+    def episode_factory(self, sampling: SamplingSpec) -> EpisodeFactory:
         """Return a function that creates the episodes of one stream, which share one ``TurnSampler``."""
         if self._observations is None:
             raise RuntimeError("EpisodeEngine was asked for samples before EpisodeEngine.start")
@@ -129,7 +129,6 @@ class EpisodeEngine(EpisodeEngineBase):
                 call_timeout=self.environment_timeout,
             ),
             sampling=sampling,
-            iteration=iteration,
         )
 
 

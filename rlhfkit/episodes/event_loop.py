@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import inspect
+import math
 import sys
 import threading
 import time
@@ -42,17 +43,29 @@ class EventLoopThread:
         """Start a coroutine, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._running())
 
-    def wait(self, futures: Sequence["concurrent.futures.Future[Any]"], *, blocked_after: float) -> None:
-        """Wait until one of the futures is done.
+    def wait(
+        self,
+        futures: Sequence["concurrent.futures.Future[Any]"],
+        *,
+        blocked_after: float,
+        timeout: float | None = None,
+    ) -> None:
+        """Wait until one of the futures is done, up to ``timeout`` seconds (``None``: no limit).
 
         Raises :class:`BlockedLoopError`, which shows where, and abandons the thread, if one step of a coroutine blocks
         the loop for more than ``blocked_after`` seconds.
         """
         first = concurrent.futures.FIRST_COMPLETED
-        while not concurrent.futures.wait(futures, timeout=1.0, return_when=first).done:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if concurrent.futures.wait(futures, timeout=min(left, 1.0), return_when=first).done:
+                return
             silent = time.monotonic() - self._beat
             if silent > blocked_after:
                 raise BlockedLoopError(self._blocked(silent))
+            if left <= 0:
+                return
 
     def close(self) -> None:
         """Stop the thread; a second call does nothing."""

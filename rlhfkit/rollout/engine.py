@@ -185,7 +185,10 @@ class RolloutEngine(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks share one engine, on which only rank 0 calls ``generate`` and ``score``."""
+        """Whether all ranks use the same engine, which rank 0 runs and every rank asks for itself.
+
+        ``generate``, ``score`` and streams are then called on any rank, from any thread, for this rank alone.
+        """
         return False
 
     @property

@@ -228,7 +228,7 @@ def written(sample: Sample) -> Any:
 def inside(engine: Any) -> dict[str, Any]:
     """How many calls of the engine inside there may be, and what is served how."""
     if isinstance(engine, EpisodeEngine):
-        new: Any = engine.episode_factory(SAMPLING, 0)
+        new: Any = engine.episode_factory(SAMPLING)
         return {"calls": new.keywords["sampler"].parallel_calls}
     if isinstance(engine, AgentEngine):
         assert engine._endpoint is not None

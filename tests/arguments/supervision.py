@@ -40,7 +40,7 @@ def fake_actor(**answers: Callable[..., Any]) -> Any:
 class FakeLauncher(ActorLauncher):
     """Engines that are up at once. Every second one scores 0.05 lower, and all note at which level they sleep."""
 
-    def __call__(self, number: int) -> Any:
+    def __call__(self, number: int, name: str) -> Any:
         self.slept: list[int] = []
         return fake_actor(score=lambda rows: [[-1.0 - 0.05 * (number % 2)]], sleep=self.slept.append)
 
@@ -87,7 +87,7 @@ def manager_of(policy: HealthPolicy, *, has_weights: bool, **answers: Callable[.
     """One engine, up."""
     manager = EngineManager(
         1,
-        lambda number: fake_actor(**answers),
+        lambda number, name: fake_actor(**answers),
         sync_timeout=1.0,
         start_timeout=60.0,
         policy=policy,

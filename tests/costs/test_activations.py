@@ -60,8 +60,7 @@ def test_a_mixture_saves_about_what_is_estimated() -> None:
 
 def test_with_checkpointing_only_inputs_of_layers_are_saved() -> None:
     shape = model_shape(CONFIGS["llama"])
-    recomputed = layer_bytes(shape.layer, TOKENS, itemsize=4)
-    expected = saved_bytes(shape, TOKENS, itemsize=4, gradient_checkpointing=True) - recomputed
+    expected = saved_bytes(shape, TOKENS, itemsize=4, gradient_checkpointing=True)
     expected += TOKENS * shape.layer.hidden * 4  # selected hidden states, which head_bytes has
     measured = saved_by_autograd("llama", torch.float32, gradient_checkpointing=True)
     assert expected == pytest.approx(measured, rel=0.05)

@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from rl_runs import digits, setup_run
 
 from rewards import worker_rewards
+from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample, decode_together
 from rlhfkit.rewards import WeightedSum, WorkerReward, reward_metrics, score_samples
 from rlhfkit.rewards.base import CompositeReward, RewardError, part_names
@@ -108,6 +111,20 @@ def test_a_process_that_takes_too_long_is_killed() -> None:
     copy = pickle.loads(pickle.dumps(reward))
     assert (copy.timeout, copy.on_failure, copy.workers, copy.name) == (1.0, -1.0, 1, "obedient")
     reward.close()
+
+
+def test_a_run_that_samples_ahead_is_the_same_with_it(tmp_path: Path) -> None:
+    weights = []
+    for name in ("here", "there"):
+        reward = digits if name == "here" else WorkerReward("rl_runs.digits")
+        rollouts = RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8), max_staleness=1)
+        trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=3)
+        trainer.fit(module, data)
+        weights.append({key: value.clone() for key, value in module.state_dict().items()})
+        assert trainer.callback_metrics["rollout/reward_digits"] == trainer.callback_metrics["rollout/reward"]
+    assert "digits/worker/seconds_p50" in trainer.callback_metrics
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+    reward.close()  # type: ignore[union-attr]
 
 
 def test_what_no_process_can_import_is_refused_at_once() -> None:

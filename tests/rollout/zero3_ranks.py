@@ -84,19 +84,78 @@ def publish(folder: Path, model: str) -> dict[str, Any]:
 
 
 def sampled_difference(policy: Any, pool: Any) -> float:
-    """Of log-probs of tokens sampled at temperature 0.5, between engine and trainer, on every rank."""
+    """Of log-probs of tokens sampled at temperature 0.5, between engine and trainer; each rank has its own prompt."""
     from rlhfkit.data.types import Prompt
     from rlhfkit.rollout.engine import SamplingSpec
 
-    made: list[Any] = [None]
-    if dist.get_rank() == 0:
-        spec = SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.5)
-        made = pool.generate([Prompt(index=0, token_ids=[5, 9, 40])], spec, iteration=0)
-    dist.broadcast_object_list(made)
-    ids = torch.tensor([made[0].prompt.token_ids + made[0].token_ids])
-    with torch.no_grad():
-        logprobs = (policy(ids).logits[0, 2:-1] / 0.5).log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
-    return float((logprobs - torch.tensor(made[0].logprobs)).abs().max())
+    spec = SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.5)
+    (made,) = pool.generate([Prompt(index=0, token_ids=[5, 9, 40 + dist.get_rank()])], spec, iteration=0)
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, (list(made.token_ids), list(made.logprobs)))
+    worst = 0.0
+    for rank, (token_ids, logprobs) in enumerate(gathered):  # a forward pass is a collective
+        ids = torch.tensor([[5, 9, 40 + rank, *token_ids]])
+        with torch.no_grad():
+            expected = (policy(ids).logits[0, 2:-1] / 0.5).log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+        worst = max(worst, float((expected - torch.tensor(logprobs)).abs().max()))
+    return worst
+
+
+def tokens_of(samples: list[Any]) -> list[list[int]]:
+    """Token ids of samples."""
+    return [list(sample.token_ids) for sample in samples]
+
+
+class EachRankItsShare:
+    """What two ranks sample through one pool, each its own prompts, with one engine."""
+
+    def __init__(self, pool: Any) -> None:
+        from rlhfkit.data.types import Prompt
+        from rlhfkit.rollout.engine import SamplingSpec
+
+        self.pool = pool
+        self.spec = SamplingSpec(group_size=4, max_new_tokens=150, min_new_tokens=140)
+        self.prompts = [Prompt(index=index, token_ids=[10 + index] * 20) for index in range(8)]
+        self.own = self.prompts[dist.get_rank() :: RANKS]
+
+    def sample(self) -> list[list[int]]:
+        """This rank's share."""
+        return tokens_of(self.pool.generate(self.own, self.spec, iteration=3))
+
+    def alone(self) -> list[list[int]]:
+        """This rank's share, from one rank that has sampled all prompts at once."""
+        made: list[Any] = [None]
+        if dist.get_rank() == 1:
+            made = [tokens_of(self.pool.generate(self.prompts, self.spec, iteration=3))]
+        dist.broadcast_object_list(made, src=1)
+        return [tokens for row in range(dist.get_rank(), 8, RANKS) for tokens in made[0][4 * row : 4 * row + 4]]
+
+    def several_streams(self) -> list[list[int]]:
+        """This rank's share from two streams at once, polled in turn, of prompts of several iterations."""
+        streams = [self.pool.stream(self.spec, iteration=7) for _ in range(2)]
+        for place, prompt in enumerate(self.own):
+            streams[place % 2].submit([prompt], iteration=3)
+        groups: list[Any] = []
+        while len(groups) < len(self.own):
+            for stream in streams:
+                groups += stream.collect(1, wait=0.05)
+        waited = streams[0].collect(1, wait=60.0)  # nothing is left to wait for
+        for stream in streams:
+            stream.close()
+        groups.sort(key=lambda group: group[0].prompt.index)
+        return [] if waited else [tokens for group in groups for tokens in tokens_of(group)]
+
+    def lose_the_engine(self) -> str:
+        """The error of this rank when the engine is killed while both ranks' requests run."""
+        stream = self.pool.stream(self.spec, iteration=3)
+        stream.submit(self.own)
+        dist.barrier()  # both have requests in flight
+        if self.pool.manager is not None:
+            os.kill(self.pool.manager.handles[0].info["pid"], signal.SIGKILL)
+        try:
+            return message_of(lambda: stream.collect(8))
+        finally:
+            stream.close()
 
 
 def serve(folder: Path, model: str) -> dict[str, Any]:
@@ -114,20 +173,19 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
     ids = torch.tensor([[7 + 3 * position % 80 for position in range(48)]])
     report: dict[str, Any] = {"differences": [], "versions": []}
     report["too_small"] = message_of(lambda: VLLMPool(num_engines=9, device="cpu").start(model, dtype=torch.float32))
-    patient = HealthPolicy(probe_timeout=20, max_restarts=1)
+    patient = HealthPolicy(probe_timeout=20, max_restarts=1, recovery_timeout=1)
     pool = VLLMPool(device="cpu", kv_cache_gib=1 / 16, sync_timeout=20, bucket_bytes=BUCKET_BYTES, health=patient)
     pool.start(model, dtype=torch.float32)
-    report["only_rank_0"] = message_of(lambda: pool.score(ids.tolist()))
+    report["no_weights"] = message_of(lambda: pool.score(ids.tolist()))
 
     def difference() -> float:
-        """Of log-probs between engine and trainer, on rank 0."""
+        """Of log-probs between engine and trainer, on every rank."""
         with torch.no_grad():
             logprobs = policy(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        if dist.get_rank() > 0:
-            return 0.0
         return float((torch.tensor(pool.score(ids.tolist())[0]) - logprobs).abs().max())
 
     def kill_the_engine() -> None:
+        dist.barrier()  # all have their answers
         if pool.manager is not None:
             os.kill(pool.manager.handles[0].info["pid"], signal.SIGKILL)
 
@@ -151,8 +209,12 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
     report["last_rank_fails"] = message_of(lambda: pool.load(LastRankFails(policy, bucket_bytes=2**40), 3))
     report["versions"].append(pool.version)
     pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 4)
-    kill_the_engine()
+    share = EachRankItsShare(pool)
+    report["share"], report["alone"], report["streams"] = share.sample(), share.alone(), share.several_streams()
+    report["lost"] = share.lose_the_engine()
+    pool.version = None  # what RolloutCallback does then
     pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 5)
+    report["again"] = share.sample()
     report["versions"].append(pool.version)
     report["after_restart"] = difference()
     kill_the_engine()

@@ -4,6 +4,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -161,7 +162,7 @@ class AgentEngine(EpisodeEngineBase):
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Check nothing: the agent decides what the policy reads."""
 
-    def episode_factory(self, sampling: SamplingSpec, iteration: int) -> EpisodeFactory:
+    def episode_factory(self, sampling: SamplingSpec) -> EpisodeFactory:
         """Return a function that creates the episodes of one stream.
 
         The endpoint starts to listen at the first call, so ranks that never sample have none.
@@ -169,7 +170,7 @@ class AgentEngine(EpisodeEngineBase):
         if self._endpoint is None:
             raise RuntimeError("AgentEngine was asked for samples before AgentEngine.start")
         endpoint = self._endpoint.start()
-        return lambda prompt, index: _AgentEpisode(self, endpoint, prompt, index, sampling, iteration)
+        return partial(_AgentEpisode, engine=self, endpoint=endpoint, sampling=sampling)
 
 
 class _AgentEpisode:
@@ -177,10 +178,11 @@ class _AgentEpisode:
 
     def __init__(
         self,
-        engine: AgentEngine,
-        endpoint: "OpenAIEndpoint",
         prompt: Prompt,
         sample_index: int,
+        *,
+        engine: AgentEngine,
+        endpoint: "OpenAIEndpoint",
         sampling: SamplingSpec,
         iteration: int,
     ) -> None:

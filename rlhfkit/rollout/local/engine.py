@@ -226,7 +226,7 @@ class LocalStream:
         self._iterations += [self._iteration if iteration is None else iteration] * len(prompts)
         self._pending += [(place, index) for place in places for index in range(self._sampling.group_size)]
         # Similar lengths in a batch need the least padding; groups stay together to share their prompt.
-        self._pending.sort(key=lambda job: (self._iterations[job[0]], -len(self._prompts[job[0]].token_ids), job))
+        self._pending.sort(key=lambda job: (self._iterations[job[0]], -self._prompts[job[0]].num_tokens, job))
 
     def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         """Generate until a group is complete, or ``wait`` seconds have passed."""

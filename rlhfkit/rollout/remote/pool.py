@@ -1,8 +1,9 @@
 """``RemoteEnginePool``: several engines in Ray actors that look like one engine; the base class of ``VLLMPool``.
 
 Rank 0's pool owns the actors. All ranks call ``start``, ``load``, ``sleep``, ``wake`` and ``close``, whose errors are
-raised on all. Rank 0 calls ``generate``, ``stream`` and ``score``, from any thread, also during ``load``: requests are
-kept and continue with the new weights. What a dead engine has not finished is sampled again, with the same result.
+raised on all. Each rank calls ``generate``, ``stream`` and ``score`` for itself, from any thread, also during ``load``:
+requests are kept and continue with the new weights. Requests and results pass between rank and engine only. What a dead
+engine has not finished is sampled again, with the same result.
 """
 
 import itertools
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.distributed import gather_objects, get_rank, run_on_all_ranks
+from rlhfkit.distributed import gather_objects, run_on_all_ranks
+from rlhfkit.rank_store import RankLog, rank_store
+from rlhfkit.ray_session import JoinedRay
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
@@ -29,9 +32,11 @@ from rlhfkit.rollout.remote.placement import (
     start_ray_for_engines,
 )
 from rlhfkit.rollout.remote.stream import PoolStream
+from rlhfkit.rollout.supervision.directory import EngineDirectory, EnginePoolInfo, EnginePublisher
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.supervision.remote_engine import Request
+from rlhfkit.rollout.supervision.router import EngineRouter
 from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
@@ -41,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _SYNC_ATTEMPTS = 4
 """Attempts at one weight sync. Engines may die in all but the last."""
+_CONNECT_SECONDS = 180.0
+"""Time for all ranks to join the engines' Ray cluster, on a busy machine."""
 
 
 class RemoteEnginePool(RolloutEngine):
@@ -98,6 +105,8 @@ class RemoteEnginePool(RolloutEngine):
         self.version: int | None = None
         self.manager: EngineManager | None = None
         """The engines, on rank 0 after :meth:`start`."""
+        self.router: EngineRouter[Any] | None = None
+        """The engines as this rank's requests see them, after :meth:`start`; on rank 0 the :attr:`manager`."""
         self.sender: WeightSender | None = None
         """This rank's part in sending weights, if it has one."""
         self._started = False
@@ -106,6 +115,8 @@ class RemoteEnginePool(RolloutEngine):
         self._sync: WeightSyncCoordinator | None = None
         self._dedicated: DedicatedPlacement | None = None
         self._reservation: GPUReservation | None = None
+        self._publisher: EnginePublisher | None = None  # on rank 0, if there are others
+        self._joined: JoinedRay | None = None  # on other ranks
 
     # ---------------------------------------------------------------- to be implemented
 
@@ -115,7 +126,8 @@ class RemoteEnginePool(RolloutEngine):
     ) -> None:
         """Set :attr:`manager`, with engines that have started, and :attr:`sender`. Called on rank 0.
 
-        ``ranks`` are all training ranks, for :meth:`connect_to_ray` and :meth:`placements`; empty without a trainer.
+        The manager's ``num_ranks`` counts all that send requests (``get_world_size()``). ``ranks`` are all training
+        ranks, for :meth:`connect_to_ray` and :meth:`placements`; empty without a trainer.
         """
         ...
 
@@ -123,6 +135,9 @@ class RemoteEnginePool(RolloutEngine):
     def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
         """Return the request for sample ``index`` of a prompt's group; nothing is left to the engine's defaults."""
         ...
+
+    def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
+        """Learn about the model what :meth:`make_request` needs. Called on every rank; does nothing by default."""
 
     def check_sampling(self, sampling: SamplingSpec) -> None:
         """Raise ValueError if the engines do not support these settings; by default all are accepted."""
@@ -132,41 +147,73 @@ class RemoteEnginePool(RolloutEngine):
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
     ) -> None:
-        """Start the engines, on rank 0. Called on every rank.
+        """Start the engines, on rank 0, and connect the other ranks to them. Called on every rank.
 
         Raises:
             ImportError: If Ray or the engine's package is not installed.
-            EngineError: If the cluster is too small, an engine cannot start, or ``start_timeout`` has passed.
+            EngineError: If the cluster is too small, an engine cannot start, ``start_timeout`` has passed, or a rank's
+                machine is not part of rank 0's Ray cluster.
         """
         if self._started:
             return
         # Engines with the model's own weights and devices of their own do not depend on where the ranks are.
         alone = load_weights and not self.colocate
         ranks = [] if alone else gather_objects(locate_rank(colocate=self.colocate))
-        start = partial(self._start, model, dtype, trust_remote_code, load_weights, ranks)
-        run_on_all_ranks(start, error_type=EngineError)
+        store = rank_store()
+        log = store.log("engines/start")
+        start = partial(self._start, model, dtype, trust_remote_code, load_weights, ranks, log)
+        connect = partial(self._connect, model, trust_remote_code, log)
+        try:
+            # Ranks wait on the store, as engines may take longer to start than the process group's time limit.
+            log.run(
+                start if store.rank == 0 else connect,
+                timeout=2 * self.start_timeout + _CONNECT_SECONDS,  # for room in the cluster, then for the engines
+                waiting_for=f"the engines of {type(self).__name__} to start",
+                error_type=EngineError,
+            )
+        except BaseException:
+            self.close()
+            raise
         self._started = True
         self.version = 0 if load_weights else None
 
     def _start(
-        self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
+        self,
+        model: str,
+        dtype: torch.dtype,
+        trust_remote_code: bool,
+        load_weights: bool,
+        ranks: list[RankLocation],
+        log: RankLog,
     ) -> None:
-        """Run this rank's part of :meth:`start`."""
-        if get_rank() > 0:
-            if self.colocate and self.device != "cpu" and torch.cuda.is_available():
-                self.sender = IPCSender(bucket_bytes=self.bucket_bytes)
-            return
+        """Start the engines, and tell the other ranks how to reach them."""
+        self.prepare_requests(model, trust_remote_code)
+        self.start_engines(model, dtype, trust_remote_code, load_weights, ranks)
+        assert self.manager is not None
+        assert self.sender is not None
+        # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and
+        # takes them for those of later calls, so an engine of several processes cannot be used any more.
+        recoverable = self.sender.recoverable and self.tensor_parallel_size == 1
+        self._sync = WeightSyncCoordinator(self.manager, self.sender, recoverable=recoverable)
+        self.router = self.manager
+        if log.store.world_size > 1:
+            self._publisher = EnginePublisher(self.manager, log.store)
+            log.append(self._publisher.info)
+
+    def _connect(self, model: str, trust_remote_code: bool, log: RankLog) -> None:
+        """Wait for rank 0's engines and connect to them."""
+        self.prepare_requests(model, trust_remote_code)
+        if self.colocate and self.device != "cpu" and torch.cuda.is_available():
+            self.sender = IPCSender(bucket_bytes=self.bucket_bytes)
+        entries: list[tuple[int, EnginePoolInfo]] = []
+        while not entries:
+            entries = log.read(1.0)
+        info = entries[0][1]
         try:
-            self.start_engines(model, dtype, trust_remote_code, load_weights, ranks)
-            assert self.manager is not None
-            assert self.sender is not None
-            # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and
-            # takes them for those of later calls, so an engine of several processes cannot be used any more.
-            recoverable = self.sender.recoverable and self.tensor_parallel_size == 1
-            self._sync = WeightSyncCoordinator(self.manager, self.sender, recoverable=recoverable)
-        except BaseException:
-            self.close()
-            raise
+            self._joined = JoinedRay(info.cluster, member=f"rank {log.store.rank}")
+        except RuntimeError as error:
+            raise EngineError(str(error)) from error
+        self.router = EngineDirectory(info, log.store)
 
     def connect_to_ray(self, ranks: list[RankLocation]) -> str:
         """Join or start Ray, keep it from assigning the ranks' GPUs, and return the device, ``"cpu"`` or ``"cuda"``."""
@@ -193,10 +240,12 @@ class RemoteEnginePool(RolloutEngine):
 
     def close(self) -> None:
         """Kill the engines; :meth:`start` may be called again. A Ray session started here lives on."""
-        for part in (self.sender, self.manager, self._dedicated, self._reservation):
+        parts = (self.sender, self.manager or self.router, self._publisher, self._joined)
+        for part in (*parts, self._dedicated, self._reservation):
             if part is not None:
                 part.close()
-        self.manager, self.sender, self._sync, self._dedicated, self._reservation = None, None, None, None, None
+        self.manager, self.router, self.sender, self._sync = None, None, None, None
+        self._publisher, self._joined, self._dedicated, self._reservation = None, None, None, None
         self._started, self._asleep, self.version = False, False, None
 
     # ---------------------------------------------------------------- sleep
@@ -209,6 +258,7 @@ class RemoteEnginePool(RolloutEngine):
         if not (self.colocate and self._started) or self._asleep:
             return
         self._on_rank_0(lambda manager: manager.sleep(self.sleep_level))
+        self._update_router()
         self._asleep = True
         self.version = self.version if self.sleep_level == 1 else None
 
@@ -218,6 +268,12 @@ class RemoteEnginePool(RolloutEngine):
             self._free_rank_memory()
             self._on_rank_0(EngineManager.wake)
             self._asleep = False
+            self._update_router()
+
+    def _update_router(self) -> None:
+        """Learn of what rank 0 has just done to the engines."""
+        if self.router is not None:
+            self.router.update(at_once=True)
 
     def _free_rank_memory(self) -> None:
         """Have every rank free torch's cache before colocated engines allocate memory. A collective."""
@@ -251,6 +307,7 @@ class RemoteEnginePool(RolloutEngine):
                 outcome = attempt_sync(weights, version, self.sender, self._sync)
                 if outcome.error is None:
                     self.version, self._asleep = version, False
+                    self._update_router()
                     if self.colocate and torch.cuda.is_available():
                         # Engines have closed the ranks' buffers when they finished the update.
                         cuda: Any = torch.cuda  # has no types
@@ -266,12 +323,10 @@ class RemoteEnginePool(RolloutEngine):
 
     # ---------------------------------------------------------------- sampling
 
-    def _serving(self) -> EngineManager:
-        """Return the manager; RuntimeError unless its engines have weights or are being sent some."""
+    def _serving(self) -> EngineRouter[Any]:
+        """Return the router; RuntimeError unless its engines have weights or are being sent some."""
         name = type(self).__name__
-        if get_rank() != 0:
-            raise RuntimeError(f"only rank 0 may ask the engines, as they are shared; this is rank {get_rank()}")
-        if self.manager is None:
+        if self.router is None:
             raise RuntimeError(f"the engines are not running: {name}.start comes first (RolloutCallback calls it)")
         # Checked twice, as a load in another thread may end between the two checks.
         if self.version is None and not self._loading and self.version is None:
@@ -281,36 +336,43 @@ class RemoteEnginePool(RolloutEngine):
             )
         if self._asleep and not self._loading:
             raise RuntimeError("the engines are asleep: call wake() on every rank first")
-        return self.manager
+        return self.router
 
     def knows_logprobs(self, sampling: SamplingSpec) -> bool:
         """Whether the engines report log-probs at the sampling temperature before truncation."""
         return not sampling.truncates
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        """Sample on all engines. Rank 0 only, any thread.
+        """Sample on all engines, for this rank alone. Any thread.
 
         Raises:
             ValueError: If the engines do not support these settings.
             RequestError: If a prompt exceeds the context or has unknown tokens, or a request is refused.
+            WeightsNeededError: If no engine serves, and some wait for weights or are starting.
             EngineError: If all engines are dead, or nothing was finished for ``generate_timeout`` seconds.
+            RankError: If rank 0, which manages the engines, is gone.
         """
         return sample_all(self.stream(sampling, iteration=iteration), prompts)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> PoolStream:
-        """Return groups as they are finished. Rank 0 only; ValueError if the engines do not support these settings."""
-        manager = self._serving()
+        """Return groups of this rank as they are finished. Any thread, several streams at a time.
+
+        Raises:
+            ValueError: If the engines do not support these settings.
+        """
+        router = self._serving()
         self.check_sampling(sampling)
         return PoolStream(
-            manager,
+            router,
             sampling,
-            partial(self.make_request, sampling=sampling, iteration=iteration),
+            partial(self.make_request, sampling=sampling),
             self.generate_timeout,
+            iteration=iteration,
             knows_logprobs=self.knows_logprobs(sampling),
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probs of given tokens. Rank 0 only.
+        """Return the log-probs of given tokens, asked for by this rank alone. Any thread.
 
         Every engine scores all sequences, and the results are compared to detect wrong weights.
 
@@ -318,18 +380,18 @@ class RemoteEnginePool(RolloutEngine):
             ValueError: If a sequence has fewer than 2 tokens or exceeds the context.
             EngineError: If engines differ by more than ``probe_tolerance``, none is left, or they took too long.
         """
-        manager = self._serving()
+        router = self._serving()
         for sequence in sequences:
-            if not 2 <= len(sequence) < manager.max_model_len:
+            if not 2 <= len(sequence) < router.max_model_len:
                 raise ValueError(
-                    f"score() takes sequences of 2 to {manager.max_model_len - 1} tokens (the engine samples one more),"
+                    f"score() takes sequences of 2 to {router.max_model_len - 1} tokens (the engine samples one more),"
                     f" got one of {len(sequence)}"
                 )
-            check_tokens("a sequence to be scored", sequence, manager.vocabulary)
+            check_tokens("a sequence to be scored", sequence, router.vocabulary)
         rows = [list(sequence) for sequence in sequences]
-        scores = manager.call(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
+        scores = router.call(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
         if not scores:
-            raise EngineError(f"no {manager.engine_name} serves:\n{manager.report()}")
+            raise EngineError(f"no {router.engine_name} serves:\n{router.report()}")
         expected: list[list[float]]
         (reference, expected), *others = scores.items()
         for engine, other in others:

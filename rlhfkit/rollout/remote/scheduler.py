@@ -1,28 +1,25 @@
-"""``RequestScheduler``: distributes one caller's requests over the engines, and requeues what dead engines lose.
+"""``RequestScheduler``: sends one caller's requests to the engines, and requeues what dead engines lose.
 
 A job is the requests of one prompt's group, or a part of them: what is sent to one engine in one call.
 """
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
 from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, StallError, WeightsNeededError
-from rlhfkit.rollout.supervision.handle import EngineHandle, fetch
+from rlhfkit.rollout.supervision.handle import RoutedEngine, fetch
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.supervision.remote_engine import Completion, Request
+from rlhfkit.rollout.supervision.router import EngineRouter
 
 log = logging.getLogger(__name__)
-
-# Requests in flight per engine. More than any engine runs at once, so that none is idle; few enough that the last jobs
-# go to whichever engine is done first.
-_MAX_REQUESTS_PER_ENGINE = 2048
 
 
 def split_into_jobs(num_prompts: int, group_size: int, num_engines: int) -> list[tuple[int, range]]:
@@ -90,37 +87,45 @@ class StallDetector:
 class RequestScheduler:
     """Requests of one caller: pending, then in flight on an engine, then finished.
 
-    Other callers may use ``manager`` at the same time. ``timeout`` is in seconds without a finished job while
-    :meth:`collect` waits; ``clock`` is monotonic, in seconds.
+    Other callers, also of other threads, may use ``router`` at the same time; a scheduler belongs to one thread at a
+    time. ``timeout`` is in seconds without a finished job, not counting the time in which the caller works on the
+    results of :meth:`collect`; ``clock`` is monotonic, in seconds.
     """
 
-    def __init__(self, manager: EngineManager, timeout: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._manager = manager
+    def __init__(
+        self, router: EngineRouter[Any], timeout: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._router = router
         self._clock = clock
         self._name = f"{threading.current_thread().name}-{uuid.uuid4().hex[:8]}"
-        self._jobs: list[list[Request]] = []
-        self._attempts: list[int] = []  # failed attempts of each job
+        self._num_jobs = 0
+        self._jobs: dict[int, list[Request]] = {}  # not finished
+        self._attempts: Counter[int] = Counter()  # failed attempts of each job
         self._pending: deque[int] = deque()
-        self._in_flight: dict[Any, tuple[int, EngineHandle, str]] = {}  # Ray's reference -> job, engine, key
+        self._in_flight: dict[Any, tuple[int, RoutedEngine, str]] = {}  # Ray's reference -> job, engine, key
         self._results: dict[int, list[Completion]] = {}  # not collected yet
-        self._num_finished = 0
         self._unserved_since: float | None = None
         self._registration = contextlib.ExitStack()
-        self._registration.enter_context(manager.reporting(self._describe))
+        self._registration.enter_context(router.reporting(self._describe))
+        self._waiting = False  # since the caller's last call, which returned nothing
         self.stall_detector = StallDetector(
-            manager.report, report_after=manager.policy.report_after, timeout=timeout, clock=clock
+            router.report, report_after=router.policy.report_after, timeout=timeout, clock=clock
         )
 
     def submit(self, requests: list[Request]) -> int:
         """Queue a job of at least one request and return its number."""
-        self._jobs.append(requests)
-        self._attempts.append(0)
-        self._pending.append(len(self._jobs) - 1)
+        job = self._num_jobs
+        self._num_jobs += 1
+        self._jobs[job] = requests
+        self._pending.append(job)
+        self._router.update()
         self._dispatch()
-        return len(self._jobs) - 1
+        return job
 
-    def collect(self) -> dict[int, list[Completion]]:
-        """Wait for finished jobs; returns the completions of each new one by number, none if no job is left.
+    def collect(self, wait: float | None = None) -> dict[int, list[Completion]]:
+        """Wait for finished jobs, up to ``wait`` seconds (``None``: no limit); returns each new one's completions.
+
+        They are by number; none if the time is over or no job is left.
 
         Raises:
             RequestError: If the engine refuses a request.
@@ -128,13 +133,20 @@ class RequestScheduler:
             WeightsNeededError: If no engine serves any more, and some wait for weights or are starting.
             EngineError: If all engines are dead, or several died while they worked on one job.
         """
-        self.stall_detector.progress()  # the time between two calls does not count
+        if not self._waiting:
+            self.stall_detector.progress()
+        deadline = math.inf if wait is None else time.monotonic() + wait
         while not self._results and (self._pending or self._in_flight):
+            self._router.update()
             self._dispatch()
             self._requeue_lost()
             self.check()
-            self._collect_ready()
+            left = max(0.0, deadline - time.monotonic())
+            self._collect_ready(left)
+            if left <= 0:
+                break
         results, self._results = self._results, {}
+        self._waiting = not results and bool(self._pending or self._in_flight)
         return results
 
     def close(self) -> None:
@@ -144,16 +156,17 @@ class RequestScheduler:
         self._registration.close()
 
     def _describe(self) -> str:
+        finished, idle = self._num_jobs - len(self._jobs), self.stall_detector.idle
         return (
             f"queue of {self._name}: {len(self._pending)} jobs are pending, {len(self._in_flight)} in flight, "
-            f"{self._num_finished} of {len(self._jobs)} finished, the last {self.stall_detector.idle:.0f} s ago"
+            f"{finished} of {self._num_jobs} finished, the last {idle:.0f} s ago"
         )
 
     def _dispatch(self) -> None:
         """Send pending jobs to engines that accept requests."""
         while self._pending:
             requests = self._jobs[self._pending[0]]
-            handle = self._manager.acquire(len(requests), _MAX_REQUESTS_PER_ENGINE)
+            handle = self._router.acquire(len(requests))
             if handle is None:
                 return
             job = self._pending.popleft()
@@ -167,10 +180,10 @@ class RequestScheduler:
                 del self._in_flight[ref]
                 self._requeue(job, handle, handle.reason)
 
-    def _requeue(self, job: int, handle: EngineHandle, reason: str) -> None:
-        self._manager.release(handle, len(self._jobs[job]))
+    def _requeue(self, job: int, handle: RoutedEngine, reason: str) -> None:
+        self._router.release(handle, len(self._jobs[job]))
         self._attempts[job] += 1
-        limit = self._manager.policy.request_attempts
+        limit = self._router.policy.request_attempts
         if self._attempts[job] >= limit:
             raise EngineError(
                 f"{limit} engines failed while they worked on the same {len(self._jobs[job])} request(s), which is as "
@@ -180,33 +193,33 @@ class RequestScheduler:
 
     def check(self) -> None:
         """Raise if no result can be expected, for one of the reasons of :meth:`collect`."""
-        manager = self._manager
-        if manager.closed:
+        router = self._router
+        if router.closed:
             raise EngineError("the pool was closed while requests were in flight")
-        self.stall_detector.check(f"{len(self._jobs) - self._num_finished} of {len(self._jobs)} jobs of {self._name}")
-        if manager.expects_service:
+        self.stall_detector.check(f"{len(self._jobs)} of {self._num_jobs} jobs of {self._name}")
+        if router.expects_service:
             self._unserved_since = None
             return
         now = self._clock()
         self._unserved_since = now if self._unserved_since is None else self._unserved_since
-        limit = manager.policy.recovery_timeout
-        if manager.all_dead:
-            raise EngineError(f"no {manager.engine_name} serves, and none is restarted:\n{manager.report()}\n{CURE}")
+        limit = router.policy.recovery_timeout
+        if router.all_dead:
+            raise EngineError(f"no {router.engine_name} serves, and none is restarted:\n{router.report()}\n{CURE}")
         if now - self._unserved_since >= limit:
             raise WeightsNeededError(
-                f"no {manager.engine_name} serves, and none was brought back by a weight sync within {limit:g} s "
-                f"(HealthPolicy(recovery_timeout=...)):\n{manager.report()}\n{CURE}"
+                f"no {router.engine_name} serves, and none was brought back by a weight sync within {limit:g} s "
+                f"(HealthPolicy(recovery_timeout=...)):\n{router.report()}\n{CURE}"
             )
 
-    def _collect_ready(self) -> None:
-        """Collect the results that are ready, after waiting at most a second."""
+    def _collect_ready(self, wait: float) -> None:
+        """Collect the results that are ready, after waiting up to ``wait`` seconds, and no more than one."""
         import ray
 
         if not self._in_flight:
             if self._pending:
-                self._manager.wait(0.2)
+                self._router.wait(min(wait, 0.2))
             return
-        ready, _ = ray.wait(list(self._in_flight), num_returns=1, timeout=1.0)
+        ready, _ = ray.wait(list(self._in_flight), num_returns=1, timeout=min(wait, 1.0))
         if ready:  # also collect whatever else has arrived
             ready, _ = ray.wait(list(self._in_flight), num_returns=len(self._in_flight), timeout=0)
         for ref in ready:
@@ -214,22 +227,22 @@ class RequestScheduler:
             try:
                 self._results[job] = fetch(ref, handle, "generating")
             except EngineFailure as error:
-                self._manager.mark_dead(handle, str(error))
+                self._router.mark_dead(handle, str(error))
                 self._requeue(job, handle, str(error))
                 continue
             except BaseException:
-                self._manager.release(handle, len(self._jobs[job]))
+                self._router.release(handle, len(self._jobs[job]))
                 raise
-            self._manager.release(handle, len(self._jobs[job]))
-            self._num_finished += 1
+            self._router.release(handle, len(self._jobs.pop(job)))
+            self._attempts.pop(job, None)
             self.stall_detector.progress()
 
     def _cancel(self) -> None:
         """Abort the requests in flight."""
         in_flight, self._in_flight = list(self._in_flight.values()), {}
-        keys: dict[EngineHandle, list[str]] = {}
+        keys: dict[RoutedEngine, list[str]] = {}
         for job, handle, key in in_flight:
-            self._manager.release(handle, len(self._jobs[job]))
+            self._router.release(handle, len(self._jobs[job]))
             keys.setdefault(handle, []).append(key)
         for handle, own in keys.items():
             with contextlib.suppress(Exception):

@@ -1,8 +1,11 @@
-"""``EngineHandle``: one engine process, from start to death, and remote calls to several of them at once."""
+"""``EngineHandle``: one engine process, from start to death, and remote calls to several of them at once.
+
+:class:`RoutedEngine` is the part of it that every rank knows.
+"""
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +13,46 @@ from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, RefusedRequ
 from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, can_follow
 
 
-class EngineHandle:
-    """One process of an engine. When it dies a new process, with a new handle, gets the same number.
+class RoutedEngine:
+    """One process of an engine, as the requests of one rank see it.
 
-    ``actor`` is a :class:`~rlhfkit.rollout.supervision.remote_engine.RemoteEngine` whose ``start`` was called, with the
-    Ray reference ``start_ref``; ``restarts`` counts its earlier processes; ``start_timeout`` is in seconds.
+    ``actor`` is a :class:`~rlhfkit.rollout.supervision.remote_engine.RemoteEngine`, and ``actor_name`` its name in Ray,
+    which no other process gets.
+    """
+
+    def __init__(self, name: str, number: int, actor: Any, actor_name: str) -> None:
+        self.name = name
+        self.number = number
+        self.actor = actor
+        self.actor_name = actor_name
+        self.state = State.STARTING
+        self.num_requests = 0
+        """Requests in flight, of all callers of this rank."""
+        self.version: int | None = None
+        """Version of the weights it serves."""
+        self.reason = ""
+        """Why it died."""
+        self.will_restart = False
+        """Whether it is dead and another process will get its number."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def takes_requests(self, now: float) -> bool:
+        """Whether it serves and has missed no probe."""
+        return self.state is State.SERVING
+
+    def describe(self, now: float) -> str:
+        """Describe the state in one line."""
+        words = f"{self}: {self.state.value}" + (f" ({self.reason})" if self.reason else "")
+        return f"{words}, version {self.version}, {self.num_requests} requests of this rank"
+
+
+class EngineHandle(RoutedEngine):
+    """An engine's process, as rank 0 manages it. When it dies a new one, with a new handle, gets the same number.
+
+    The actor's ``start`` was called, with the Ray reference ``start_ref``; ``restarts`` counts its earlier processes;
+    ``start_timeout`` is in seconds.
     """
 
     def __init__(
@@ -26,14 +64,12 @@ class EngineHandle:
         restarts: int,
         policy: HealthPolicy,
         start_timeout: float,
+        actor_name: str = "",
     ) -> None:
-        self.name = name
-        self.number = number
-        self.actor = actor
+        super().__init__(name, number, actor, actor_name)
         self.start_ref = start_ref
         self.restarts = restarts
         self.start_deadline = time.monotonic() + start_timeout
-        self.state = State.STARTING
         self.probes = Probes(policy, time.monotonic())
         self.probe_ref: Any = None
         """Ray's reference to the answer of the open probe."""
@@ -41,18 +77,12 @@ class EngineHandle:
         """From its last answer."""
         self.paused = False
         """From its last answer."""
-        self.num_requests = 0
-        """Requests in flight, of all callers."""
-        self.version: int | None = None
-        """Version of the weights it serves."""
         self.has_partial_weights = False
         """Whether its last weight transfer broke off, so that its weights are unusable until the next."""
         self.asleep = False
         """Whether it has freed memory and must be woken before it is sent weights."""
         self.info: dict[str, Any] = {}
         """What ``start`` returned: ``pid``, ``node``, ``processes``, ``max_model_len``, ``vocabulary``."""
-        self.reason = ""
-        """Why it died."""
 
     def __str__(self) -> str:
         pid = self.info.get("pid")
@@ -80,7 +110,7 @@ class EngineHandle:
         return words + (f", restarted {self.restarts} times" if self.restarts else "")
 
 
-def fetch(ref: Any, handle: EngineHandle, doing: str) -> Any:
+def fetch(ref: Any, handle: RoutedEngine, doing: str) -> Any:
     """Return the result of a remote call that has ended; ``doing`` names the work in messages.
 
     Raises RequestError if the engine refused a request, EngineFailure if it failed or died.
@@ -107,8 +137,8 @@ class RemoteCall:
     ``doing`` names the work in messages ("loading weights"); ``timeout`` is in seconds from now.
     """
 
-    def __init__(self, waiting: dict[Any, EngineHandle], doing: str, timeout: float) -> None:
-        self._waiting = waiting
+    def __init__(self, waiting: Mapping[Any, RoutedEngine], doing: str, timeout: float) -> None:
+        self._waiting = dict(waiting)
         self._results: dict[int, Any] = {}
         self._doing, self._timeout = doing, timeout
         self._deadline = time.monotonic() + timeout

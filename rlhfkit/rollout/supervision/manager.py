@@ -7,28 +7,31 @@ import contextlib
 import logging
 import threading
 import time
+import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlhfkit.ray_session import cluster_address
-from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure
+from rlhfkit.rollout.errors import CURE, EngineError
 from rlhfkit.rollout.supervision.handle import EngineHandle, EngineHandles, RemoteCall, kill_processes
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.health_monitor import monitor_health
 from rlhfkit.rollout.supervision.remote_engine import ActorFactory
+from rlhfkit.rollout.supervision.router import EngineRouter
 
 log = logging.getLogger(__name__)
 
 _UP = (State.STALE, State.SERVING, State.ASLEEP)
 
 
-class EngineManager:
-    """N remote engines, some of which may be dead. All times are in seconds.
+class EngineManager(EngineRouter[EngineHandle]):
+    """N remote engines of which any may be dead, on rank 0. All times are in seconds.
 
     ``create_actor`` is called again for each restart; ``workers_per_engine`` counts processes that hold weights;
     ``sync_timeout`` is for each step of a weight transfer, ``start_timeout`` for a start or restart; ``has_weights``:
-    engines serve the model's own weights, as version 0, once started.
+    engines serve the model's own weights, as version 0, once started; ``num_ranks`` send requests to the engines, each
+    through a router of its own.
     """
 
     def __init__(
@@ -42,24 +45,20 @@ class EngineManager:
         start_timeout: float,
         policy: HealthPolicy,
         has_weights: bool = False,
+        num_ranks: int = 1,
     ) -> None:
-        self.num_engines = num_engines
+        super().__init__(num_engines, engine_name, policy, rank=0, num_ranks=num_ranks)
         self.create_actor = create_actor
-        self.engine_name = engine_name
         self.workers_per_engine = workers_per_engine
         self.sync_timeout = sync_timeout
         self.start_timeout = start_timeout
-        self.policy = policy
-        self.max_model_len = 0
-        """Tokens of prompt and completion that every engine accepts; known after :meth:`start`."""
-        self.vocabulary = 0
-        """Number of tokens that every engine knows; known after :meth:`start`."""
+        self.pool_id = uuid.uuid4().hex[:12]
+        """Part of the actors' names, so that they differ from those of other pools in the same Ray cluster."""
         self._has_weights = has_weights
-        self._changed = threading.Condition(threading.RLock())
-        self._handles: list[EngineHandle] = []
-        self._queues: dict[int, Callable[[], str]] = {}
-        self._closed = threading.Event()
         self._sleep_level: int | None = None  # while engines sleep
+        self.observer: Callable[[], None] | None = None
+        """Called when a weight sync, :meth:`sleep` or :meth:`wake` has changed the engines' states, before it returns;
+        other changes are learned from :meth:`wait`."""
         weakref.finalize(self, _kill_all, self._handles, self._closed)  # also at the end of the interpreter
 
     # ---------------------------------------------------------------- start and end
@@ -94,9 +93,18 @@ class EngineManager:
             _kill(handle)
 
     def _launch(self, number: int, restarts: int) -> EngineHandle:
-        actor = self.create_actor(number)
-        name = f"{self.engine_name} {number} of {self.num_engines}"
-        return EngineHandle(name, number, actor, actor.start.remote(), restarts, self.policy, self.start_timeout)
+        actor_name = f"rlhfkit-{self.pool_id}-engine-{number}-restart-{restarts}"
+        actor = self.create_actor(number, actor_name)
+        return EngineHandle(
+            f"{self.engine_name} {number} of {self.num_engines}",
+            number,
+            actor,
+            actor.start.remote(),
+            restarts,
+            self.policy,
+            self.start_timeout,
+            actor_name,
+        )
 
     def mark_started(self, handle: EngineHandle, info: dict[str, Any]) -> None:
         """Record that an engine has started; ``info`` is what its ``start`` returned."""
@@ -116,91 +124,15 @@ class EngineManager:
                 handle.actor.sleep.remote(self._sleep_level)
             self._changed.notify_all()
 
-    # ---------------------------------------------------------------- state
-
     @property
     def handles(self) -> list[EngineHandle]:
         """The current process of each engine, dead ones included."""
-        with self._changed:
-            return list(self._handles)
+        return list(super().handles)
 
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._closed.is_set()
-
-    @property
-    def all_dead(self) -> bool:
-        """Whether all engines are dead and none will be restarted."""
-        return all(handle.state is State.DEAD for handle in self.handles)
-
-    @property
-    def expects_service(self) -> bool:
-        """Whether some engine serves, or will when the current weight sync has ended."""
-        return any(handle.state in (State.SERVING, State.SYNCING) for handle in self.handles)
-
-    def report(self) -> str:
-        """Describe every engine and every caller's queue, a line each."""
-        now = time.monotonic()
-        with self._changed:
-            lines = [handle.describe(now) for handle in self._handles] + [one() for one in self._queues.values()]
-        return "\n".join(f"  {line}" for line in lines)
-
-    @contextlib.contextmanager
-    def reporting(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Add a caller's queue to :meth:`report` inside the context; ``describe`` is called from any thread."""
-        key = id(describe)
-        with self._changed:
-            self._queues[key] = describe
-        try:
-            yield
-        finally:
-            with self._changed:
-                del self._queues[key]
+    # ---------------------------------------------------------------- weights and sleep
 
     def _group(self, handles: Iterable[EngineHandle]) -> EngineHandles:
         return EngineHandles(tuple(handles), self.workers_per_engine, cluster_address(), self.sync_timeout)
-
-    # ---------------------------------------------------------------- requests
-
-    def acquire(self, requests: int, limit: int) -> EngineHandle | None:
-        """Add ``requests`` to the least busy serving engine and return it; ``None`` if all have ``limit`` or more."""
-        now = time.monotonic()
-        with self._changed:
-            able = [handle for handle in self._handles if handle.takes_requests(now) and handle.num_requests < limit]
-            if not able:
-                return None
-            best = min(able, key=lambda handle: handle.num_requests)
-            best.num_requests += requests
-            return best
-
-    def release(self, handle: EngineHandle, requests: int) -> None:
-        """Count requests as no longer in flight: answered, lost or cancelled."""
-        with self._changed:
-            handle.num_requests -= requests
-            self._changed.notify_all()
-
-    def wait(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds until an engine's state has changed."""
-        with self._changed:
-            self._changed.wait(timeout)
-
-    def call(self, state: State, method: str, *args: Any, doing: str, timeout: float) -> dict[int, Any]:
-        """Call a ``RemoteEngine`` method on all engines in a state; returns results by engine number.
-
-        Engines that fail are marked dead and the others called again. ``timeout`` is in seconds, ``doing`` for
-        messages.
-        """
-        while True:
-            handles = self._group(handle for handle in self.handles if handle.state is state)
-            try:
-                results = handles.submit(method, *args, doing=doing, timeout=timeout).result()
-            except EngineFailure as error:
-                self.mark_dead(error.engine, str(error))
-            else:
-                return dict(zip((handle.number for handle in handles.handles), results, strict=True))
-
-    # ---------------------------------------------------------------- weights and sleep
 
     def begin_sync(self, *, wait_for_all: bool = False) -> EngineHandles:
         """Take the engines that are up out of service for new weights; EngineError if none is within ``start_timeout``.
@@ -221,6 +153,7 @@ class EngineManager:
             for handle in up:
                 handle.version = None
                 handle.change_state(State.SYNCING)
+            self._changed.notify_all()
             if len(up) < len(self._handles):
                 log.warning("weights go to %d of %d engines:\n%s", len(up), len(self._handles), self.report())
         return self._group(up)
@@ -233,7 +166,7 @@ class EngineManager:
                     handle.version, handle.has_partial_weights = version, version is None
                     handle.asleep = handle.asleep and handle.has_partial_weights
                     handle.change_state(State.STALE if version is None else State.SERVING)
-            self._changed.notify_all()
+        self._notify()
 
     def sleep(self, level: int) -> None:
         """Have engines that are up free GPU memory: vLLM's level 1 keeps weights in main memory, 2 drops them."""
@@ -244,7 +177,7 @@ class EngineManager:
                     handle.change_state(State.ASLEEP)
                     handle.asleep = True
                     handle.version = handle.version if level == 1 else None
-            self._changed.notify_all()
+        self._notify()
         self.call(State.ASLEEP, "sleep", level, doing="falling asleep", timeout=self.sync_timeout)
 
     def wake(self) -> None:
@@ -257,7 +190,13 @@ class EngineManager:
                 if handle.state is State.ASLEEP:
                     handle.asleep = False
                     handle.change_state(State.STALE if handle.version is None else State.SERVING)
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._changed:
             self._changed.notify_all()
+        if self.observer is not None:
+            self.observer()
 
     # ---------------------------------------------------------------- deaths
 
@@ -267,13 +206,18 @@ class EngineManager:
             if handle.state is State.DEAD:
                 return
             handle.reason = reason.replace(CURE, "").strip()
+            # Before it is dead: other threads would find that all engines are dead and none is restarted.
+            handle.will_restart = restart = handle.restarts < self.policy.max_restarts and not self.closed
             handle.change_state(State.DEAD)
-            restart = handle.restarts < self.policy.max_restarts and not self.closed
             self._changed.notify_all()
         log.warning("%s is dead: %s; %s", handle, handle.reason, "restarting it" if restart else "not restarted")
         _kill(handle)
         if restart:
-            successor = self._launch(handle.number, handle.restarts + 1)
+            try:
+                successor = self._launch(handle.number, handle.restarts + 1)
+            except BaseException:
+                handle.will_restart = False
+                raise
             with self._changed:
                 too_late = self.closed
                 if not too_late:

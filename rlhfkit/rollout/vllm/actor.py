@@ -1,6 +1,6 @@
 """``VLLMActor``: one vLLM engine as a Ray actor. Written for vLLM 0.32.
 
-Only plain Python values and plain exceptions leave the actor, so the training process never imports vLLM.
+Only plain values, NumPy arrays and plain exceptions leave the actor, so the training process never imports vLLM.
 """
 
 import asyncio
@@ -12,10 +12,12 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.remote.gpu_holder import assigned_gpus
 from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation
-from rlhfkit.rollout.supervision.remote_engine import Completion, RemoteEngine, Request
+from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Completion, RemoteEngine, Request
 from rlhfkit.rollout.vllm.backends import AsyncBackend, Backend, InProcessBackend
 
 Result = TypeVar("Result")
@@ -64,13 +66,15 @@ class ActorLauncher:
         self.in_process = in_process
         self.environment = environment
 
-    def __call__(self, number: int) -> Any:
-        """Create the actor of an engine."""
+    def __call__(self, number: int, name: str) -> Any:
+        """Create the actor of an engine, with this name in Ray."""
         import ray
 
         placement = self.placements[number]
         actor_class = ray.remote(VLLMActor).options(
             **placement.options,
+            name=name,
+            namespace=ENGINE_NAMESPACE,
             # Coroutines wait in vLLM's own queue, not in Ray's: all may run at once.
             max_concurrency=10_000,
             runtime_env={"env_vars": self.environment},
@@ -262,7 +266,7 @@ def _sampling_params(arguments: dict[str, Any]) -> Any:
 def _completion(output: Any) -> Completion:
     """Extract plain values from a finished vLLM request."""
     (made,) = output.outputs
-    token_ids = list(made.token_ids)
-    spans = [(span.version, span.start, span.end) for span in made.weight_versions or ()]
-    logprobs = [entry[token].logprob for token, entry in zip(token_ids, made.logprobs, strict=True)]
-    return token_ids, logprobs, str(made.finish_reason), spans
+    token_ids = np.array(made.token_ids, dtype=np.int32)
+    logprobs = (entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs, strict=True))
+    runs = [(int(span.version), span.end - span.start) for span in made.weight_versions or ()]
+    return Completion(token_ids, np.fromiter(logprobs, np.float32, len(token_ids)), str(made.finish_reason), runs)

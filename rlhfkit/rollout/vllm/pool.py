@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from rlhfkit.data.types import Prompt
+from rlhfkit.distributed import get_world_size
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
@@ -122,11 +123,6 @@ class VLLMPool(RemoteEnginePool):
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
     ) -> None:
         """Set :attr:`manager`, with started vLLM actors, and :attr:`sender`; called on rank 0."""
-        _require_packages()
-        from rlhfkit.models.load import load_tokenizer, stop_token_ids
-
-        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-        self._stop_token_ids = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
         device = self.connect_to_ray(ranks)
         self.sender = self._make_sender(device)
         in_process = device == "cpu" and self.tensor_parallel_size == 1
@@ -164,6 +160,7 @@ class VLLMPool(RemoteEnginePool):
             start_timeout=self.start_timeout,
             policy=self.health,
             has_weights=load_weights,
+            num_ranks=get_world_size(),
         )
         self.manager.start()
 
@@ -175,6 +172,14 @@ class VLLMPool(RemoteEnginePool):
         return NcclSender(bucket_bytes=self.bucket_bytes)
 
     # ---------------------------------------------------------------- sampling
+
+    def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
+        """Read the model's end-of-sequence tokens; ImportError if Ray or vLLM is missing."""
+        _require_packages()
+        from rlhfkit.models.load import load_tokenizer, stop_token_ids
+
+        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        self._stop_token_ids = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
 
     def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
         """Return the request for one sample, with arguments of ``vllm.SamplingParams``."""

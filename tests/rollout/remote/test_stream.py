@@ -1,7 +1,4 @@
-"""Groups of real vLLM engines as they are finished: taken one by one, more asked for, the rest dropped.
-
-Covers ``scheduler.py`` too.
-"""
+"""Groups of real vLLM engines as they are finished: taken one by one, more asked for, the rest dropped."""
 
 from pathlib import Path
 

@@ -1,0 +1,311 @@
+"""From what a user has (module, data, callback, strategy) to a :class:`~rlhfkit.costs.run.Run`.
+
+Sizes that only the data knows (tokens of a prompt, of an answer) are taken at their limits unless they are given, and
+every such choice is noted, so that a report can state it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from rlhfkit.callbacks import RolloutCallback
+from rlhfkit.costs.hardware import GIB, GPU, Efficiency
+from rlhfkit.costs.model_shape import ModelShape, model_shape
+from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
+from rlhfkit.data.packing import iteration_shape
+from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
+from rlhfkit.episodes.engine_wrapper import EngineWrapper
+from rlhfkit.modules import (
+    DistillationModule,
+    OnPolicyDistillationModule,
+    OnPolicyModule,
+    PolicyModule,
+    PPOModule,
+    ProcessRewardModule,
+    ReferenceModule,
+    RewardModule,
+    SFTModule,
+)
+from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
+from rlhfkit.strategies import RLHFDeepSpeedStrategy, register
+
+PROMPT_TOKENS = 512
+"""Assumed tokens of a prompt where neither an argument nor the data's ``max_prompt_length`` says it."""
+_PLAIN = ("auto", "ddp", "single_device")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens of prompts and answers, as far as they are known."""
+
+    prompt_tokens: float | None = None
+    answer_tokens: float | None = None
+    answer_spread: float | None = None
+
+
+def described_run(
+    module: PolicyModule | Mapping[str, Any] | str,
+    data: L.LightningDataModule | None,
+    rollouts: RolloutCallback | None,
+    *,
+    strategy: str | Strategy,
+    devices: int,
+    num_nodes: int,
+    precision: str | int,
+    accumulate_grad_batches: int,
+    gpu: GPU,
+    lengths: Lengths,
+    score_seconds: float,
+    efficiency: Efficiency,
+    gpus_per_machine: int,
+) -> tuple[Run, list[str], list[str]]:
+    """Describe a run; returns it, the assumptions that were made, and sizes that contradict one another.
+
+    Raises:
+        TypeError: If the module is none of rlhfkit's.
+        ValueError: If the strategy is unknown, or prompts are trained on without a callback that samples.
+    """
+    policy = made_module(module)
+    sharding = sharding_of(strategy, devices * num_nodes)
+    assumptions: list[str] = []
+    problems: list[str] = []
+    fields = _roles(policy)
+    fields |= {
+        "gpu": gpu,
+        "sharding": sharding,
+        "precision": Precision.of(precision, deepspeed=sharding.stage is not None),
+        "gradient_checkpointing": policy.gradient_checkpointing,
+        "attention": policy.attention or "packed",
+        "score_seconds": score_seconds,
+        "efficiency": efficiency,
+        "gpus_per_machine": gpus_per_machine,
+    }
+    if isinstance(policy, OnPolicyModule) or rollouts is not None:
+        if not isinstance(data, PromptDataModule) or rollouts is None:
+            raise ValueError(
+                f"{type(policy).__name__} learns from its own samples: give estimate(data=PromptDataModule(...), "
+                "rollouts=RolloutCallback(...)), which say how many there are and how they are made"
+            )
+        fields |= _sampling(policy, data, rollouts, lengths, sharding.ranks, accumulate_grad_batches, problems)
+        fields |= _answers(data, rollouts, lengths, assumptions)
+        fields["engine"] = engine_shape(rollouts.engine, fields["precision"], gpu, sharding.ranks, assumptions)
+        run = Run(**_with_micro_batches(fields, data, problems))
+    else:
+        run = Run(**fields, **_offline(policy, data, lengths, sharding.ranks * accumulate_grad_batches, assumptions))
+    if run.policy.uncertainty > ModelShape.uncertainty:
+        assumptions.append(
+            f"the layers of the family {run.policy.family!r} are not those that the formulas describe: activations and "
+            f"cache may be off by {run.policy.uncertainty:.0%}"
+        )
+    return run, assumptions, problems
+
+
+# ------------------------------------------------------------------------------------------------ the module
+
+
+def made_module(module: PolicyModule | Mapping[str, Any] | str) -> PolicyModule:
+    """The module itself, one made from ``class_path`` and ``init_args`` of a configuration, or SFT of a model's name.
+
+    Raises:
+        TypeError: If it is no :class:`~rlhfkit.PolicyModule`.
+        ValueError: If a mapping has no ``class_path``.
+    """
+    if isinstance(module, str):
+        return SFTModule(module)
+    if isinstance(module, Mapping):
+        path = module.get("class_path")
+        if not isinstance(path, str):
+            raise ValueError(
+                "a module as a mapping needs class_path and init_args, as in a configuration file, got the keys "
+                f"{', '.join(map(str, module)) or 'none'}"
+            )
+        module = resolve_name(path if "." in path else f"rlhfkit.{path}")(**module.get("init_args", {}))
+    if not isinstance(module, PolicyModule):
+        raise TypeError(f"module must be one of rlhfkit's modules or the name of a model, got {type(module).__name__}")
+    return module
+
+
+def _roles(module: PolicyModule) -> dict[str, Any]:
+    """Shapes of all models that the module trains or holds."""
+
+    def shape(name: str, *, adapters: bool = False) -> ModelShape:
+        lora = module.lora if adapters else None
+        return model_shape(name, lora=lora, trust_remote_code=module.trust_remote_code)
+
+    policy = shape(module.model_name, adapters=True)
+    scalar = isinstance(module, RewardModule | ProcessRewardModule)
+    if scalar:  # a number per token in place of the output layer
+        policy = dataclasses.replace(policy, parameters=policy.backbone, head=0, vocabulary=1, tied=False)
+    roles: dict[str, Any] = {"policy": policy}
+    if isinstance(module, ReferenceModule) and module.uses_reference and module.ref_model_name is not None:
+        roles["reference"] = shape(module.ref_model_name)
+    elif module.needs_reference and module.lora is None:
+        roles["reference"] = shape(module.model_name)
+    if isinstance(module, PPOModule) and not module.shared_backbone:
+        roles["critic"] = shape(module.critic_name or module.model_name, adapters=True)
+    if isinstance(module, DistillationModule) and module.precompute_teacher:
+        return roles
+    if isinstance(module, DistillationModule | OnPolicyDistillationModule):
+        roles["teacher"] = shape(module.teacher_name)
+    if isinstance(module, OnPolicyModule):
+        roles["entropy"] = module.needs_entropy
+        roles["old_logprobs"] = module.needs_old_logprobs
+        roles["prepare_tokens"] = module.max_tokens_per_forward
+        if module.reward_model_name is not None:
+            roles["reward_model"] = shape(module.reward_model_name)
+    return roles
+
+
+# ------------------------------------------------------------------------------------------------ the strategy
+
+
+def sharding_of(strategy: str | Strategy, ranks: int) -> Sharding:
+    """The sharding of a strategy or of its name.
+
+    Raises:
+        ValueError: If it is neither ours nor one of Lightning's that replicate everything.
+    """
+    if isinstance(strategy, str) and strategy.startswith("rlhf_"):
+        register()
+        if strategy in StrategyRegistry.available_strategies():
+            strategy = StrategyRegistry.get(strategy)
+    if isinstance(strategy, RLHFDeepSpeedStrategy):
+        config: dict[str, Any] = strategy.config if isinstance(strategy.config, dict) else {}
+        zero = config.get("zero_optimization") or {}
+        live = zero.get("stage3_max_live_parameters", 1e9) + zero.get("stage3_prefetch_bucket_size", 5e7)
+        return Sharding(
+            ranks=ranks,
+            stage=int(zero.get("stage", 0)),
+            offload_optimizer=bool(zero.get("offload_optimizer")),
+            offload_parameters=bool(zero.get("offload_param")),
+            bucket=int(zero.get("reduce_bucket_size", 5e8)),
+            overlap=bool(zero.get("overlap_comm", True)),
+            live_parameters=int(live),
+        )
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    if name not in _PLAIN and name not in ("DDPStrategy", "SingleDeviceStrategy"):
+        known = [one for one in StrategyRegistry.available_strategies() if one.startswith("rlhf_")]
+        raise ValueError(
+            f"strategy must be one of {', '.join([*_PLAIN, *known])}, or an RLHFDeepSpeedStrategy, got {name!r}"
+        )
+    return Sharding(ranks=ranks)
+
+
+# ------------------------------------------------------------------------------------------------ data and engines
+
+
+def _sampling(
+    module: PolicyModule,
+    data: PromptDataModule,
+    rollouts: RolloutCallback,
+    lengths: Lengths,
+    ranks: int,
+    accumulate: int,
+    problems: list[str],
+) -> dict[str, Any]:
+    """Sizes of an iteration."""
+    group = rollouts.sampling.group_size
+    sequences = data.rollout_batch_size * group
+    updates = max(1, round(sequences / (data.micro_batch_size * accumulate * ranks)))
+    try:
+        updates = iteration_shape(data.rollout_batch_size, group, data.micro_batch_size, accumulate, ranks).updates
+    except ValueError as error:
+        problems.append(str(error))
+    return {"sequences": sequences, "group_size": group, "updates": updates, "max_staleness": rollouts.max_staleness}
+
+
+def _answers(
+    data: PromptDataModule, rollouts: RolloutCallback, lengths: Lengths, assumptions: list[str]
+) -> dict[str, Any]:
+    """Tokens of prompts and answers."""
+    limit, prompt, answer = rollouts.sampling.max_new_tokens, lengths.prompt_tokens, lengths.answer_tokens
+    if prompt is None:
+        prompt = data.max_prompt_length or PROMPT_TOKENS
+        source = "the data's max_prompt_length" if data.max_prompt_length else "an assumption: give prompt_tokens"
+        assumptions.append(f"prompts have {prompt} tokens ({source})")
+    spread = lengths.answer_spread
+    if answer is None:
+        answer = float(limit)
+        spread = spread or 0.0
+        assumptions.append(f"every answer has {limit} tokens, the limit: give answer_tokens for their mean")
+    return {
+        "prompt_tokens": float(prompt),
+        "answer_tokens": min(float(answer), float(limit)),
+        "max_answer_tokens": limit,
+        "answer_spread": Run.answer_spread if spread is None else spread,
+    }
+
+
+def _with_micro_batches(fields: dict[str, Any], data: PromptDataModule, problems: list[str]) -> dict[str, Any]:
+    """Add the tokens of a micro-batch, and the share of them that is trained on."""
+    probe = Run(**fields)
+    tokens = data.micro_batch_size * probe.tokens / probe.sequences
+    trained = probe.sequences * probe.answer_tokens / probe.tokens
+    context = probe.policy.context
+    if context is not None and probe.longest > context:
+        problems.append(
+            f"a prompt of {probe.prompt_tokens:,.0f} tokens and an answer of {probe.max_answer_tokens:,} exceed the "
+            f"model's context of {context:,}: lower max_new_tokens or max_prompt_length"
+        )
+    return fields | {"micro_batch_tokens": tokens, "trained_share": min(trained, 1.0)}
+
+
+def _offline(
+    module: PolicyModule, data: L.LightningDataModule | None, lengths: Lengths, batches: int, assumptions: list[str]
+) -> dict[str, Any]:
+    """Sizes of one optimizer step on given data; each row at its greatest length unless lengths are given."""
+    size, limit, cap = 8, None, None
+    if isinstance(data, SFTDataModule):
+        size, limit, cap = data.micro_batch_size, data.max_length, data.max_tokens_per_micro_batch
+    else:
+        assumptions.append(f"a micro-batch has {size} rows: give data")
+    if isinstance(data, PreferenceDataModule):
+        size *= 2
+    length = None
+    if lengths.prompt_tokens is not None or lengths.answer_tokens is not None:
+        length = (lengths.prompt_tokens or 0.0) + (lengths.answer_tokens or 0.0)
+    if length is None:
+        length = float(limit or PROMPT_TOKENS)
+        source = "max_length of the data" if limit else "an assumption: give answer_tokens"
+        assumptions.append(f"every row has {length:.0f} tokens ({source})")
+    tokens = float(cap) if cap is not None else size * length
+    scalar = isinstance(module, RewardModule | ProcessRewardModule)
+    trained = 1.0 if lengths.answer_tokens is None else lengths.answer_tokens / length
+    return {
+        "sequences": max(1, round(batches * tokens / length)),
+        "prompt_tokens": length,
+        "answer_tokens": 0.0,
+        "micro_batch_tokens": tokens,
+        "trained_share": 0.0 if scalar else trained,
+    }
+
+
+def engine_shape(
+    engine: RolloutEngine, precision: Precision, gpu: GPU, ranks: int, assumptions: list[str]
+) -> EngineShape | None:
+    """Describe an engine; ``None`` for those that need no GPU (a replay)."""
+    while isinstance(engine, EngineWrapper):
+        engine = engine.engine
+    if isinstance(engine, LocalEngine):
+        return EngineShape(count=ranks, itemsize=precision.weights, local=True, max_sequences=engine.max_sequences)
+    if not isinstance(engine, VLLMPool):
+        assumptions.append(f"{type(engine).__name__} takes no GPU memory and no time")
+        return None
+    sizes = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
+    more = engine.engine_arguments
+    large = gpu.memory >= 70 * GIB and not gpu.name.startswith("A100")  # vLLM 0.32's defaults depend on it
+    return EngineShape(
+        count=engine.num_engines,
+        tensor_parallel=engine.tensor_parallel_size,
+        memory_share=engine.gpu_memory_utilization,
+        cache_bytes=None if engine.kv_cache_gib is None else engine.kv_cache_gib * GIB,
+        itemsize=sizes.get(str(engine.dtype), precision.compute),
+        colocated=engine.colocate,
+        sleeping_weights_on_host=engine.colocate and engine.sleep_level == 1,
+        max_sequences=int(more.get("max_num_seqs") or (1024 if large else 256)),
+        prefill_tokens=int(more.get("max_num_batched_tokens") or (16384 if large else 8192)),
+    )

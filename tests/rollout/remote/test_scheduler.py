@@ -1,0 +1,107 @@
+"""Requests of one caller: real Ray actors without a model."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rlhfkit.data.types import Prompt
+from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.errors import StallError
+from rlhfkit.rollout.remote.scheduler import RequestScheduler
+from rlhfkit.rollout.remote.stream import PoolStream
+from rlhfkit.rollout.supervision.manager import EngineManager
+from rlhfkit.rollout.supervision.remote_engine import Request
+from rollout.toy_engines import request, toy_manager
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def manager(ray_session: None) -> Iterator[EngineManager]:
+    """One engine that serves."""
+    made = toy_manager(1)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def make_request(prompt: Prompt, index: int, *, iteration: int) -> Request:
+    """The answer has as many tokens as the iteration's number says."""
+    return request(prompt.token_ids[0], tokens=iteration, seconds=prompt.token_ids[0] / 10)
+
+
+def open_stream(manager: EngineManager) -> PoolStream:
+    """A stream of groups of two."""
+    sampling = SamplingSpec(group_size=2, max_new_tokens=8)
+    return PoolStream(manager, sampling, make_request, 30.0, iteration=2, knows_logprobs=True)
+
+
+def test_a_wait_ends_when_its_time_is_over_and_loses_nothing(manager: EngineManager) -> None:
+    scheduler = RequestScheduler(manager, timeout=30)
+    job = scheduler.submit([request(seconds=1.0)])
+    for wait in (0.0, 0.2):
+        begin = time.monotonic()
+        assert scheduler.collect(wait) == {}
+        assert time.monotonic() - begin < wait + 0.5
+    assert list(scheduler.collect(30.0)) == [job]
+    assert scheduler.collect() == {}
+    scheduler.close()
+
+
+def test_a_caller_that_polls_learns_of_a_stall_as_one_that_waits(manager: EngineManager) -> None:
+    scheduler = RequestScheduler(manager, timeout=1.0)
+    scheduler.submit([request(seconds=60.0)])
+
+    def poll() -> None:
+        for _ in range(100):
+            scheduler.collect(0.05)
+            time.sleep(0.05)
+
+    with pytest.raises(StallError, match=r"no request was finished for 1 s; waiting for 1 of 1 jobs"):
+        poll()
+    scheduler.close()
+
+
+def test_time_that_the_caller_spends_on_results_is_no_stall(manager: EngineManager) -> None:
+    scheduler = RequestScheduler(manager, timeout=2.0)
+    scheduler.submit([request()])
+    scheduler.submit([request(seconds=3.5)])
+    assert len(scheduler.collect()) == 1
+    time.sleep(2.1)
+    assert len(scheduler.collect()) == 1
+    scheduler.close()
+
+
+def test_one_stream_samples_for_several_iterations_in_the_order_of_submission(manager: EngineManager) -> None:
+    stream = open_stream(manager)
+    stream.submit([Prompt(0, [3]), Prompt(1, [1])], iteration=5)
+    stream.submit([Prompt(0, [2])])
+    time.sleep(1.0)
+    groups = stream.collect(2, wait=5.0) + stream.collect(2, wait=5.0)
+    assert [(group[0].prompt.index, group[0].token_ids) for group in groups] == [
+        (0, [3] * 5),
+        (1, [1] * 5),
+        (0, [2] * 2),
+    ]
+    assert [sample.version_runs for sample in groups[0]] == [[(3, 5)], [(3, 5)]]
+    assert stream.collect(1, wait=5.0) == []
+    stream.close()
+
+
+def test_streams_of_several_threads_get_what_is_theirs(manager: EngineManager) -> None:
+    def collect(caller: int) -> list[list[int]]:
+        stream = open_stream(manager)
+        stream.submit([Prompt(row, [caller]) for row in range(5)])
+        found = []
+        while groups := stream.collect(2):
+            found += [sample.token_ids for group in groups for sample in group]
+        stream.close()
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(collect, range(1, 5)))
+    assert answers == [[[caller, caller]] * 10 for caller in range(1, 5)]
+    assert manager.handles[0].num_requests == 0

@@ -1,0 +1,79 @@
+"""Engines without a model, in real Ray actors, for tests of what surrounds engines."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfkit.rollout.supervision.health import HealthPolicy
+from rlhfkit.rollout.supervision.manager import EngineManager
+from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Completion, Request
+
+
+class ToyEngine:
+    """Answers a request of ``{"tokens": n, "seconds": s}`` with n times the prompt's first token, after s seconds."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.aborted: list[str] = []
+
+    async def start(self) -> dict[str, Any]:
+        return {"max_model_len": 64, "vocabulary": 128, "pid": os.getpid()}
+
+    async def health(self) -> dict[str, Any]:
+        return {"seconds_since_step": 0.0, "paused": False}
+
+    async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:
+        self.started += len(requests)
+        return list(await asyncio.gather(*map(self._answer, requests)))
+
+    async def _answer(self, request: Request) -> Completion:
+        (first, *_), arguments = request
+        await asyncio.sleep(arguments["seconds"])
+        if arguments.get("dies"):
+            os._exit(1)
+        n = arguments["tokens"]
+        return Completion(np.full(n, first, np.int32), np.full(n, -0.5, np.float32), "length", [(3, n)])
+
+    async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        return [[-1.0] * (len(sequence) - 1) for sequence in sequences]
+
+    async def abort(self, keys: Sequence[str]) -> None:
+        self.aborted += keys
+
+    async def seen(self) -> tuple[int, list[str]]:
+        """Requests that were started, and jobs that were aborted."""
+        return self.started, self.aborted
+
+
+def start_toy_engine(number: int, name: str) -> Any:
+    """Create the actor of an engine."""
+    import ray
+
+    path = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    options = {"num_cpus": 0, "max_concurrency": 1000, "name": name, "namespace": ENGINE_NAMESPACE}
+    return ray.remote(ToyEngine).options(**options, runtime_env={"env_vars": path}).remote()
+
+
+def toy_manager(num_engines: int, num_ranks: int = 1, **policy: Any) -> EngineManager:
+    """Toy engines that serve version 0."""
+    manager = EngineManager(
+        num_engines,
+        start_toy_engine,
+        engine_name="toy engine",
+        sync_timeout=30.0,
+        start_timeout=60.0,
+        policy=HealthPolicy(**policy),
+        has_weights=True,
+        num_ranks=num_ranks,
+    )
+    manager.start()
+    return manager
+
+
+def request(token: int = 7, *, tokens: int = 3, seconds: float = 0.0, dies: bool = False) -> Request:
+    """A request that a toy engine understands."""
+    return [token], {"tokens": tokens, "seconds": seconds, "dies": dies}
