@@ -20,7 +20,6 @@ estimated and measured bytes of each run.
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
 import socket
@@ -156,10 +155,11 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> dict[int, int]:
     }
 
 
-def tensors_alive() -> list[Tensor]:
-    """All tensors that Python knows, gradients included."""
-    found = [one for one in gc.get_objects() if isinstance(one, Tensor)]
-    return found + [one.grad for one in found if one.is_leaf and one.requires_grad and one.grad is not None]
+def flattened(value: Any) -> list[Tensor]:
+    """All tensors in nested lists and dictionaries."""
+    if isinstance(value, dict | list | tuple):
+        return [tensor for one in (value.values() if isinstance(value, dict) else value) for tensor in flattened(one)]
+    return [value] if torch.is_tensor(value) else []
 
 
 class Measure(L.Callback):
@@ -168,15 +168,10 @@ class Measure(L.Callback):
     def __init__(self) -> None:
         self.bytes: dict[str, float] = {}
         self._profile: Any = None
-        self._idle: dict[int, int] = {}
-        self._kept: list[Tensor] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Before the first micro-batch of the second step: what stays; before its second: allocations from here on."""
         if batch_idx == 2:
-            gc.collect()
-            self._kept = tensors_alive()  # so that no address is used twice
-            self._idle = storage_bytes(self._kept)
             weights = storage_bytes(self._weights(pl_module))
             states = storage_bytes(self._states(trainer))
             self.bytes["weights"] = sum(weights.values())
@@ -202,16 +197,15 @@ class Measure(L.Callback):
             peak = max(peak, held)
         self.bytes["peak"] = peak + self._kept_buckets(trainer)
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """What is alive now and was not before the step."""
-        if self._idle and "gradients" not in self.bytes:
-            gc.collect()
-            now = storage_bytes(tensors_alive())
-            self.bytes["gradients"] = sum(size for place, size in now.items() if place not in self._idle)
-            for engine in getattr(trainer.strategy, "engines", {}).values():
-                kept = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)  # ZeRO 3 always has it
-                self.bytes["gradients"] += 0 if kept is None else kept.untyped_storage().nbytes()
-            self._kept = []
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Gradients of parameters, and where DeepSpeed collects them."""
+        if "weights" not in self.bytes or "gradients" in self.bytes:
+            return
+        found = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        for engine in getattr(trainer.strategy, "engines", {}).values():
+            for name in ("averaged_gradients", "all_grad_tensors", "grads_in_partition", "grad_partitions_flat_buffer"):
+                found += flattened(getattr(engine.optimizer, name, None))
+        self.bytes["gradients"] = sum(storage_bytes(found).values())
 
     @staticmethod
     def _kept_buckets(trainer: L.Trainer) -> int:
@@ -229,10 +223,12 @@ class Measure(L.Callback):
     @staticmethod
     def _states(trainer: L.Trainer) -> list[Tensor]:
         found: list[Tensor] = []
-        engines = getattr(trainer.strategy, "engines", {}).values()
+        engines = list(getattr(trainer.strategy, "engines", {}).values())
         for optimizer in [engine.basic_optimizer for engine in engines] or trainer.optimizers:
             found += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
             found += [one for group in optimizer.param_groups for one in group["params"]]
+        for engine in engines:  # ZeRO 3 gives them to the optimizer for the step only
+            found += getattr(engine.optimizer, "fp32_partitioned_groups_flat", [])
         return found
 
 
@@ -279,6 +275,7 @@ def strategy_of(case: Case) -> Strategy | str:
 
 def measured(case: Case, folder: Path) -> dict[str, float]:
     """Train two optimizer steps of two micro-batches in this process."""
+    known = rlhfkit.models.forward.output_logits
     if not case.fused_head:
         rlhfkit.models.forward.output_logits = lambda model: None  # as for families whose head is not known
     torch.manual_seed(0)
@@ -300,7 +297,10 @@ def measured(case: Case, folder: Path) -> dict[str, float]:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, DataLoader([batch_of(case)] * 4, batch_size=None))
+    try:
+        trainer.fit(module, DataLoader([batch_of(case)] * 4, batch_size=None))
+    finally:
+        rlhfkit.models.forward.output_logits = known
     return measure.bytes
 
 

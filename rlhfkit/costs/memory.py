@@ -187,36 +187,33 @@ def _state_parts(run: Run) -> list[MemoryPart]:
 def _activation_parts(run: Run) -> list[MemoryPart]:
     """Activations of the forward and backward pass: what is saved, and the widest of the moments beside it."""
     compute, residual = run.precision.compute, run.precision.weights
-    tokens, device = run.micro_batch_tokens, "cpu" if run.gpu.name == "cpu" else "cuda"
-    parts, moments = [], []
+    parts: list[MemoryPart] = []
+    moment, widest = "backward buffers", 0.0
     for role, shape in trained_models(run):
         saved = saved_bytes(
             shape,
-            tokens,
+            run.micro_batch_tokens,
             itemsize=compute,
             residual_itemsize=residual,
             gradient_checkpointing=run.gradient_checkpointing,
             attention=run.attention,
-            longest=min(run.longest, tokens),
+            longest=min(run.longest, run.micro_batch_tokens),
         )
         parts.append(MemoryPart(TRAINING, role, "activations", saved, ("train",)))
         if residual != compute:
             cast = compute * shape.parameters
             parts.append(MemoryPart(TRAINING, role, "weights cast by autocast", cast, ("train",)))
-        moments.append((role, "backward buffers", _backward_moment(run, shape)))
+        backward = _backward_moment(run, shape)
         if role == "policy":
-            head = head_bytes(
-                shape,
-                tokens * run.trained_share,
-                itemsize=compute,
-                fused=shape.fused_head,
-                entropy=run.entropy,
-                trained=not shape.adapters,
-                device=device,
-            )
-            moments.append((role, "logits head", head))
-    role, part, widest = max(moments, key=lambda moment: moment[2])
-    parts.append(MemoryPart(TRAINING, role, part, widest, ("train",)))
+            head = _head_moment(run, shape)
+            moment, widest = max(("backward buffers", backward), ("logits head", head), key=lambda one: one[1])
+        elif backward >= widest - saved:  # its backward pass ends, and frees what it saved, before the policy's begins
+            moment, widest = "backward buffers", backward
+        else:
+            widest -= saved
+    parts.append(
+        MemoryPart(TRAINING, "policy" if moment == "logits head" else "all models", moment, widest, ("train",))
+    )
     if run.engine is not None:
         widest = max(
             inference_bytes(shape, min(run.prepare_tokens, run.tokens / run.sharding.ranks), itemsize=compute)
@@ -224,6 +221,19 @@ def _activation_parts(run: Run) -> list[MemoryPart]:
         )
         parts.append(MemoryPart(TRAINING, "all models", "forward passes", widest, ("prepare",)))
     return parts
+
+
+def _head_moment(run: Run, shape: ModelShape) -> float:
+    """Bytes beside saved tensors while the policy's output layer runs."""
+    return head_bytes(
+        shape,
+        run.micro_batch_tokens * run.trained_share,
+        itemsize=run.precision.compute,
+        fused=shape.fused_head,
+        entropy=run.entropy,
+        trained=not shape.adapters,
+        device="cpu" if run.gpu.name == "cpu" else "cuda",
+    )
 
 
 def _backward_moment(run: Run, shape: ModelShape) -> float:

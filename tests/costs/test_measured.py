@@ -1,0 +1,61 @@
+"""Estimated memory is within 15 % of what real runs allocate, in every part above 5 % of a run's total.
+
+The long version, larger and with more cases, is ``benchmarks/estimate.py``. Covers benchmarks/estimate.py.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from strategies import ranks
+
+from .measured_cases import benchmark
+
+script = benchmark()
+SMALL: dict[str, Any] = {"hidden": 192, "layers": 3, "vocabulary": 1024, "length": 128}
+TOLERANCE = 0.15
+ALONE = {
+    "supervised, checkpointing": {"gradient_checkpointing": True},
+    "supervised, dense head": {"fused_head": False, "vocabulary": 8192},
+    "supervised, bfloat16": {"precision": "bf16-true"},
+    "own samples and critic": {"module": "ppo"},
+}
+TOGETHER = {
+    "ZeRO 2": {"stage": 2, "ranks": 2},
+    "ZeRO 3, critic, bfloat16": {"stage": 3, "ranks": 2, "module": "ppo", "precision": "bf16-true"},
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_process_needs_what_is_estimated(name: str, tmp_path: Path) -> None:
+    case = script.Case(**(SMALL | ALONE[name]))
+    found = script.measured(case, tmp_path)
+    errors = script.errors(script.estimated(case), found)
+    assert errors.keys() >= {"weights", "optimizer", "peak"}
+    assert max(map(abs, errors.values())) <= TOLERANCE, errors
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, float]]]:
+    """Measured bytes of all cases on each of two ranks, in one launch."""
+    folder = tmp_path_factory.mktemp("measured")
+    cases = [SMALL | case for case in TOGETHER.values()]
+    return ranks.run("costs.measured_cases:measure_all", 2, folder, cases=cases)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", TOGETHER)
+def test_each_of_two_ranks_needs_what_is_estimated(name: str, reports: list[list[dict[str, float]]]) -> None:
+    case, index = script.Case(**(SMALL | TOGETHER[name])), list(TOGETHER).index(name)
+    parts = reports[0][index]
+    found = {part: max(report[index][part] for report in reports) for part in parts}
+    errors = script.errors(script.estimated(case), found)
+    assert max(map(abs, errors.values())) <= TOLERANCE, errors
+
+
+def test_the_cases_of_the_benchmark_cover_modules_stages_and_ranks() -> None:
+    cases = [dataclasses.asdict(case) for case in script.CASES]
+    assert {case["module"] for case in cases} == {"sft", "grpo", "ppo"}
+    assert {case["stage"] for case in cases} == {None, 0, 1, 2, 3}
+    assert {case["ranks"] for case in cases} == {1, 2}
