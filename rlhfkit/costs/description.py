@@ -16,7 +16,7 @@ from rlhfkit.callbacks import RolloutCallback
 from rlhfkit.costs.hardware import GIB, GPU, Efficiency
 from rlhfkit.costs.model_shape import ModelShape, model_shape
 from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
-from rlhfkit.data.packing import iteration_shape
+from rlhfkit.data.packing import capped_iteration_shape, iteration_shape
 from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
 from rlhfkit.episodes.engine_wrapper import EngineWrapper
 from rlhfkit.modules import (
@@ -208,11 +208,16 @@ def _sampling(
     problems: list[str],
 ) -> dict[str, Any]:
     """Sizes of an iteration."""
-    group = rollouts.sampling.group_size
-    sequences = data.rollout_batch_size * group
-    updates = max(1, round(sequences / (data.micro_batch_size * accumulate * ranks)))
+    group, prompts, cap = rollouts.sampling.group_size, data.rollout_batch_size, data.max_tokens_per_micro_batch
+    sequences = prompts * group
+    updates = data.updates_per_iteration
+    if cap is None:
+        updates = max(1, round(sequences / (data.micro_batch_size * accumulate * ranks)))
     try:
-        updates = iteration_shape(data.rollout_batch_size, group, data.micro_batch_size, accumulate, ranks).updates
+        if cap is None:
+            updates = iteration_shape(prompts, group, data.micro_batch_size, accumulate, ranks).updates
+        else:
+            capped_iteration_shape(prompts, group, updates, ranks)
     except ValueError as error:
         problems.append(str(error))
     return {"sequences": sequences, "group_size": group, "updates": updates, "max_staleness": rollouts.max_staleness}
@@ -243,7 +248,9 @@ def _answers(
 def _with_micro_batches(fields: dict[str, Any], data: PromptDataModule, problems: list[str]) -> dict[str, Any]:
     """Add the tokens of a micro-batch, and the share of them that is trained on."""
     probe = Run(**fields)
-    tokens = data.micro_batch_size * probe.tokens / probe.sequences
+    cap = data.max_tokens_per_micro_batch
+    tokens = data.micro_batch_size * probe.tokens / probe.sequences if cap is None else float(cap)
+    tokens = max(tokens, probe.longest)  # a sequence is never divided
     trained = probe.sequences * probe.answer_tokens / probe.tokens
     context = probe.policy.context
     if context is not None and probe.longest > context:

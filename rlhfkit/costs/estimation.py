@@ -15,6 +15,7 @@ from rlhfkit.costs.memory import (
     ENGINE,
     FRAGMENTATION,
     HOST,
+    PHASES,
     TRAINING,
     MemoryPart,
     engine_memory,
@@ -97,7 +98,7 @@ class Estimate:
         for place in (TRAINING, ENGINE, HOST):
             here = [part for part in self.memory if part.place == place and part.bytes]
             for part in sorted(here, key=lambda one: -one.bytes):
-                phases = "always" if len(part.phases) == 4 else ", ".join(part.phases)
+                phases = "always" if part.phases == PHASES else ", ".join(part.phases)
                 memory.add_row(place, f"{part.role}: {part.part}", f"{part.bytes / GIB:.2f}", phases)
             for phase, total in phase_bytes(self.memory, place).items():
                 memory.add_row(place, f"total, {phase}", f"{total / GIB:.2f}", "", style="bold")

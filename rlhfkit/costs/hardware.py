@@ -135,6 +135,8 @@ class Efficiency:
     """Seconds of an engine's step beside its kernels: scheduling, launches, sampling."""
     exposed_communication: float = 0.5
     """The share of ZeRO's communication that is not hidden behind computation."""
+    host: float = 20e9
+    """Bytes per second between a GPU and the host's memory (half of PCIe 4.0 x16's 32e9, or a third of 5.0's)."""
     storage: float = 1e9
     """Bytes per second that a rank writes of a checkpoint."""
 
@@ -142,7 +144,7 @@ class Efficiency:
         """Check every number."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("decode_step", "storage"):
+            if field.name in ("decode_step", "storage", "host"):
                 check_number(f"Efficiency.{field.name}", value, minimum=0)
             else:
                 check_number(f"Efficiency.{field.name}", value, above=0, maximum=1)

@@ -14,9 +14,9 @@ from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import Run
 
-PHASES = ("generate", "prepare", "train", "update")
-"""Of an iteration, in which different things are in memory: ``train`` is forward and backward passes, ``update`` the
-optimizer's step."""
+PHASES = ("sync", "generate", "prepare", "train", "update")
+"""Of an iteration, in which different things are in memory: ``sync`` sends weights to engines, ``train`` is forward and
+backward passes, ``update`` the optimizer's step."""
 TRAINING, ENGINE, HOST = "training GPU", "engine GPU", "host, per rank"
 """Where parts are."""
 RUNTIME_BYTES = 1.5 * GIB
@@ -59,7 +59,7 @@ class EngineMemory:
 # ------------------------------------------------------------------------------------------------ states of training
 
 
-def weight_bytes(run: Run, parameters: float, *, trained: bool = True) -> float:
+def weight_bytes(run: Run, parameters: float) -> float:
     """Bytes of a model's weights: ``b P``, at ZeRO 3 ``b P / R``; 0 on the GPU with offloaded parameters.
 
     Frozen models are sharded at stage 3 only. ZeRO 1 and 2 round up to whole flat buffers, which is left out.
@@ -152,20 +152,24 @@ def _weights_of(role: str, shape: ModelShape) -> float:
 
 
 def _state_parts(run: Run) -> list[MemoryPart]:
+    """Weights, gradients and optimizer states of all models, and what is gathered or buffered of them."""
     parts = []
     sharding = run.sharding
+    kept = tuple(phase for phase in PHASES if phase != "generate") if run.offload_training else PHASES
+    moved = tuple(phase for phase in kept if phase != "sync") if run.offload_training else PHASES
     for role, shape in trained_models(run):
         parameters = _weights_of(role, shape)
         trained = shape.adapters or parameters
         host = HOST if sharding.offload_optimizer else TRAINING
-        parts.append(MemoryPart(TRAINING, role, "weights", weight_bytes(run, parameters)))
+        parts.append(MemoryPart(TRAINING, role, "weights", weight_bytes(run, parameters), kept))
         if shape.adapters:
-            parts.append(MemoryPart(TRAINING, role, "adapters", run.precision.weights * shape.adapters))
+            parts.append(MemoryPart(TRAINING, role, "adapters", run.precision.weights * shape.adapters, kept))
         if sharding.stage == 3 and sharding.offload_parameters:
             offloaded = run.precision.weights * parameters / sharding.ranks
             parts.append(MemoryPart(HOST, role, "weights", offloaded))
         parts.append(MemoryPart(TRAINING, role, "gradients", gradient_bytes(run, trained), ("train", "update")))
-        parts.append(MemoryPart(host, role, "optimizer", optimizer_bytes(run, trained)))
+        here = PHASES if sharding.offload_optimizer else moved
+        parts.append(MemoryPart(host, role, "optimizer", optimizer_bytes(run, trained), here))
         if sharding.offload_optimizer:
             numbers = trained / sharding.ranks
             parts.append(MemoryPart(HOST, role, "gradients", run.precision.main_weights * numbers))
@@ -174,11 +178,27 @@ def _state_parts(run: Run) -> list[MemoryPart]:
         buckets = MemoryPart(TRAINING, role, "reduction buckets", bucket_bytes(run, trained), ("train",))
         parts += [buckets] if buckets.bytes else []
     for role, shape in frozen_models(run):
-        parts.append(MemoryPart(TRAINING, role, "weights", weight_bytes(run, _weights_of(role, shape), trained=False)))
+        here = PHASES if role == "reward model" else kept  # it scores samples while engines generate
+        size = weight_bytes(run, _weights_of(role, shape))
+        parts.append(MemoryPart(TRAINING, role, "weights", size, here))
     gathered = max(gathered_bytes(run, shape) for _, shape in [*trained_models(run), *frozen_models(run)])
     if gathered:  # one model at a time
         parts.append(MemoryPart(TRAINING, "all models", "gathered weights", gathered, ("prepare", "train")))
+    if run.offload_training:
+        parts.append(MemoryPart(HOST, "all models", "states while engines generate", moved_bytes(parts), ("generate",)))
     return parts
+
+
+def moved_bytes(parts: Sequence[MemoryPart]) -> float:
+    """Bytes of training states that leave a GPU while colocated engines generate."""
+    return sum(
+        part.bytes
+        for part in parts
+        if part.place == TRAINING
+        and part.part in ("weights", "adapters", "optimizer")
+        and part.role != "engine"
+        and "generate" not in part.phases
+    )
 
 
 # ------------------------------------------------------------------------------------------------ activations
@@ -311,7 +331,7 @@ def _engine_parts(run: Run) -> list[MemoryPart]:
     place = TRAINING if engine.colocated or engine.local else ENGINE
     awake = ("generate",) if engine.colocated else PHASES
     parts = [
-        MemoryPart(place, "engine", "weights", found.weights, PHASES if engine.local else awake),
+        MemoryPart(place, "engine", "weights", found.weights, ("sync", *awake) if engine.colocated else PHASES),
         MemoryPart(place, "engine", "activations", found.activations, ("generate",) if engine.local else awake),
         MemoryPart(place, "engine", "key-value cache", max(found.cache, 0), ("generate",) if engine.local else awake),
     ]
@@ -397,7 +417,7 @@ def _training_problems(run: Run, parts: Sequence[MemoryPart]) -> list[str]:
 def _advice(run: Run, phase: str, largest: MemoryPart) -> str:
     """The change that most likely helps."""
     stage = run.sharding.stage
-    if phase == "generate" and run.engine is not None and run.engine.colocated:
+    if phase in ("generate", "sync") and run.engine is not None and run.engine.colocated:
         return "Lower gpu_memory_utilization of the colocated engine, offload the optimizer, or give engines their GPUs"
     if largest.part in ("activations", "logits head", "backward buffers"):
         if not run.gradient_checkpointing:

@@ -101,6 +101,8 @@ class Run:
     reward_model: ModelShape | None = None
     teacher: ModelShape | None = None
     engine: EngineShape | None = None
+    offload_training: bool = False
+    """Training states go to the host's memory while colocated engines generate."""
     gradient_checkpointing: bool = False
     attention: str = "packed"
     """``eager`` holds all scores of a sequence's tokens with one another; others do not."""

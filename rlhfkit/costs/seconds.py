@@ -7,7 +7,7 @@ share of the vendor's peak in :class:`~rlhfkit.costs.hardware.Efficiency`.
 import math
 from statistics import NormalDist
 
-from rlhfkit.costs.memory import cache_token_bytes, engine_memory, trained_models
+from rlhfkit.costs.memory import cache_token_bytes, engine_memory, memory_parts, moved_bytes, trained_models
 from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import Run
 
@@ -204,6 +204,11 @@ def weight_sync_seconds(run: Run) -> float:
     return seconds
 
 
+def offload_seconds(run: Run) -> float:
+    """Seconds in which training states leave the GPU before generation and come back after it."""
+    return 2 * moved_bytes(memory_parts(run)) / run.efficiency.host
+
+
 def checkpoint_seconds(run: Run) -> float:
     """Seconds of saving a checkpoint: weights, main weights and moments, each rank its share."""
     writers = run.sharding.ranks if run.sharding.stage is not None else 1
@@ -220,7 +225,8 @@ def phase_seconds(run: Run) -> dict[str, float]:
             "communication": communication_seconds(run),
             "optimizer": optimizer_seconds(run),
         }
-    return {
+    moving = {"offload": offload_seconds(run)} if run.offload_training else {}
+    return moving | {
         "generate": generation_seconds(run),
         "score": run.score_seconds,
         "prepare": prepare_seconds(run),

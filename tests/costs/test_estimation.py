@@ -149,6 +149,15 @@ def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
     assert engine.memory_share == 0.5
 
 
+def test_the_cap_of_a_micro_batch_bounds_memory(folder: str) -> None:
+    capped = prompts(max_tokens_per_micro_batch=64, micro_batch_size=None, updates_per_iteration=2)
+    run = estimate(GRPOModule(folder), capped, rollouts()).run
+    assert run.micro_batch_tokens == 64
+    assert run.updates == 2
+    longer = rollouts(sampling=SamplingSpec(group_size=4, max_new_tokens=100))
+    assert estimate(GRPOModule(folder), capped, longer).run.micro_batch_tokens == 116
+
+
 @pytest.mark.parametrize(
     ("strategy", "stage", "optimizer", "parameters"),
     [

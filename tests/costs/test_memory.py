@@ -79,6 +79,21 @@ def test_colocated_engines_are_awake_only_while_they_generate() -> None:
     assert totals["train"] == alone["train"]
 
 
+def test_training_states_make_room_for_colocated_engines() -> None:
+    engine = EngineShape(count=64, tensor_parallel=4, memory_share=0.9, colocated=True)
+    sharding = Sharding(ranks=16, stage=3)
+    staying = grpo_70b(engine=engine, sharding=sharding)
+    leaving = dataclasses.replace(staying, offload_training=True)
+    assert any("generate" in problem for problem in memory_problems(staying, memory_parts(staying)))
+    assert not any("generate" in problem for problem in memory_problems(leaving, memory_parts(leaving)))
+    before, after = (phase_bytes(memory_parts(run), TRAINING) for run in (staying, leaving))
+    states = 14 * staying.policy.parameters / 16
+    assert before["generate"] - after["generate"] == pytest.approx(states)
+    assert before["sync"] - after["sync"] == pytest.approx(states * 12 / 14)
+    assert before["train"] == after["train"]
+    assert phase_bytes(memory_parts(leaving), HOST)["generate"] > states
+
+
 def test_samples_stay_within_the_bound() -> None:
     run = grpo_70b()
     assert iteration_bytes(run) == 40 * 16384 * 4608 / 256 + 200 * 16384

@@ -80,6 +80,13 @@ def test_colocated_weights_pass_faster_than_over_the_network() -> None:
     assert weight_sync_seconds(here) < weight_sync_seconds(apart)
 
 
+def test_states_that_leave_a_gpu_come_back() -> None:
+    engine = EngineShape(count=64, tensor_parallel=4, colocated=True)
+    run = grpo_70b(engine=engine, offload_training=True)
+    assert phase_seconds(run)["offload"] == pytest.approx(2 * 14 * run.policy.parameters / 256 / 20e9)
+    assert "offload" not in phase_seconds(grpo_70b(engine=engine))
+
+
 def test_a_checkpoint_is_written_by_all_ranks() -> None:
     assert checkpoint_seconds(grpo_70b()) == pytest.approx(14 * 70.55e9 / 256 / 1e9, rel=0.001)
 
