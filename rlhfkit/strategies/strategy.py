@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from rlhfkit.checkpoints.resume import attach_exact_resume
 from rlhfkit.distributed import full_parameters, is_sharded
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
+from rlhfkit.strategies.checkpoint.snapshot import require_plain_writers
 from rlhfkit.strategies.deepspeed import rendezvous
 from rlhfkit.strategies.deepspeed.engines import (
     EngineOptimizer,
@@ -77,6 +78,9 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         return_weights: With Ray: whether the driver's module gets the trained weights, which must fit into its memory
             and rank 0's. ``None``: if they have at most 8 GB; otherwise a log line says what to use instead.
         log_gradient_norm: Whether to log ``grad_norm/<child>`` after each step.
+        async_save: Whether checkpoints are written in the background: training stops only while each rank copies its
+            part (weights, optimizer state, its own file) into CPU memory, pinned on GPUs, which it holds until the
+            files are on disk. The next save waits for the one before.
         **kwargs: Arguments of Lightning's ``DeepSpeedStrategy`` (``config``, ``offload_optimizer``,
             ``offload_parameters``, ``timeout``, ...). A ``config`` replaces all defaults, ``stage`` included.
 
@@ -103,6 +107,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         resources_per_rank: Mapping[str, float] | None = None,
         return_weights: bool | None = None,
         log_gradient_norm: bool = True,
+        async_save: bool = False,
         **kwargs: Any,
     ) -> None:
         if importlib.util.find_spec("deepspeed") is None:
@@ -110,6 +115,8 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
                 "RLHFDeepSpeedStrategy needs DeepSpeed, which is not installed: pip install 'rlhfkit[deepspeed]'."
             )
         check_integer("stage", stage, minimum=0, maximum=3)
+        if not isinstance(async_save, bool):
+            raise TypeError(f"async_save must be True or False, got {async_save!r}.")
         check_number("init_timeout", init_timeout, above=0, why="it is in seconds")
         check_integer("num_nodes", num_nodes, minimum=1, optional=True)
         self._ray_options = RayOptions(launcher, num_nodes, resources_per_rank, return_weights)
@@ -123,6 +130,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         self.engine_configs = {name: dict(config) for name, config in (engine_configs or {}).items()}
         self.init_timeout = init_timeout
         self.log_gradient_norm = log_gradient_norm
+        self.async_save = async_save
         self.engines: dict[str, DeepSpeedEngine] = {}
         """Training engines by child name, while the Trainer runs."""
         self.frozen_engines: dict[str, DeepSpeedEngine] = {}
@@ -214,6 +222,8 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
             self.engines, made = create_training_engines(module, optimizers, self.config_of, self.root_device)
             self.optimizers = [EngineOptimizer(base, engines, self.discard_gradients) for base, engines in made]
             self._steps = SynchronizedSteps(self.engines, self.root_device)
+            if self.async_save:
+                require_plain_writers(self.engines)
         rest = {name for name, _ in module.named_children() if name not in self.engines}
         self.frozen_children, self.frozen_engines = place_frozen_children(
             module, rest, self.config_of, self.root_device, self._training_dtype
@@ -416,6 +426,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
 
     def teardown(self) -> None:
         """Put the children back. At stage 3 on several ranks their parameters stay sharded: they may not fit."""
+        self._finish_saves()  # first: if it fails, hooks for errors may save once more
         module = self.lightning_module
         self.reload_states()
         self._states = None

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rl_runs import setup_run
 from tiny_models import tiny_model
 
-from rlhfkit import SFTDataModule, SFTModule
+from rlhfkit import RLHFDeepSpeedStrategy, SFTDataModule, SFTModule
 from rlhfkit.rollout import ModuleWeights
 
 # Read once: Lightning deletes WORLD_SIZE from the environment when a fit ends.
@@ -49,7 +49,7 @@ def run(
     Args:
         folder: Of this launch: the trace.
         kind: ``rl`` or ``sft``.
-        strategy: Name of the strategy.
+        strategy: Name of the strategy; ``background rlhf_zero2`` saves in the background.
         place: Of the run: model and data.
         saved: Where to save after every optimizer step.
         resume: Checkpoint to go on from.
@@ -61,8 +61,9 @@ def run(
     os.environ["WORLD_SIZE"] = str(RANKS)
     trace = Trace(folder / f"trace_{RANK}.jsonl")
     saver = [] if saved is None else [ModelCheckpoint(saved, filename="{step}", every_n_train_steps=1)]
+    stage = strategy.removeprefix("background rlhf_zero")
     options: dict[str, Any] = {
-        "strategy": strategy,
+        "strategy": strategy if stage == strategy else RLHFDeepSpeedStrategy(int(stage), async_save=True),
         "devices": RANKS,
         "use_distributed_sampler": False,
         "max_epochs": epochs,

@@ -108,6 +108,16 @@ def test_only_damage_is_a_reason_to_take_an_older_checkpoint(tmp_path: Path) -> 
     assert words == "29 optimizer steps are lost: it is of step 1, not of step 30."
 
 
+def test_a_link_to_a_checkpoint_that_was_never_completed_leads_to_the_newest_one(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write(tmp_path / f"step={number}.ckpt", "x", float(number))
+    (tmp_path / "step=3.ckpt.tmp").mkdir()
+    (tmp_path / "last.ckpt").symlink_to("step=3.ckpt")  # ModelCheckpoint(save_last="link") does not wait for the writer
+    found, (reason,) = verification.find_intact(tmp_path / "last.ckpt")
+    assert found == tmp_path / "step=2.ckpt"
+    assert reason.endswith("last.ckpt links to step=3.ckpt, which was not complete when its run ended.")
+
+
 MANIFESTS = {
     "a list": [],
     "null": None,

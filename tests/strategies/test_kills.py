@@ -1,6 +1,6 @@
 """A run that saves after every optimizer step and is killed at random and resumed many times equals the straight run.
 
-Two steps an epoch, two micro-batches a step. ``RLHFKIT_KILLS=20`` kills each case twenty times; the suite kills two
+Two steps an epoch, two micro-batches a step. ``RLHFKIT_KILLS=20`` kills each case twenty times; the suite kills three
 cases three times.
 """
 
@@ -26,6 +26,8 @@ CASES = {
     "ZeRO 2, 2 ranks": ("rl", "rlhf_zero2", 2),
     "ZeRO 3": ("rl", "rlhf_zero3", 1),
     "ZeRO 3, 2 ranks": ("rl", "rlhf_zero3", 2),
+    "ZeRO 2, background": ("rl", "background rlhf_zero2", 1),
+    "ZeRO 3, background, 2 ranks": ("rl", "background rlhf_zero3", 2),
 }
 
 
@@ -63,7 +65,7 @@ def killed(function: str, count: int, folder: Path, delay: float, steps: int, **
         ranks.stop(processes)
 
 
-@pytest.mark.parametrize("case", ["plain", "ZeRO 3, 2 ranks"] if KILLS <= 3 else CASES)
+@pytest.mark.parametrize("case", ["plain", "ZeRO 3, 2 ranks", "ZeRO 3, background, 2 ranks"] if KILLS <= 3 else CASES)
 def test_a_run_killed_at_random_is_the_straight_one(tmp_path: Path, case: str) -> None:
     kind, strategy, count = CASES[case]
     function, chance, saved = "strategies.kill_cases:run", random.Random(case), tmp_path / "saved"

@@ -10,7 +10,7 @@ from typing import Any
 from rlhfkit.checkpoints.cleanup import OWNER, partial_path, write_owner
 from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError, missing_checkpoint
 from rlhfkit.checkpoints.files import sync_directory
-from rlhfkit.strategies.checkpoint.hashing import CHUNK_BYTES, number_of_chunks
+from rlhfkit.strategies.checkpoint.hashing import CHUNK_BYTES, number_of_chunks, rank_of_file
 
 _FORMAT = 2
 _READABLE = (1, 2)
@@ -43,6 +43,11 @@ def list_files(folder: Path) -> list[str]:
     """Return the sorted relative paths of all files of a checkpoint except the manifest."""
     found = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     return sorted(name for name in found if name not in (MANIFEST, OWNER))
+
+
+def files_of_rank(folder: Path, rank: int) -> list[str]:
+    """Return those of :func:`list_files` that a rank has written; rank 0 also writes the common ones."""
+    return [name for name in list_files(folder) if rank_of_file(name) == rank]
 
 
 def commit(path: Path, records: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ from rlhfkit.checkpoints.files import explain_write_errors
 from rlhfkit.checkpoints.progress import normalize_counters
 from rlhfkit.distributed import gather_objects
 from rlhfkit.strategies.checkpoint import directory, universal, verification
-from rlhfkit.strategies.checkpoint.hashing import rank_of_file, sync_and_hash, threads_per_rank
+from rlhfkit.strategies.checkpoint.background import BackgroundSave
+from rlhfkit.strategies.checkpoint.hashing import sync_and_hash, threads_per_rank
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
+from rlhfkit.strategies.checkpoint.snapshot import Write, snapshot, snapshots_of, write_file
 from rlhfkit.strategies.deepspeed.engines import EngineOptimizer
 from rlhfkit.strategies.deepspeed.zero3 import load_full_state_dict
 
@@ -52,6 +55,10 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
     frozen_engines: dict[str, "DeepSpeedEngine"]
     frozen_children: set[str]
     _accumulating: set[str]
+    async_save: bool = False
+    snapshot_bytes = 0
+    """CPU memory of this rank that the last save with ``async_save`` took until it was written."""
+    _background_save: BackgroundSave | None = None
     checkpoint_timeout: float = 7200.0
     """Seconds that ranks wait for one another while they verify a checkpoint, or convert it for other ranks."""
 
@@ -71,6 +78,10 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes directories itself; storage_options are not supported.")
         path = Path(self.broadcast(str(filepath)))
+        self.wait_for_saves()
+        if self.async_save:
+            self._begin_background_save(path, checkpoint)
+            return
         try:
             self._write(path, checkpoint)
         except CheckpointError:
@@ -84,10 +95,11 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             self._write_files(path, checkpoint)
             self.barrier()  # all files exist
             folder = directory.temporary_path(path)
-            names = [name for name in directory.list_files(folder) if rank_of_file(name) == self.global_rank]
+            names = directory.files_of_rank(folder, self.global_rank)
             records = gather_objects(sync_and_hash(folder, names, threads=self._hashing_threads))
             if self.is_global_zero:
-                self._commit(path, records, checkpoint)
+                merged = {name: record for part in records for name, record in part.items()}
+                directory.commit(path, merged, self._about(checkpoint))
 
     def _write_files(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
         if self.is_global_zero:
@@ -95,25 +107,64 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         self.barrier()
         folder = directory.temporary_path(path)
         for name, engine in self.engines.items():
-            engine.save_checkpoint(
-                str(folder / name),
-                tag=_TAG,
-                save_latest=False,
-                # Lets deepspeed's converter change the number of ranks of ZeRO 1 and 2 checkpoints.
-                client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}},
-                exclude_frozen_parameters=self.exclude_frozen_parameters,
-            )
-        state = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
-        torch.save(state, folder / rank_file(self.global_rank))
+            self._save_engine(engine, folder / name)
+        torch.save(_state_outside_engines(checkpoint), folder / rank_file(self.global_rank))
 
-    def _commit(self, path: Path, records: list[dict[str, Any]], checkpoint: Mapping[str, Any]) -> None:
-        about = {
+    def _save_engine(self, engine: "DeepSpeedEngine", folder: Path) -> None:
+        engine.save_checkpoint(
+            str(folder),
+            tag=_TAG,
+            save_latest=False,
+            # Lets deepspeed's converter change the number of ranks of ZeRO 1 and 2 checkpoints.
+            client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}},
+            exclude_frozen_parameters=self.exclude_frozen_parameters,
+        )
+
+    def _begin_background_save(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
+        """Copy this rank's state into memory and let a thread write it. A collective."""
+        # At once, as ModelCheckpoint(save_last="link") puts its link there.
+        on_rank_zero(lambda: _create_parent(path), timeout=self.checkpoint_timeout, doing=f"creating {path.parent}")
+        folder, writes = directory.temporary_path(path), []
+        for name, engine in self.engines.items():
+            with snapshots_of(engine) as files:
+                self._save_engine(engine, folder / name)
+            writes += files
+        state, num_bytes = snapshot(_state_outside_engines(checkpoint))
+        writes.append(Write(folder, partial(write_file, state, folder / rank_file(self.global_rank)), num_bytes))
+        self.snapshot_bytes = sum(file.num_bytes for file in writes)
+        self._background_save = BackgroundSave(
+            path, writes, self._about(checkpoint), timeout=self.checkpoint_timeout, threads=self._hashing_threads
+        )
+
+    def wait_for_saves(self) -> None:
+        """Wait until the checkpoint that is being written in the background, if any, is complete.
+
+        With ``async_save``. The next save and the end of every run do it by themselves. On all ranks.
+
+        Raises:
+            CheckpointError: On all ranks, if it could not be written; or after ``checkpoint_timeout`` seconds.
+        """
+        save, self._background_save = self._background_save, None
+        if save is not None:
+            save.wait(self.checkpoint_timeout)
+
+    def _finish_saves(self) -> None:
+        """Wait for the checkpoint that is being written; if the run has failed already, its error is only shown."""
+        module = self.lightning_module
+        try:
+            self.wait_for_saves()
+        except CheckpointError as error:
+            if module is None or not module.trainer.interrupted:
+                raise
+            rank_zero_warn(str(error))
+
+    def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        return {
             "saved_at": time.time(),
             "world_size": self.world_size,
             "global_step": checkpoint.get("global_step"),
             "engines": {name: engine.zero_optimization_stage() for name, engine in self.engines.items()},
         }
-        directory.commit(path, {name: record for part in records for name, record in part.items()}, about)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a run into the engines. If the checkpoint is damaged, warn and load the newest intact older one.
@@ -126,6 +177,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
                 if it has another number of ranks for which DeepSpeed or the data cannot be split.
         """
         assert self.lightning_module is not None
+        self.wait_for_saves()
         path = self._choose_checkpoint(Path(checkpoint_path))
         manifest = directory.read_manifest(path)
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -245,9 +297,19 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         return False
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint, unless it is the last intact one of its folder."""
-        path = Path(filepath)
-        if not self.is_global_zero or not path.exists():
+        """Delete a checkpoint, unless it is the last intact one of its folder.
+
+        While another is being written in the background, this waits until that one is complete, and does not happen if
+        it cannot be written.
+        """
+        path, save = Path(filepath), self._background_save
+        if not self.is_global_zero:
+            return
+        if save is None or not save.run_afterwards(lambda: self._remove(path)):
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        if not path.exists():
             return
         for other in path.parent.iterdir():
             if other == path or other.name.endswith((".tmp", ".deleted", ".old")):
@@ -273,6 +335,15 @@ def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
 
     weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
     return dict(weights)
+
+
+def _create_parent(path: Path) -> None:
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _state_outside_engines(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
 
 
 def rank_file(rank: int) -> str:

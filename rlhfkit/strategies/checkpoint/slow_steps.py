@@ -13,14 +13,20 @@ from rlhfkit.rank_store import RankError, RankLog, rank_store
 
 T = TypeVar("T")
 
+_LOG = "slow steps of checkpoints"
 
-def on_all_ranks(step: Callable[[], T], *, timeout: float, doing: str) -> list[T]:
+
+def on_all_ranks(
+    step: Callable[[], T], *, timeout: float, doing: str, log: str = _LOG, in_thread: bool = True
+) -> list[T]:
     """Run a slow step on every rank and return the picklable results, by rank. A collective.
 
     Args:
-        step: Called once on every rank, in a thread if there are several ranks.
+        step: Called once on every rank.
         timeout: Seconds that ranks wait for one another.
         doing: The step in messages, for example ``"verifying last.ckpt"``.
+        log: Name of the log on the rank store; threads that take steps at the same time need different ones.
+        in_thread: Whether the step runs in a thread, which is left behind when another rank fails or time is over.
 
     Raises:
         CheckpointError: On all ranks but those whose step raised something else: if the step failed on any rank, took
@@ -28,17 +34,23 @@ def on_all_ranks(step: Callable[[], T], *, timeout: float, doing: str) -> list[T
     """
     if get_world_size() == 1:
         return [step()]
-    log = rank_store().log("slow steps of checkpoints")
+    messages = rank_store().log(log)
     what = f"{doing} (time limit: the strategy's checkpoint_timeout)"
     try:
-        log.run(lambda: log.append(log.call(step)), timeout=timeout, waiting_for=what, error_type=CheckpointError)
+        messages.run(
+            lambda: messages.append(messages.call(step) if in_thread else step()),
+            timeout=timeout,
+            waiting_for=what,
+            error_type=CheckpointError,
+        )
     except (TimeoutError, RankError) as error:
         raise CheckpointError(f"{error}") from error
-    results: dict[int, T] = dict(RankLog(log.store, log.name).read())  # from the beginning
+    results: dict[int, T] = dict(RankLog(messages.store, messages.name).read())  # from the beginning
+    messages.store.wait_for_readers(messages.name)  # rank 0 may end after this step, and the store with it
     return [results[rank] for rank in range(get_world_size())]
 
 
-def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
+def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str, log: str = _LOG) -> T:
     """Run a slow step on rank 0 and return its picklable result on all ranks; arguments and errors as above.
 
     A CheckpointError of the step is raised on all ranks with the same message. A collective.
@@ -52,7 +64,7 @@ def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str) -> T:
         except CheckpointError as error:
             return None, error
 
-    result, error = on_all_ranks(attempt, timeout=timeout, doing=doing)[0]
+    result, error = on_all_ranks(attempt, timeout=timeout, doing=doing, log=log)[0]
     if error is not None:
         raise error
     return result  # type: ignore[return-value]  # T itself may be optional

@@ -77,19 +77,21 @@ def find_intact(path: Path, *, timeout: float = 7200.0, threads: int | None = No
     """Return the checkpoint, or if it is damaged the newest intact older one, and why others were not used.
 
     If only a backup of the path exists, a run was killed between the two renames of
-    :func:`~rlhfkit.strategies.checkpoint.directory.commit`; the backup is used. The result or the error is the same on
-    all ranks. Raises CheckpointError if the path is missing or no checkpoint, or no intact one is found. A collective.
+    :func:`~rlhfkit.strategies.checkpoint.directory.commit`; the backup is used. A link to a checkpoint that a killed
+    run was writing in the background counts as damaged. The result or the error is the same on all ranks. Raises
+    CheckpointError if the path is missing or no checkpoint, or no intact one is found. A collective.
     """
     reasons: list[str] = []
     doing = f"looking for {path}"
-    if on_rank_zero(lambda: path.exists() or not backup_path(path).is_dir(), timeout=timeout, doing=doing):
+    unfinished = on_rank_zero(lambda: _unfinished(path), timeout=timeout, doing=doing)
+    if unfinished:
+        reasons.append(unfinished)
+    else:
         try:
             verify_on_all_ranks(path, timeout=timeout, threads=threads)
             return path, reasons
         except DamagedCheckpointError as error:
             reasons.append(str(error))
-    else:
-        reasons.append(f"{path} was being replaced when its run was killed.")
     for candidate in on_rank_zero(lambda: older_checkpoints(path), timeout=timeout, doing=doing):
         try:
             verify_on_all_ranks(candidate, timeout=timeout, threads=threads)
@@ -97,6 +99,15 @@ def find_intact(path: Path, *, timeout: float = 7200.0, threads: int | None = No
         except CheckpointError as error:
             reasons.append(str(error))
     raise CheckpointError("There is no intact checkpoint to load. " + " ".join(reasons))
+
+
+def _unfinished(path: Path) -> str:
+    """Why a run was killed before it completed a checkpoint that does not exist; empty if nothing shows that."""
+    if not path.exists() and backup_path(path).is_dir():
+        return f"{path} was being replaced when its run was killed."
+    if not path.exists() and path.is_symlink():
+        return f"{path} links to {path.readlink()}, which was not complete when its run ended."
+    return ""
 
 
 def older_checkpoints(path: Path) -> list[Path]:

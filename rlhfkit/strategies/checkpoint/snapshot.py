@@ -1,0 +1,147 @@
+"""Copy the state of a run into CPU memory in seconds, so that it can be written to disk while training goes on."""
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.storage import TypedStorage, UntypedStorage
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+_Id = tuple[int, torch.dtype | None]
+
+
+class Write(NamedTuple):
+    """A file to be written later."""
+
+    folder: Path
+    write: Callable[[], Any]
+    num_bytes: int
+    """Of the copied tensors."""
+
+
+def snapshot(value: Any) -> tuple[Any, int]:
+    """Return a deep copy of anything that ``torch.save`` can write, with all tensors on the CPU, and their bytes.
+
+    Tensors that share memory share it in the copy. Tensors of GPUs are copied to pinned memory.
+    """
+    stream = io.BytesIO()
+    copier = _Copier(stream)
+    copier.dump(value)
+    if copier.from_gpu:
+        torch.cuda.synchronize()
+    stream.seek(0)
+    return _Restorer(stream, copier.copies).load(), sum(copy.nbytes() for copy in copier.copies)
+
+
+def write_file(value: Any, path: Path, *, zip_format: bool = True) -> None:
+    """Write a file of ``torch.save``, through Python, whose errors say why: torch's own name no reason."""
+    with open(path, "wb") as stream:
+        torch.save(value, stream, _use_new_zipfile_serialization=zip_format)
+
+
+class _Copier(pickle.Pickler):
+    """Pickles everything but the memory of tensors, which it copies; as ``torch.save``, but into memory."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.copies: list[UntypedStorage] = []
+        self.from_gpu = False
+        self._numbers: dict[int, int] = {}  # of the copies, by address of the storage
+
+    def persistent_id(self, obj: Any) -> _Id | None:
+        if isinstance(obj, TypedStorage):
+            return self._copy(obj._untyped_storage), obj.dtype
+        return (self._copy(obj), None) if isinstance(obj, UntypedStorage) else None
+
+    def _copy(self, storage: UntypedStorage) -> int:
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = len(self.copies)
+            on_gpu = storage.device.type == "cuda"
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
+            copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), non_blocking=on_gpu)
+            self.copies.append(copy.untyped_storage())
+            self.from_gpu |= on_gpu
+        return self._numbers[storage._cdata]
+
+
+class _Restorer(pickle.Unpickler):
+    """Builds what :class:`_Copier` has pickled in this process, on the copied memory."""
+
+    def __init__(self, stream: io.BytesIO, copies: list[UntypedStorage]) -> None:
+        super().__init__(stream)
+        self._copies = copies
+
+    def persistent_load(self, pid: _Id) -> TypedStorage | UntypedStorage:
+        number, dtype = pid
+        if dtype is None:
+            return self._copies[number]
+        typed_storage: Any = TypedStorage  # torch 2.13 does not type its constructor
+        return typed_storage(wrap_storage=self._copies[number], dtype=dtype, _internal=True)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def snapshots_of(engine: "DeepSpeedEngine") -> Iterator[list[Write]]:
+    """Make ``engine.save_checkpoint`` copy what it would write; inside the context it touches no file.
+
+    The list has the files when the context ends.
+    """
+    recorder = _Recorder(engine.checkpoint_engine)
+    engine.checkpoint_engine = recorder
+    copy_scripts = engine._copy_recovery_script
+    engine._copy_recovery_script = lambda folder: recorder.add(folder, partial(copy_scripts, folder), 0)
+    try:
+        yield recorder.writes
+    finally:
+        engine.checkpoint_engine = recorder.inner
+        engine.__dict__.pop("_copy_recovery_script")
+
+
+def require_plain_writers(engines: Mapping[str, "DeepSpeedEngine"]) -> None:
+    """Raise MisconfigurationException for engines that do not write through ``torch.save`` alone."""
+    for name, engine in engines.items():
+        writer = type(engine.checkpoint_engine).__name__
+        if writer != "TorchCheckpointEngine" or engine.zero_nvme_offload_optimizer():
+            other = "an optimizer on NVMe" if writer == "TorchCheckpointEngine" else f"DeepSpeed's {writer}"
+            raise MisconfigurationException(
+                f"async_save=True copies what DeepSpeed would write into memory, but '{name}' uses {other}. Remove it"
+                " from the DeepSpeed configuration, or save with async_save=False."
+            )
+
+
+class _Recorder:
+    """The part of DeepSpeed 0.19.8's ``CheckpointEngine`` that saving calls."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.writes: list[Write] = []
+
+    def add(self, folder: str, write: Callable[[], Any], num_bytes: int) -> None:
+        self.writes.append(Write(Path(folder), write, num_bytes))
+
+    def save(self, state_dict: Any, path: str) -> None:
+        copy, num_bytes = snapshot(state_dict)
+        write = partial(write_file, copy, Path(path), zip_format=self.inner.zipfile_serialization)
+        self.add(str(Path(path).parent), write, num_bytes)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing yet."""
+
+    def create(self, info: Any) -> None:
+        """Nothing yet."""
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+    def is_decoupled(self) -> bool:
+        return False
+
+    def preserves_storage_sharing(self) -> bool:
+        return bool(self.inner.preserves_storage_sharing())
