@@ -348,6 +348,11 @@ def packed_tokens(rows: Iterable[int], lengths: Sequence[int], prompts: Sequence
     return total
 
 
+def padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    """Tokens of a forward pass over one or more rows that are padded to the longest."""
+    return len(rows) * max(lengths[row] for row in rows)
+
+
 def split_groups_by_tokens(
     rows: Sequence[int],
     num_bins: int,

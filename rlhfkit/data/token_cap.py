@@ -1,8 +1,8 @@
 """Micro-batches of at most a number of tokens: how many an iteration needs, and the rows of each.
 
-verl's ``use_dynamic_bsz`` with ``ppo_max_token_len_per_gpu`` and OpenRLHF's ``use_dynamic_batch`` with
-``train_max_tokens_per_gpu`` do the same for sums of lengths; here the tokens are those that the forward pass computes,
-and the limit is never exceeded by more than one sequence.
+verl's ``use_dynamic_bsz`` with ``ppo_max_token_len_per_gpu`` and OpenRLHF's ``train.dynamic_batch_enable`` with
+``train.max_tokens_per_gpu`` do the same for sums of lengths; here the tokens are those that the forward pass computes,
+and only a single sequence can exceed the limit.
 """
 
 import heapq
@@ -16,6 +16,7 @@ from rlhfkit.data.packing import (
     best_fit_decreasing,
     group_pieces,
     packed_tokens,
+    padded_tokens,
     split_by_tokens,
     split_groups_by_tokens,
     update_windows,
@@ -100,7 +101,7 @@ class PaddedForward(ForwardPass):
 
     def tokens(self, rows: Sequence[int]) -> int:
         """Number of rows times the longest."""
-        return len(rows) * max(self.lengths[row] for row in rows)
+        return padded_tokens(rows, self.lengths)
 
     def _longest_first(self, rows: Sequence[int]) -> list[int]:
         return sorted(rows, key=lambda row: (-self.lengths[row], row))
@@ -129,6 +130,12 @@ class PaddedForward(ForwardPass):
         """The longer half and the shorter one."""
         ordered, middle = self._longest_first(rows), len(rows) // 2
         return [ordered[:middle], ordered[middle:]]
+
+
+def capped_batches(forward: ForwardPass, rows: Sequence[int], max_tokens: int) -> Bins:
+    """Divide one or more rows into few batches of at most ``max_tokens``, fullest first; a longer row is alone."""
+    bins = _fill(forward, rows, max_tokens)
+    return _balance(forward, bins, len(bins), max_tokens, 1)
 
 
 def plan_capped_micro_batches(

@@ -75,9 +75,9 @@ def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
 
 
 def packs_batches(model: nn.Module) -> bool:
-    """Whether a Hugging Face model, bare or wrapped, has our packed attention, with which batches have no padding."""
-    attention: str = cast(Any, unwrap(model)).config.get_text_config()._attn_implementation
-    return attention == PACKED_ATTENTION
+    """Whether a model, bare or wrapped, is a Hugging Face model with our packed attention, and pads no batches."""
+    config: Any = getattr(unwrap(model), "config", None)
+    return config is not None and config.get_text_config()._attn_implementation == PACKED_ATTENTION
 
 
 def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -> tuple[dict[str, Any], Tensor]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit.data.packing import MicroBatch
-from rlhfkit.data.token_cap import ForwardPass, PackedForward, PaddedForward, plan_capped_micro_batches
+from rlhfkit.data.token_cap import ForwardPass, PackedForward, PaddedForward, capped_batches, plan_capped_micro_batches
 
 iterations = st.lists(
     st.tuples(st.integers(1, 50), st.lists(st.integers(1, 60), min_size=4, max_size=4)), min_size=2, max_size=10
@@ -113,6 +113,15 @@ def test_ranks_without_a_row_left_repeat_one_that_is_not_trained_on() -> None:
         [MicroBatch([1], 0), MicroBatch([1], 0, trained=False), MicroBatch([5], 1), MicroBatch([5], 1, trained=False)],
         [MicroBatch([2], 0), MicroBatch([2], 0, trained=False), MicroBatch([6], 1), MicroBatch([6], 1, trained=False)],
     ]
+
+
+@settings(deadline=None)
+@given(iterations, st.integers(1, 200), st.booleans())
+def test_batches_within_a_cap_have_every_row_once(drawn: list[tuple[int, list[int]]], cap: int, packed: bool) -> None:
+    forward, rows = forwards(drawn)[0 if packed else 1], range(1, 4 * len(drawn))
+    batches = capped_batches(forward, rows, cap)
+    assert sorted(itertools.chain(*batches)) == list(rows)
+    assert all(len(batch) == 1 or computed(forward, batch) <= cap for batch in batches)
 
 
 def test_a_full_iteration_is_planned_in_a_moment() -> None:

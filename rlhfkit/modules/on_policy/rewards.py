@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.packing import split_groups_by_tokens
+from rlhfkit.data.packing import packed_tokens, padded_tokens, split_groups_by_tokens
+from rlhfkit.data.token_cap import PackedForward, PaddedForward, capped_batches
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import (
@@ -22,7 +23,7 @@ from rlhfkit.losses import (
     stop_properly_penalty,
     token_rewards,
 )
-from rlhfkit.models import load_scalar_model, load_tokenizer, policy_output, reward_output
+from rlhfkit.models import load_scalar_model, load_tokenizer, packs_batches, policy_output, reward_output
 from rlhfkit.modules.arguments import options
 from rlhfkit.modules.base import PolicyModule, freeze
 from rlhfkit.modules.on_policy.kl_control import KLControl
@@ -82,8 +83,8 @@ class RewardedModule(PolicyModule):
         mask_truncated: Learn nothing from answers that the length limit cut off (overlong filtering, DAPO: Yu et al.,
             2025, arXiv:2503.14476, section 3.4). Baselines still include their rewards; means of losses are over the
             other tokens.
-        max_tokens_per_forward: Tokens per forward pass of policy, critic, reference, teacher or reward model over a
-            whole iteration, without gradient (OpenRLHF's default is 16192).
+        max_tokens_per_forward: Tokens per forward pass of policy, critic, reference, teacher or reward model over an
+            iteration, without gradient (OpenRLHF's default is 16192); a longer sequence is computed alone.
         kl_coef: Weight of the KL penalty; 0 (TRL's default) loads no reference model.
         kl_estimator: ``k1``, ``k2`` or ``k3``; ``None``: k1 in the reward (InstructGPT), k3 in the loss (GRPO). In the
             loss k1 has a gradient of mean 0 and is refused, except with the ratio as its weight
@@ -358,7 +359,7 @@ class RewardedModule(PolicyModule):
         """
         last = () if columns is None else (columns,)
         results = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
-        batches = self._forward_batches(experience, rows)
+        batches = self._forward_batches(model, experience, rows)
         passes = int(all_reduce(torch.tensor(len(batches), device=self.device), "max"))
         if not passes:
             return results.cpu()
@@ -378,20 +379,28 @@ class RewardedModule(PolicyModule):
         model.train(training)
         return results.cpu()
 
-    def _forward_batches(self, experience: Experience, rows: Tensor | None) -> list[Tensor]:
-        """Divide the wanted rows into batches of about ``max_tokens_per_forward`` tokens, as their indices."""
+    def _forward_batches(self, model: nn.Module, experience: Experience, rows: Tensor | None) -> list[Tensor]:
+        """Divide the wanted rows into batches of at most ``max_tokens_per_forward`` tokens, as their indices.
+
+        A longer sequence is a batch of its own.
+        """
         wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
         if not len(wanted):
             return []
-        lengths = experience.lengths[wanted].tolist()
-        bins = split_groups_by_tokens(
-            range(len(wanted)),
-            min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(wanted)),
-            lengths=lengths,
-            prompts=experience.prompt_lengths[wanted].tolist(),
-            groups=experience.group[wanted].tolist(),
-            ranks=1,
+        lengths, prompts, groups = (
+            column[wanted].tolist() for column in (experience.lengths, experience.prompt_lengths, experience.group)
         )
+        number = min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(wanted))
+        bins = split_groups_by_tokens(
+            range(len(wanted)), number, lengths=lengths, prompts=prompts, groups=groups, ranks=1
+        )
+        packed, limit = packs_batches(model), self.max_tokens_per_forward
+        if any(
+            (packed_tokens(each, lengths, prompts, groups) if packed else padded_tokens(each, lengths)) > limit
+            for each in bins
+        ):
+            forward = PackedForward(lengths, prompts, groups) if packed else PaddedForward(lengths)
+            bins = capped_batches(forward, range(len(wanted)), limit)
         return [wanted[chosen] for chosen in bins]
 
     # ------------------------------------------------------------------ checkpoints

@@ -13,7 +13,9 @@ from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from rlhfkit import GRPOModule, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec
+from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.losses import discounted_returns, group_advantages, whiten
+from rlhfkit.models.forward import model_inputs
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules import presets
 from rlhfkit.rewards import ModelReward, WeightedSum
@@ -130,3 +132,22 @@ def test_reinforce_plus_plus_credits_tokens_with_what_they_earn_and_groups_are_c
     torch.testing.assert_close(centred[torch.arange(6), mask.long().argmax(-1)], first)
     with pytest.raises(ValueError, match="units of the reward"):
         GRPOModule("anywhere", token_level_rewards=True)
+
+
+@pytest.mark.parametrize("attention", [None, "sdpa"], ids=["packed", "padded"])
+def test_forward_passes_over_an_iteration_are_within_their_limit_however_long_its_samples_are(
+    tmp_path: Path, attention: str | None
+) -> None:
+    module = GRPOModule(str(tiny_model(tmp_path)), attention=attention, max_tokens_per_forward=40)
+    module.configure_model()
+    samples = [
+        Sample(Prompt(prompt, [1] * 6), index, [2] * count, [-1.0] * count, [0] * count, "stop", reward=1.0)
+        for prompt in range(3)
+        for index, count in enumerate([3, 50, 20, 9])
+    ]
+    rows = Experience.from_samples(samples)
+    batches = module._forward_batches(module.policy, rows, None)
+    assert sorted(torch.cat(batches).tolist()) == list(range(12))
+    for batch in batches:
+        inputs, _ = model_inputs(module.policy, rows.select(batch), None)
+        assert inputs["input_ids"].numel() <= 40 or len(batch) == 1
