@@ -356,9 +356,13 @@ def phase_ratios() -> dict[str, Any]:
         forward().backward()
 
     shape, tokens = model_shape(case.config), case.sequences * case.length
-    with torch.no_grad():
-        forward_seconds = min(_seconds(forward) for _ in range(3))
-    train_seconds = min(_seconds(train) for _ in range(3))
+    train()  # the first call allocates
+    forward_times, train_times = [], []
+    for _ in range(5):  # in turn, so that the load of the machine is the same for both
+        with torch.no_grad():
+            forward_times.append(_seconds(forward))
+        train_times.append(_seconds(train))
+    forward_seconds, train_seconds = min(forward_times), min(train_times)
     train_operations = train_flops(shape, tokens, case.length, gradient_checkpointing=False)
     return {
         "measured_train_over_forward": round(train_seconds / forward_seconds, 2),

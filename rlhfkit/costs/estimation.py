@@ -100,11 +100,14 @@ class Estimate:
             for part in sorted(here, key=lambda one: -one.bytes):
                 phases = "always" if part.phases == PHASES else ", ".join(part.phases)
                 memory.add_row(place, f"{part.role}: {part.part}", f"{part.bytes / GIB:.2f}", phases)
-            for phase, total in phase_bytes(self.memory, place).items():
+            totals = phase_bytes(self.memory, place)
+            if len(totals) == len(PHASES) and len(set(totals.values())) == 1:
+                totals = {"always": next(iter(totals.values()))}
+            for phase, total in totals.items():
                 memory.add_row(place, f"total, {phase}", f"{total / GIB:.2f}", "", style="bold")
             memory.add_section()
         unit = "an iteration" if self.run.engine is not None else "an optimizer step"
-        time = Table(title=f"Seconds of {unit}, {self.run.sharding.ranks} training GPUs")
+        time = Table(title=f"Seconds, {self.run.sharding.ranks} training GPUs")
         time.add_column("phase")
         time.add_column("seconds", justify="right")
         for phase, value in self.seconds.items():
