@@ -175,7 +175,9 @@ def _state_parts(run: Run) -> list[MemoryPart]:
             parts.append(MemoryPart(HOST, role, "gradients", run.precision.main_weights * numbers))
         else:
             parts.append(MemoryPart(TRAINING, role, "optimizer step", update_bytes(run, shape), ("update",)))
-        buckets = MemoryPart(TRAINING, role, "reduction buckets", bucket_bytes(run, trained), ("train",))
+        # ZeRO 0 flattens gradients when activations are gone; the others reduce them during the backward pass.
+        meanwhile = ("update",) if sharding.stage == 0 else ("train",)
+        buckets = MemoryPart(TRAINING, role, "reduction buckets", bucket_bytes(run, trained), meanwhile)
         parts += [buckets] if buckets.bytes else []
     for role, shape in frozen_models(run):
         here = PHASES if role == "reward model" else kept  # it scores samples while engines generate

@@ -54,6 +54,12 @@ def test_reduction_buckets_do_not_depend_on_the_model(stage: int, buckets: int) 
     assert bucket_bytes(run, 10) == bucket_bytes(run, 10**9) == buckets * 1000 * 2
 
 
+@pytest.mark.parametrize(("stage", "phase"), [(None, "train"), (0, "update"), (2, "train")])
+def test_zero_0_flattens_gradients_after_the_backward_pass(stage: int | None, phase: str) -> None:
+    parts = memory_parts(grpo_70b(sharding=Sharding(ranks=8, stage=stage)))
+    assert [part.phases for part in parts if part.part == "reduction buckets"] == [(phase,)]
+
+
 def test_the_cache_is_what_weights_and_activations_leave() -> None:
     run = grpo_70b()
     found = engine_memory(run)
