@@ -97,21 +97,25 @@ def gather_experience(experience: Experience, device: torch.device) -> Experienc
     if not is_spread(experience):
         return experience
     axes = {each.name: each.metadata["axis"] for each in dataclasses.fields(experience) if "axis" in each.metadata}
-    present = [name for name in axes if getattr(experience, name) is not None]
-    ranks = gather_objects((experience.input_ids.shape[1], present, sorted(experience.reward_parts)))
-    own, columns = experience.pad(max(length for length, _, _ in ranks)), len(experience)
-    shapes = {"token": own.input_ids.shape, "step": own.action_mask.shape, "row": (columns,)}
+    tensors = {name: getattr(experience, name) for name, axis in axes.items() if axis != "rows" and name != "rows"}
+    types = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    parts = {name: getattr(experience, name) for name, axis in axes.items() if axis == "rows"}
+    names = {field: sorted(columns) for field, columns in parts.items()}
+    ranks = gather_objects((experience.input_ids.shape[1], types, names))
+    own = experience.pad(max(length for length, _, _ in ranks))
+    shapes = {"token": own.input_ids.shape, "step": own.action_mask.shape, "row": own.group.shape}
     gathered: dict[str, Any] = {}
-    for name, axis in axes.items():
-        if axis == "rows" or name == "rows" or not any(name in fields for _, fields, _ in ranks):
-            continue
-        value = getattr(own, name)  # optional fields are float32
-        gathered[name] = gather_rows(experience, torch.zeros(shapes[axis]) if value is None else value, device)
-    parts = {}
-    for name in sorted({name for _, _, names in ranks for name in names}):
-        missing = torch.full((columns,), torch.nan)
-        parts[name] = gather_rows(experience, experience.reward_parts.get(name, missing), device)
-    return dataclasses.replace(own, **gathered, reward_parts=parts, rows=None, iteration=None)
+    for name in tensors:
+        dtype = next((known[name] for _, known, _ in ranks if name in known), None)
+        if dtype is not None:
+            value = getattr(own, name)
+            missing = torch.zeros(shapes[axes[name]], dtype=dtype)
+            gathered[name] = gather_rows(experience, missing if value is None else value, device)
+    for field, columns in parts.items():
+        missing = torch.full(shapes["row"], torch.nan)
+        everywhere = sorted({name for _, _, known in ranks for name in known[field]})
+        gathered[field] = {name: gather_rows(experience, columns.get(name, missing), device) for name in everywhere}
+    return dataclasses.replace(own, **gathered, rows=None, iteration=None)
 
 
 def own_part(everyone: Experience, experience: Experience) -> Experience:

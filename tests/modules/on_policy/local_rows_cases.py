@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
         GRPOModule,
         {"advantage_scale": "none", "token_level_rewards": True, "reward_processing": RewardProcessing(normalize=True)},
     ),
-    "moving kl": (GRPOModule, {"kl_coef": 0.5, "kl_control": KLControl(target=0.01, horizon=100)}),
+    "moving kl": (GRPOModule, {"kl_coef": 0.5, "kl_control": KLControl(target=0.21, horizon=100)}),
     "lengths": (GRPOModule, {"advantages": opo_advantages}),
     "pass at k": (GRPOModule, {"advantages": functools.partial(pass_at_k_advantages, k=2)}),
     "reward model": (GRPOModule, {"reward_model": "reward", "kl_coef": 0.1, "kl_in_reward": "sequence"}),

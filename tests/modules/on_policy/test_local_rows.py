@@ -71,7 +71,7 @@ def test_every_estimator_gives_what_it_gives_in_one_process(
             torch.testing.assert_close(found[selected], wanted[selected], rtol=1e-6, atol=1e-6, equal_nan=True)
     assert any(torch.tensor(whole["advantages"]).abs().sum() > 1 for whole in expected["iterations"])
     assert len({rank["kl_coef"] for rank in got}) == 1  # or weights would differ between ranks
-    assert got[0]["kl_coef"] == pytest.approx(expected["kl_coef"], rel=1e-9)
+    assert got[0]["kl_coef"] == pytest.approx(expected["kl_coef"], rel=1e-6)
     assert all(rank["return moments"] == got[0]["return moments"] for rank in got)
     assert got[0]["return moments"] == pytest.approx(expected["return moments"], rel=1e-6)
     if name != "overridden for own rows":
