@@ -112,10 +112,10 @@ def bucket_bytes(run: Run, trained: float) -> float:
 def optimizer_bytes(run: Run, trained: float) -> float:
     """Bytes of main weights and Adam's two moments: ``3 m P`` (``2 m P`` without main weights), from ZeRO 1 on ``/ R``.
 
-    ZeRO 1 and 2 copy main weights of float32 models too; Lightning's own strategies and ZeRO 0 and 3 do not.
+    From ZeRO 1 on DeepSpeed copies main weights of float32 models too; Lightning's own strategies and ZeRO 0 do not.
     """
     precision, sharding = run.precision, run.sharding
-    copied = precision.main_weights != precision.weights or sharding.stage in (1, 2)
+    copied = precision.main_weights != precision.weights or (sharding.stage or 0) >= 1
     numbers = trained / sharding.ranks if (sharding.stage or 0) >= 1 else trained
     return precision.main_weights * numbers * (3 if copied else 2)
 

@@ -39,6 +39,12 @@ def test_lightnings_own_strategies_have_no_main_weights() -> None:
     assert optimizer_bytes(grpo_70b(sharding=Sharding(), precision=Precision.of(32, deepspeed=False)), 100) == 800
 
 
+@pytest.mark.parametrize(("stage", "expected"), [(0, 800), (1, 1200), (2, 1200), (3, 1200)])
+def test_deepspeed_copies_float32_weights_from_stage_1_on(stage: int, expected: int) -> None:
+    full = Precision.of(32, deepspeed=True)
+    assert optimizer_bytes(grpo_70b(sharding=Sharding(stage=stage), precision=full), 100) == expected
+
+
 def test_offloaded_states_are_in_the_hosts_memory() -> None:
     here = memory_parts(grpo_70b())
     away = memory_parts(
