@@ -55,7 +55,7 @@ class EpisodeEngine(EpisodeEngineBase):
         max_episode_tokens: Prompt, actions and observations together; ``None``: the model's context.
         episode_timeout: Time limit of an episode in seconds, generation included.
         environment_timeout: Time limit in seconds of each call of the environment.
-        concurrency: Concurrent episodes; ``None``: all of a call of :meth:`generate`.
+        concurrency: Concurrent episodes of each rank; ``None``: all of a call of :meth:`generate`.
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
         chat_template_arguments: Passed to the chat template for observations that are chat messages; use those of

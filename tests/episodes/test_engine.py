@@ -315,6 +315,33 @@ def test_groups_are_given_as_they_are_finished(engine: Recorded) -> None:
     one.loop.close()
 
 
+def test_streams_wait_as_long_as_told_and_sample_for_several_iterations(run_episodes: Any, engine: Recorded) -> None:
+    class Slow(Counting):
+        async def step(self, action: Action) -> Step:
+            await asyncio.sleep(0.5)
+            return await super().step(action)
+
+    prompts = prompts_of(PROMPTS)
+    expected = run_episodes(Counting, prompts)  # of iteration 2
+    one = EpisodeEngine(engine, Slow)
+    one.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
+    streams = [one.stream(SAMPLING, iteration=iteration) for iteration in (0, 2)]
+    streams[0].submit(prompts[:2], iteration=2)
+    streams[1].submit(prompts[2:])
+    begin = time.monotonic()
+    assert streams[0].collect(4, wait=0.1) == []  # the episodes take three times 0.5 s
+    assert time.monotonic() - begin < 1.0
+    groups = []
+    while len(groups) < 4:
+        groups += [group for stream in streams for group in stream.collect(1, wait=0.05)]
+    groups.sort(key=lambda group: group[0].prompt.index)
+    assert [sample.token_ids for group in groups for sample in group] == [sample.token_ids for sample in expected]
+    for stream in streams:
+        assert stream.collect(1, wait=60.0) == []  # nothing is left to wait for
+        stream.close()
+    one.loop.close()
+
+
 def test_it_can_be_sent_to_another_process_and_started_again(engine: Recorded) -> None:
     one = EpisodeEngine(LocalEngine(), Counting, max_turns=3)
     copy = pickle.loads(pickle.dumps(one))

@@ -81,7 +81,7 @@ class AgentEngine(EpisodeEngineBase):
         max_episode_tokens: Tokens of a conversation; ``None``: the model's context.
         episode_timeout: Time limit of an episode in seconds.
         request_timeout: Time limit of each request in seconds.
-        concurrency: Concurrent episodes.
+        concurrency: Concurrent episodes of each rank.
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
         server: Address, API key and TLS files of the endpoint.

@@ -246,7 +246,7 @@ class RemoteEnginePool(RolloutEngine):
                 part.close()
         self.manager, self.router, self.sender, self._sync = None, None, None, None
         self._publisher, self._joined, self._dedicated, self._reservation = None, None, None, None
-        self._started, self._asleep, self.version = False, False, None
+        self._store, self._started, self._asleep, self.version = None, False, False, None
 
     # ---------------------------------------------------------------- sleep
 

@@ -108,10 +108,17 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> LocalEngine:
 class TestLocalEngine:
     """Says what is wrong with a request before it samples anything."""
 
-    @pytest.mark.parametrize("token", [-1, VOCABULARY, 2**40, 0.5, "5", True])
-    def test_tokens_that_the_model_does_not_know_are_refused(self, local: LocalEngine, token: Any) -> None:
+    @pytest.mark.parametrize("token", [-1, VOCABULARY, 2**40])
+    def test_tokens_that_the_model_does_not_know_are_refused(self, local: LocalEngine, token: int) -> None:
         with pytest.raises(RequestError, match=rf"prompt 3 has the token {token!r}, and the model knows .* 0 to 127"):
             local.generate([Prompt(2, [5]), Prompt(3, [5, token])], SamplingSpec(max_new_tokens=2), iteration=0)
+        with pytest.raises(RequestError, match="a sequence to be scored has the token"):
+            local.score([[5, 6], [5, token]])
+
+    @pytest.mark.parametrize("token", [0.5, "5"])
+    def test_what_is_no_number_of_a_token_is_refused(self, local: LocalEngine, token: Any) -> None:
+        with pytest.raises(TypeError, match=r"Prompt\.token_ids: .* cannot be interpreted as an integer"):
+            Prompt(3, [5, token])
         with pytest.raises(RequestError, match="a sequence to be scored has the token"):
             local.score([[5, 6], [5, token]])
 
@@ -167,8 +174,8 @@ class TestVLLM:
     @staticmethod
     def _ask(pool: SharedPool, fields: dict[str, Any], tokens: list[Any]) -> bool:
         """Whether the engines sampled something; else the error was of the promised kind."""
-        prompts = [Prompt(0, [10, 11]), Prompt(1, tokens)]
         try:
+            prompts = [Prompt(0, [10, 11]), Prompt(1, tokens)]
             spec = SamplingSpec(**({"group_size": 1, "max_new_tokens": 3} | fields))
         except (TypeError, ValueError):
             return False
@@ -212,7 +219,7 @@ class TestVLLM:
                 fetch(ref, handle, "generating")
         (beside,) = fetch(expected, handle, "generating")  # under way at the same time
         (again,) = fetch(handle.actor.generate.remote("again", [(ids, good)]), handle, "generating")
-        assert beside[0] == again[0]
+        assert beside.token_ids.tolist() == again.token_ids.tolist()
         with pytest.raises(EngineFailure, match="failed while pausing"):  # what is no request's fault is the engine's
             fetch(handle.actor.abort.remote(7), handle, "pausing")
 

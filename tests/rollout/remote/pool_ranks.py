@@ -1,0 +1,133 @@
+"""What ranks do with a pool of engines without a model; each rank is a process (``strategies/ranks.py``)."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_store_ranks import raised, start
+
+import rlhfkit.rank_store
+from rlhfkit.data.types import Prompt
+from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.remote.placement import RankLocation
+from rlhfkit.rollout.remote.pool import RemoteEnginePool
+from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Request
+from rlhfkit.rollout.weight_sync.sender import GlooSender
+from rollout.toy_engines import request, toy_manager
+
+SPEC = SamplingSpec(group_size=2, max_new_tokens=8)
+
+
+class ToyPool(RemoteEnginePool):
+    """One engine that answers a prompt after as many tenths of a second as its first token says."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            1,
+            1,
+            colocate=False,
+            sleep_level=2,
+            cpus_per_engine=1,
+            device="cpu",
+            start_timeout=60.0,
+            generate_timeout=60.0,
+            sync_timeout=10.0,
+            probe_tolerance=0.02,
+            bucket_bytes=2**20,
+            health=None,
+        )
+
+    def start_engines(
+        self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
+    ) -> None:
+        self.connect_to_ray(ranks)
+        self.sender = GlooSender(timeout=10.0)
+        self.manager = toy_manager(1, dist.get_world_size(), recovery_timeout=5.0)
+
+    def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
+        return request(prompt.token_ids[0], seconds=prompt.token_ids[0] / 10)
+
+
+def open_pool() -> tuple[int, ToyPool]:
+    """Join the other ranks and start the engine, which takes longer than the group's time limit of 2 seconds."""
+    rank, _ = start(limit=2.0)
+    rlhfkit.rank_store.DEAD_AFTER_SECONDS = 5.0
+    pool = ToyPool()
+    pool.start("no model", dtype=torch.float32, load_weights=True)
+    return rank, pool
+
+
+def in_flight(pool: ToyPool) -> Any:
+    """A stream of this rank whose request takes 12 seconds."""
+    stream = pool.stream(SPEC, iteration=0)
+    stream.submit([Prompt(0, [120])])
+    return stream
+
+
+def each_asks(folder: Path | None = None) -> dict[str, Any]:
+    """Each rank gets its own samples."""
+    rank, pool = open_pool()
+    samples = pool.generate([Prompt(rank, [1 + rank])], SPEC, iteration=0)
+    scores = pool.score([[1, 2, 3]])
+    dist.barrier()  # rank 0 ends the engine
+    pool.close()
+    closed, _ = raised(lambda: pool.score([[1, 2, 3]]))
+    return {"tokens": [sample.token_ids for sample in samples], "scores": scores, "closed": closed}
+
+
+class RankOnRay:
+    """A rank that Ray has started."""
+
+    def run(self, rank: int, port: int) -> dict[str, Any]:
+        os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return each_asks()
+
+
+def other_rank_dies(folder: Path) -> dict[str, Any]:
+    """Rank 1 ends without a word while the engine works for it; rank 0 goes on, then closes the pool."""
+    import ray
+
+    rank, pool = open_pool()
+    stream = in_flight(pool) if rank == 1 else None
+    dist.barrier()
+    if stream is not None:
+        time.sleep(0.5)
+        os._exit(0)
+    assert pool.manager is not None
+    time.sleep(1.0)
+    (sample, _) = pool.generate([Prompt(1, [1])], SPEC, iteration=0)
+    actor, restarts = pool.manager.handles[0].actor, pool.manager.handles[0].restarts
+    started, aborted = ray.get(actor.seen.remote())
+    counted = pool.manager.handles[0].num_requests
+    pool.close()
+    deadline = time.monotonic() + 10
+    while left := ray.util.list_named_actors(all_namespaces=True):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return {
+        "tokens": sample.token_ids,
+        "started": started,
+        "aborted": aborted,
+        "counted": counted,
+        "restarts": restarts,
+        "left": [one["name"] for one in left if one["namespace"] == ENGINE_NAMESPACE],
+    }
+
+
+def rank_0_dies(folder: Path) -> dict[str, Any]:
+    """Rank 0 is killed while rank 1 waits for samples."""
+    rank, pool = open_pool()
+    stream = in_flight(pool)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), 9)
+    text, seconds = raised(lambda: stream.collect(1))
+    begin = time.monotonic()
+    stream.close()
+    pool.close()
+    return {"error": text, "seconds": seconds, "closing": time.monotonic() - begin}

@@ -1,0 +1,59 @@
+"""Ranks that ask one engine, and ranks that die while it works for them: real ranks and Ray, without a model."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from strategies import ranks
+
+from rollout.remote.pool_ranks import RankOnRay
+
+pytestmark = [pytest.mark.distributed, pytest.mark.ray]
+
+
+def report_of(scenario: str, survivor: int, folder: Path) -> dict[str, Any]:
+    """What one of two ranks reports, of which the other dies."""
+    processes = ranks.start(f"rollout.remote.pool_ranks:{scenario}", ranks=2, folder=folder)
+    deadline = time.monotonic() + 120
+    try:
+        while processes[survivor].poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        ranks.stop(processes)
+    result = folder / f"result_{survivor}.json"
+    assert result.exists(), "\n".join((folder / f"rank_{rank}.log").read_text()[-3000:] for rank in range(2))
+    return dict(json.loads(result.read_text()))
+
+
+def test_ranks_that_ray_has_started_ask_for_themselves(ray_session: None) -> None:
+    import ray
+
+    port = ranks.free_port()
+    path = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    kind = ray.remote(RankOnRay).options(num_cpus=0, runtime_env={"env_vars": path})
+    actors = [kind.remote() for _ in range(2)]
+    try:
+        reports = ray.get([actor.run.remote(rank, port) for rank, actor in enumerate(actors)], timeout=120)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+    for rank, report in enumerate(reports):
+        assert report["tokens"] == [[1 + rank] * 3] * 2
+        assert report["scores"] == [[-1.0, -1.0]]
+        assert "the engines are not running" in report["closed"]
+
+
+def test_requests_of_a_rank_that_died_end_harmlessly_and_leave_nothing(tmp_path: Path) -> None:
+    report = report_of("other_rank_dies", 0, tmp_path)
+    assert report["tokens"] == [1, 1, 1]  # the engine serves the others
+    assert (report["started"], report["aborted"]) == (4, [])
+    assert (report["counted"], report["restarts"], report["left"]) == (0, 0, [])
+
+
+def test_the_death_of_rank_0_is_an_error_of_ranks_that_wait_for_samples(tmp_path: Path) -> None:
+    report = report_of("rank_0_dies", 1, tmp_path)
+    assert report["error"].startswith("RankError: rank 0, which holds the store that ranks wait on, does not answer")
+    assert report["seconds"] < 30
+    assert report["closing"] < 30
