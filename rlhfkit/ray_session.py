@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _AUTH_MODE = "RAY_AUTH_MODE"
+_REACH_SECONDS = 30.0
 
 
 def join_or_start_ray(**local_session: Any) -> bool:
@@ -100,12 +101,14 @@ def _join(cluster: RayCluster, member: str) -> None:
         os.environ[_AUTH_MODE] = cluster.auth_mode
         Config.initialize("")  # Ray 2.60 has read the variable when it was imported, and does this where it sets it
         AuthenticationTokenLoader.instance().reset_cache()
+    host, _, port = cluster.address.rpartition(":")
     try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()  # Ray tries for minutes
         ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
     except (RuntimeError, ConnectionError, OSError) as error:
         raise RuntimeError(
             f"{member} on {socket.gethostname()} cannot join the Ray cluster at {cluster.address}, over which it asks "
-            f"the engines: {str(error).splitlines()[0]} Ray must run on every rank's machine: run "
+            f"the engines: {str(error).splitlines()[0]}. Ray must run on every rank's machine: run "
             f"`ray start --address={cluster.address}` there before the run, or `ray start --head` on one machine, that "
             "with its address on the others, and set RAY_ADDRESS; with token authentication (RAY_AUTH_MODE=token) all "
             "need the same token"

@@ -106,7 +106,8 @@ class EngineHandle(RoutedEngine):
         if self.state not in (State.STARTING, State.DEAD):
             step = "paused" if self.paused else f"last step {self.seconds_since_step:.1f} s before"
             answered = now - self.probes.last_answer
-            words += f", version {self.version}, {self.num_requests} requests, answered {answered:.1f} s ago ({step})"
+            words += f", version {self.version}, {self.num_requests} requests of rank 0"
+            words += f", answered {answered:.1f} s ago ({step})"
         return words + (f", restarted {self.restarts} times" if self.restarts else "")
 
 
