@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,14 @@ class ToyPool(RemoteEnginePool):
 
 
 def open_pool() -> tuple[int, ToyPool]:
-    """Join the other ranks and start the engine, which takes longer than the group's time limit of 2 seconds."""
-    rank, _ = start(limit=2.0)
+    """Join the other ranks and start the engine, which may take longer than the process group's time limit."""
+    rank, _ = start()
     rlhfkit.rank_store.DEAD_AFTER_SECONDS = 5.0
+    rlhfkit.rank_store.rank_store()
     pool = ToyPool()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     pool.start("no model", dtype=torch.float32, load_weights=True)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
     return rank, pool
 
 
