@@ -10,6 +10,7 @@ from rl_runs import PlainGRPO, digits, setup_run, weights
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.forward import model_inputs, unwrap
+from rlhfkit.rollout import ModuleWeights
 
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -41,6 +42,8 @@ class Watch(L.Callback):
         self.rates: list[float] = []
         self.bars: list[float] = []
         self.validated_after: list[tuple[int, int]] = []
+        self.weights: list[float] = []
+        """A number for each of the policy's, at the end."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 or not self.tokens:
@@ -56,6 +59,9 @@ class Watch(L.Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
         if len(self.rows) == self.after:
             trainer.save_checkpoint(self.path)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = [float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(pl_module.policy)]
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -79,7 +85,25 @@ def run(folder: Path, *, data_arguments: dict[str, Any] | None = None, **argumen
     )
 
 
-def on_ranks(folder: Path, strategies: list[str], cap: int) -> dict[str, Any]:
+def scattered(folder: Path, strategy: str) -> dict[str, Any]:
+    """Updates of 9 samples, each alone in a micro-batch: two ranks have 5 each, of which one repeats a sample."""
+    os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
+    arguments = capped(5) | {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
+    arguments["data_arguments"]["rollout_batch_size"] = 6
+    rollouts = RolloutCallback(digits, engine=Growing(), sampling=SamplingSpec(group_size=3, max_new_tokens=16))
+    watch = Watch()
+    trainer, module, data, _ = run(
+        folder / f"rank{RANK}", callbacks=[watch], rollouts=rollouts, max_epochs=2, **arguments
+    )
+    trainer.fit(module, data)
+    return {
+        "weights": watch.weights,
+        "accumulated": watch.accumulated,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
+def on_ranks(folder: Path, strategies: list[str], cap: int, scattered_strategies: list[str]) -> dict[str, Any]:
     """Entry point of a rank: a straight run under each strategy, and one resumed inside the last iteration."""
     report: dict[str, Any] = {}
     for strategy in strategies:
@@ -96,7 +120,7 @@ def on_ranks(folder: Path, strategies: list[str], cap: int) -> dict[str, Any]:
         trainer, module = fit(straight)
         expected = weights(module)
         report[strategy] = {
-            "weights": [float(tensor.double().abs().sum()) for tensor in expected.values()],
+            "weights": straight.weights,
             "tokens": straight.tokens,
             "accumulated": straight.accumulated,
             "steps": straight.steps,
@@ -110,4 +134,6 @@ def on_ranks(folder: Path, strategies: list[str], cap: int) -> dict[str, Any]:
             "resumed rows": rest.rows == straight.rows[-len(rest.rows) :],
             "resumed batches": len(rest.rows),
         }
+    for strategy in scattered_strategies:
+        report[f"scattered, {strategy}"] = scattered(folder, strategy)
     return report
