@@ -4,8 +4,8 @@ A step of minutes would end with the time limit of the process group; here it ha
 names the ranks that are late or dead.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.distributed import get_rank, get_world_size
@@ -68,3 +68,44 @@ def on_rank_zero(step: Callable[[], T], *, timeout: float, doing: str, log: str 
     if error is not None:
         raise error
     return result  # type: ignore[return-value]  # T itself may be optional
+
+
+class Phases:
+    """What a rank does in :func:`run_in_phases`: its share of the work, phase by phase."""
+
+    def __init__(self, log: RankLog) -> None:
+        self.rank = log.store.rank
+        self._world_size = log.store.world_size
+        self.interrupted = False
+        """Whether the step was ended while it waited, by the failure of another rank or by its time limit."""
+        self._log = log
+        self._phase = 0
+        self._results: dict[int, list[list[Any]]] = {}  # by phase, of the ranks that have finished it
+
+    def share(self, work: Sequence[T]) -> Sequence[T]:
+        """Return this rank's part of a list that all ranks have in the same order."""
+        return work[self.rank :: self._world_size]
+
+    def gather(self, results: list[Any]) -> list[Any]:
+        """End a phase: wait for all ranks and return what they pass, picklable, in any order."""
+        self.interrupted = True
+        self._log.append((self._phase, results))
+        while len(self._results.get(self._phase, [])) < self._world_size:
+            for _, (phase, part) in self._log.read(1.0):
+                self._results.setdefault(phase, []).append(part)
+        self.interrupted = False
+        self._phase += 1
+        return [result for part in self._results.pop(self._phase - 1) for result in part]
+
+
+def run_in_phases(step: Callable[[Phases], T], *, timeout: float, doing: str) -> T:
+    """Run a step in which ranks share work and wait for one another between phases; errors as above. A collective.
+
+    If a rank fails, :meth:`Phases.gather` ends the steps of the others with an exception, which they must not catch.
+    """
+    log = rank_store().log("phases of checkpoints")
+    what = f"{doing} (time limit: the strategy's checkpoint_timeout)"
+    try:
+        return log.run(lambda: step(Phases(log)), timeout=timeout, waiting_for=what, error_type=CheckpointError)
+    except (TimeoutError, RankError) as error:
+        raise CheckpointError(f"{error}") from error

@@ -6,7 +6,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.cleanup import write_owner
-from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
+from rlhfkit.strategies.checkpoint.slow_steps import Phases, on_rank_zero, run_in_phases
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -29,11 +29,14 @@ _ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
 def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, timeout: float) -> Iterator[Path]:
     """Convert the sharded engines of a checkpoint for any number of ranks, inside the context. A collective.
 
-    Rank 0 writes a copy of the same size into a temporary folder beside the checkpoint, which is only read. Raises
-    CheckpointError if DeepSpeed cannot convert it.
+    The ranks write a copy of the same size into a temporary folder beside the checkpoint, which is only read: each
+    takes an equal share of the saved files apart, then puts an equal share of the parameters together. Raises
+    CheckpointError on all ranks if DeepSpeed cannot convert it.
     """
-    folder = on_rank_zero(lambda: _convert(path, names, manifest), timeout=timeout, doing=f"converting {path}")
+    doing = f"converting {path}"
+    folder = on_rank_zero(lambda: _create_folder(path), timeout=timeout, doing=doing)
     try:
+        run_in_phases(lambda phases: _convert(path, folder, names, manifest, phases), timeout=timeout, doing=doing)
         yield folder
         if dist.is_initialized():
             dist.barrier()  # until all ranks have read it
@@ -42,41 +45,74 @@ def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, 
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert(path: Path, names: Iterable[str], manifest: Mapping[str, Any]) -> Path:
-    from deepspeed.checkpoint.ds_to_universal import main
-
+def _create_folder(path: Path) -> Path:
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{path.name}.universal-", suffix=".tmp", dir=path.parent))
+        write_owner(folder)
     except OSError as error:
         raise CheckpointError(
             f"Resuming {path} with another number of ranks needs room beside it for a converted copy: {error}"
         ) from error
-    write_owner(folder)
+    return folder
+
+
+def _convert(path: Path, folder: Path, names: Iterable[str], manifest: Mapping[str, Any], phases: Phases) -> None:
+    """Convert this rank's share of each engine."""
     try:
         for name in names:
             (tag,) = (entry.name for entry in (path / name).iterdir() if entry.is_dir())
             _require_adam(path, name, path / name / tag)
-            arguments = argparse.Namespace(
-                input_folder=str(path / name / tag),
-                output_folder=str(folder / name / tag),
-                num_extract_workers=1,  # no fork: this process has threads and sockets
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=False,
-            )
-            os.makedirs(arguments.output_folder)
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                main(arguments)
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+            _convert_engine(path / name / tag, folder / name / tag, phases)
+    except Exception as error:
+        if phases.interrupted or isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
             f"DeepSpeed could not convert {path} for another number of ranks ({type(error).__name__}: {error}). Resume"
             f" with {manifest['world_size']} rank(s), or start a new run from exported weights."
         ) from error
-    return folder
+
+
+class _MergedError(Exception):
+    """Ends the converter on ranks other than 0 after the work that is shared."""
+
+
+def _convert_engine(source: Path, target: Path, phases: Phases) -> None:
+    """Run DeepSpeed's converter on every rank; the lists of work that it makes are dealt to the ranks.
+
+    Its two lists, in ``_do_parallel_work`` of deepspeed 0.19.8, are files to take apart and parameters to put together.
+    What follows is little, and rank 0 does it.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    lists_done = 0
+
+    def do_share(do_work: Callable[[Any], Any], work: Iterable[Any], num_workers: int) -> list[Any]:
+        nonlocal lists_done
+        results = phases.gather([do_work(item) for item in phases.share(sorted(work, key=str))])
+        lists_done += 1
+        if lists_done == 2 and phases.rank != 0:
+            raise _MergedError
+        return results
+
+    arguments = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,  # no fork: this process has threads and sockets
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=False,
+    )
+    os.makedirs(target, exist_ok=True)
+    original = ds_to_universal._do_parallel_work
+    ds_to_universal._do_parallel_work = do_share
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            ds_to_universal.main(arguments)
+    except _MergedError:
+        pass
+    finally:
+        ds_to_universal._do_parallel_work = original
 
 
 def _require_adam(path: Path, name: str, folder: Path) -> None:
