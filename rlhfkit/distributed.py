@@ -57,11 +57,28 @@ def gather_objects(value: T, *, group: Any = None) -> list[T]:
     return values
 
 
-def all_reduce(tensor: Tensor, operation: Literal["sum", "max", "min"] = "sum") -> Tensor:
-    """Reduce a tensor of the same shape and dtype on every rank elementwise, in place, and return it. A collective."""
+def all_reduce(tensor: Tensor, operation: Literal["sum", "max", "min"] = "sum", *, group: Any = None) -> Tensor:
+    """Reduce a tensor of the same shape and dtype on every rank elementwise, in place, and return it. A collective.
+
+    ``group``: process group of all ranks; ``None``: the default one.
+    """
     if get_world_size() > 1:
-        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()))
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()), group=group)
     return tensor
+
+
+def cpu_group() -> Any:
+    """Return a process group of all ranks for tensors on the CPU, ``None`` if the default one is. A collective."""
+    if get_world_size() == 1 or dist.get_backend() == "gloo":
+        return None
+    default = dist.group.WORLD
+    if default not in _cpu_groups:
+        _cpu_groups.clear()
+        _cpu_groups[default] = dist.new_group(backend="gloo")
+    return _cpu_groups[default]
+
+
+_cpu_groups: dict[Any, Any] = {}  # default group -> its companion
 
 
 # ---------------------------------------------------------------- errors

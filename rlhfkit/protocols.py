@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rlhfkit.data.batch import PaddedBatch, TokenBatch
-    from rlhfkit.data.types import Experience, Prompt, Sample
+    from rlhfkit.data.types import Experience, Prompt
 
 
 # ---------------------------------------------------------------------- what a RolloutCallback asks of a module
@@ -110,8 +110,13 @@ class PromptQueue(Protocol):
         """Put prompts at the front of the next iteration."""
         ...
 
-    def record(self, groups: Sequence[Sequence[Sample]]) -> None:
-        """Remember the rewards of groups for a curriculum."""
+    @property
+    def records_rewards(self) -> bool:
+        """Whether there is a curriculum, for which :meth:`record` changes :attr:`after`."""
+        ...
+
+    def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
+        """Remember the rewards of groups, by the index of their prompt, for a curriculum."""
         ...
 
     @property

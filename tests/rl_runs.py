@@ -12,6 +12,7 @@ from plain_sgd import PlainSGD
 from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule, LocalEngine, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.distributed import gather_objects
 
 
 def digits(samples: Sequence[Sample]) -> list[float]:
@@ -94,13 +95,17 @@ def weights(module: GRPOModule) -> dict[str, torch.Tensor]:
 
 
 class SharedEngine(LocalEngine):
-    """One engine that serves all ranks, as a pool does: only rank 0 has anything to generate or to score."""
+    """One engine that serves all ranks, as a pool does."""
 
     shared = True
 
-    def generate(self, *args: Any, **kwargs: Any) -> list[Sample]:
-        assert torch.distributed.get_rank() == 0
-        return super().generate(*args, **kwargs)
+
+def samples_of_all_ranks(rollouts: RolloutCallback) -> list[Sample]:
+    """The samples of an iteration, gathered from all ranks, in the order of the iteration."""
+    own = list(zip(rollouts.sample_rows, rollouts.samples, strict=True))
+    everyone = [each for share in gather_objects(own) for each in share]
+    assert sorted(row for row, _ in everyone) == list(range(len(everyone)))  # none is lost or doubled
+    return [sample for _, sample in sorted(everyone, key=lambda each: each[0])]
 
 
 def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str, Any]:
@@ -125,7 +130,7 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
 
         class Keep(L.Callback):
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-                tokens.extend(sample.token_ids for sample in rollouts.samples)  # noqa: B023
+                tokens.extend(sample.token_ids for sample in samples_of_all_ranks(rollouts))  # noqa: B023
 
             def on_train_end(self, trainer: Any, pl_module: Any) -> None:
                 from rlhfkit.rollout import ModuleWeights

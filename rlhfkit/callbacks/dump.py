@@ -2,6 +2,7 @@
 
 import filecmp
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhfkit.validation import check_integer
 class RolloutDump(Callback):
     """Write the samples of each iteration as JSON lines: tokens, text, log-probs, versions, rewards.
 
+    With several ranks each writes the samples that it generated, as ``iteration_000012.rank_0_of_4.jsonl`` and so on.
     They are written before the iteration is trained on. A run that resumes inside an iteration keeps that iteration's
     file; if a resumed run samples an iteration differently, the old file becomes ``iteration_000012.replaced-1.jsonl``.
     :class:`~rlhfkit.rollout.ReplayEngine` replays the samples.
@@ -39,22 +41,38 @@ class RolloutDump(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Write the iteration whose training begins; rank 0 writes the samples of all ranks."""
+        """Write the iteration whose training begins; every rank writes the samples that it generated."""
         rollouts = RolloutCallback.of(trainer)
         iteration = rollouts.iteration
-        if batch_idx or not trainer.is_global_zero or iteration % self.every_n_iterations:
+        if batch_idx or iteration % self.every_n_iterations:
             return
-        if not rollouts.samples:
+        if not rollouts.inside_collected_iteration:
             return  # resumed inside an iteration; its samples were written when it was collected
-        path = samples_file(self.folder, iteration)
+        own = partial(samples_file, self.folder, rank=trainer.global_rank, world_size=trainer.world_size)
+        path = own(iteration)
+        if trainer.is_global_zero:
+            self._put_aside_others(iteration, trainer.world_size)
         if not path.exists():
             save_samples(path, rollouts.samples)
         else:
             self._replace(path, rollouts)
         if self.keep is not None:
-            numbers = sorted(number for number in _iterations(self.folder) if number <= iteration)
-            for number in numbers[: -self.keep]:
-                samples_file(self.folder, number).unlink(missing_ok=True)
+            for number in self._numbers(path, iteration)[: -self.keep]:
+                own(number).unlink(missing_ok=True)
+
+    def _put_aside_others(self, iteration: int, world_size: int) -> None:
+        """Rename files of an earlier run with another number of ranks."""
+        for path in self.folder.glob(f"iteration_{iteration:06d}*.jsonl"):
+            found = _FILE.fullmatch(path.name)
+            if found is not None and int(found[3] or 1) != world_size:
+                path.rename(_free_name(path))
+
+    @staticmethod
+    def _numbers(path: Path, newest: int) -> list[int]:
+        """Iterations up to ``newest`` that this rank has written a file of, ascending."""
+        part = _FILE.fullmatch(path.name)
+        found = [_FILE.fullmatch(other.name) for other in path.parent.iterdir()]
+        return sorted(int(one[1]) for one in found if one and part and one[2] == part[2] and int(one[1]) <= newest)
 
     @staticmethod
     def _replace(path: Path, rollouts: RolloutCallback) -> None:
@@ -64,14 +82,16 @@ class RolloutDump(Callback):
         if filecmp.cmp(path, new, shallow=False):
             new.unlink()
             return
-        number = 1
-        while (kept := path.with_name(f"{path.stem}.replaced-{number}.jsonl")).exists():
-            number += 1
-        path.rename(kept)
+        path.rename(_free_name(path))
         new.rename(path)
 
 
-def _iterations(folder: Path) -> list[int]:
-    """Numbers of the iterations that have a file."""
-    found = (re.fullmatch(r"iteration_(\d{6,})\.jsonl", path.name) for path in folder.iterdir())
-    return [int(match[1]) for match in found if match]
+_FILE = re.compile(r"iteration_(\d{6,})(\.rank_\d+_of_(\d+))?\.jsonl")
+
+
+def _free_name(path: Path) -> Path:
+    """A name for a file that is replaced."""
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.replaced-{number}.jsonl")).exists():
+        number += 1
+    return kept

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.data.types import Experience
+from rlhfkit.distributed import gather_objects
 from rlhfkit.protocols import ChecksRows
 
 
@@ -57,7 +58,8 @@ class Invariants(Callback):
         if experience is None:  # resumed inside an iteration
             return
         self._versions = [*self._versions, trainer.global_step][-rollouts.max_staleness - 1 :]
-        problems = [*self._of_tokens(experience), *self._of_groups(experience), *self._of_versions(experience)]
+        own = [*self._of_tokens(experience), *self._of_groups(experience), *self._of_versions(experience)]
+        problems = list(dict.fromkeys(each for share in gather_objects(own) for each in share))
         if problems:
             raise InvariantError(f"iteration {rollouts.iteration}: {'; '.join(problems)}")
         self.checked += 1
@@ -86,7 +88,8 @@ class Invariants(Callback):
         return problems
 
     def _of_groups(self, experience: Experience) -> list[str]:
-        pairs = torch.stack([experience.group, experience.sample_index], -1)
+        summary = experience.summary  # samples of a group may be on several ranks
+        pairs = torch.stack([summary.group, summary.sample_index], -1)
         problems = []
         if len(torch.unique(pairs, dim=0)) < len(pairs):
             problems.append("a prompt is in the iteration twice, or a group has a sample twice")
@@ -94,7 +97,7 @@ class Invariants(Callback):
             return problems
         for group in torch.unique(experience.group):
             rows = experience.group == group
-            rewards = experience.rewards[rows]
+            rewards = summary.rewards[summary.group == group]
             equal = len(torch.unique(rewards[~rewards.isnan()])) < 2
             if equal and bool((experience.advantages[rows][experience.action_mask[rows]] != 0).any()):
                 problems.append(f"the rewards of prompt {int(group)} are all equal, and its advantages are not 0")

@@ -36,6 +36,11 @@ class EngineWrapper(RolloutEngine):
         return self.engine.updates_in_flight
 
     @property
+    def continuous_batching(self) -> bool:
+        """Whether the engine runs later requests beside earlier ones."""
+        return self.engine.continuous_batching
+
+    @property
     def can_score(self) -> bool:
         """Whether the engine can return log-probs of given tokens."""
         return self.engine.can_score

@@ -1,20 +1,28 @@
 """Collect the groups of one iteration: draw prompts, generate, score, select, until enough groups are accepted.
 
 With dynamic sampling a rejected group is replaced by that of the next prompt. With oversampling more groups are in
-flight than are needed, the first to finish are taken, and the other prompts are requeued.
+flight than are needed, the first to finish are taken, and the other prompts are requeued. Every rank draws all prompts,
+generates for its share of them and keeps these samples; what the ranks decide by is a log that all read in one order.
 """
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.protocols import PromptQueue
+from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.engine import SamplingSpec
 
 Group = list[Sample]
 """The samples of one prompt."""
+
+_ROUND_GENERATED = "generated"
+_POLL_SECONDS = 0.5
+"""How long a rank waits for its own samples before it looks for errors of others."""
 
 
 class GroupStream(Protocol):
@@ -44,28 +52,15 @@ class StreamingEngine(Protocol):
         ...
 
 
-class Ranks(Protocol):
-    """The ranks that collect an iteration together."""
+class GroupOutcome(NamedTuple):
+    """What all ranks learn of a finished group; its samples stay on the rank that has them."""
 
-    def share(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts that this rank generates for."""
-        ...
-
-    def gather(self, step: Callable[[], list[Group]]) -> list[Group]:
-        """Run a step on every rank and return the groups of all, in the order of their prompts. A collective."""
-        ...
-
-
-class OneRank:
-    """A single process that collects alone."""
-
-    def share(self, prompts: list[Prompt]) -> list[Prompt]:
-        """All prompts."""
-        return prompts
-
-    def gather(self, step: Callable[[], list[Group]]) -> list[Group]:
-        """The groups of this process."""
-        return step()
+    prompt: int
+    """Index of its prompt."""
+    accepted: bool
+    """Whether to train on it."""
+    rewards: list[float]
+    """Rewards of its samples that have one."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,10 @@ class CollectedGroups:
     """What :func:`collect_groups` returns."""
 
     groups: list[Group]
-    """As many as were wanted: accepted ones in prompt order, then rejected ones for those that are missing."""
+    """Those of this rank, in the order of ``prompts``."""
+    prompts: list[int]
+    """Indices of the prompts of all ranks' groups, as many as were wanted: accepted ones in prompt order, then rejected
+    ones for those that are missing. The same on every rank, as is everything below."""
     accepted: int
     """Groups that were accepted."""
     sampled: int
@@ -96,7 +94,9 @@ def collect_groups(
     keep: Callable[[Sequence[Sample]], bool] | None = None,
     most: int | None = None,
     spare: int = 0,
-    ranks: Ranks | None = None,
+    rounds: bool = False,
+    log: RankLog | None = None,
+    on_drawn: Callable[[dict[str, Any]], None] | None = None,
 ) -> CollectedGroups:
     """Draw, generate, score and select until enough groups are accepted, or no more may be sampled.
 
@@ -104,75 +104,195 @@ def collect_groups(
     with enough groups to keep. Groups are accepted one by one, so none is left over; all other prompts are requeued.
 
     Args:
-        wanted: Groups of the iteration.
-        queue: The prompts of the iteration.
-        stream: Generates the groups of this rank's share of the prompts; closed at the end.
-        score: Sets texts and rewards of this rank's samples, in place; ``None``: they have them.
-        score_together: Adds rewards that need the samples of all ranks, in place.
+        wanted: Groups of the iteration, of all ranks.
+        queue: The prompts of the iteration, the same on every rank.
+        stream: Generates this rank's groups; closed at the end.
+        score: Sets the rewards of this rank's samples, in place; ``None``: they have them.
+        score_together: Adds rewards to this rank's samples, in place; a collective, which ranks without any join.
         keep: Whether to train on a group; ``None``: on every group.
         most: Maximum number of prompts to sample; ``None``: no limit.
         spare: Groups in flight beyond those that are still missing.
-        ranks: Divides the work among ranks; ``None``: this process does all of it.
+        rounds: Score all groups of a rank at once, and draw prompts for rejected groups when all are decided; for
+            engines that generate in batches.
+        log: Of the ranks that collect together, inside its :meth:`~rlhfkit.rank_store.RankLog.run`; ``None``: this
+            process alone.
+        on_drawn: Called when the first prompts are submitted, with the place in the prompts behind them.
 
     Raises:
         ValueError: If there are fewer prompts than wanted groups.
         RuntimeError: If the stream ends before all groups were returned.
     """
-    ranks = ranks or OneRank()
-    drawn: list[Prompt] = []
-    accepted: dict[int, Group] = {}
-    rejected: dict[int, Group] = {}
-
-    def draw(count: int) -> None:
-        count = min(count, queue.remaining, (queue.remaining if most is None else most - len(drawn)))
-        if count > 0:
-            prompts = queue.take(count)
-            drawn.extend(prompts)
-            stream.submit(ranks.share(prompts))
-
-    def generate_and_score() -> list[Group]:
-        groups = stream.collect(wanted - len(accepted))
-        if groups and score is not None:
-            score(flatten(groups))
-        return groups
-
-    if queue.remaining < wanted:
-        raise ValueError(
-            f"an iteration of {wanted} groups needs as many different prompts, and there are {queue.remaining}"
-        )
+    log = log or LocalStore().log("groups")
+    selection = _Selection(wanted, queue, stream, log, most=most, spare=spare, rounds=rounds)
     try:
-        draw(wanted + spare)
-        while len(accepted) < wanted:
-            groups = ranks.gather(generate_and_score)
-            if not groups:
-                break
+        selection.begin()
+        if on_drawn is not None:
+            on_drawn(queue.after)
+        while not selection.finished:
+            groups = selection.collect()
+            if groups and score is not None:
+                score(flatten(groups))
             if score_together is not None:
+                selection.wait_for_round()
                 score_together(flatten(groups))
-            for group in groups:
-                selected = keep is None or keep(group)
-                (accepted if selected else rejected)[group[0].prompt.index] = group
-            draw(wanted + spare + len(rejected) - len(drawn))
+            selection.report(groups, keep)
+            selection.follow()
     finally:
         stream.close()
-    if len(accepted) + len(rejected) < min(wanted, len(drawn)):
-        raise RuntimeError(
-            f"{len(drawn)} groups were asked for, and the engine ended with {len(accepted) + len(rejected)} of them"
+    return selection.result()
+
+
+class _Selection:
+    """Which groups of an iteration are drawn, accepted and rejected: decided from the log, so equally on every rank."""
+
+    def __init__(
+        self,
+        wanted: int,
+        queue: PromptQueue,
+        stream: GroupStream,
+        log: RankLog,
+        *,
+        most: int | None,
+        spare: int,
+        rounds: bool,
+    ) -> None:
+        self.wanted = wanted
+        self.queue = queue
+        self.stream = stream
+        self.log = log
+        self.most = most
+        self.spare = spare
+        self.rounds = rounds
+        self.drawn: dict[int, Prompt] = {}  # by index, in the order of drawing
+        self.outcomes: dict[int, GroupOutcome] = {}  # by index of the prompt, in the order of the log
+        self.accepted = 0
+        self._own: dict[int, Group] = {}
+        self._submitted = 0  # this rank's groups that were not collected yet
+        self._entries: deque[Any] = deque()  # read, not followed yet
+
+    # ------------------------------------------------------------------ draw
+
+    def begin(self) -> None:
+        """Draw and submit the first prompts."""
+        if self.queue.remaining < self.wanted:
+            raise ValueError(
+                f"an iteration of {self.wanted} groups needs as many different prompts, and there are "
+                f"{self.queue.remaining}"
+            )
+        self._draw()
+
+    def _draw(self) -> None:
+        """Draw so many prompts that enough groups can be accepted, and submit this rank's share."""
+        rejected = len(self.outcomes) - self.accepted
+        room = self.queue.remaining if self.most is None else self.most - len(self.drawn)
+        count = min(self.wanted + self.spare + rejected - len(self.drawn), self.queue.remaining, room)
+        if count < 1:
+            return
+        prompts, rank, world_size = self.queue.take(count), self.log.store.rank, self.log.store.world_size
+        share = [one for place, one in enumerate(prompts, len(self.drawn)) if place % world_size == rank]
+        self.drawn |= {prompt.index: prompt for prompt in prompts}
+        self._submitted += len(share)
+        self.stream.submit(share)
+
+    @property
+    def finished(self) -> bool:
+        """Whether enough groups are accepted, or all that may be drawn are decided."""
+        return self.accepted >= self.wanted or len(self.outcomes) == len(self.drawn)
+
+    # ------------------------------------------------------------------ this rank's groups
+
+    def collect(self) -> list[Group]:
+        """Wait a while for this rank's groups; with ``rounds`` until all that were submitted are finished."""
+        alone, found = self.log.store.world_size == 1, list[Group]()
+        while self._submitted and (self.rounds or not found):
+            start = time.monotonic()
+            # Only with other ranks is there something to look at meanwhile.
+            groups = self.stream.collect(max(self.wanted - self.accepted, 1), wait=None if alone else _POLL_SECONDS)
+            if not groups and (alone or time.monotonic() - start < _POLL_SECONDS / 2):
+                ended = len(self._own) + len(found)
+                raise RuntimeError(
+                    f"{ended + self._submitted} groups were asked for, and the engine ended with {ended} of them"
+                )
+            self._submitted -= len(groups)
+            found += groups
+            self.log.check()
+            if not alone and not self.rounds:
+                break  # what other ranks report may ask for more prompts
+        self._own |= {group[0].prompt.index: group for group in found}
+        return found
+
+    def report(self, groups: Sequence[Group], keep: Callable[[Sequence[Sample]], bool] | None) -> None:
+        """Tell all ranks about finished and scored groups."""
+        if not groups:
+            return
+        self.log.append(
+            [
+                GroupOutcome(
+                    group[0].prompt.index,
+                    keep is None or keep(group),
+                    [sample.reward for sample in group if sample.reward is not None],
+                )
+                for group in groups
+            ]
         )
-    unfinished = [prompt for prompt in drawn if prompt.index not in accepted and prompt.index not in rejected]
-    queue.requeue(unfinished)
-    in_order = [prompt.index for prompt in drawn]
-    kept = [accepted[index] for index in in_order if index in accepted]
-    others = [rejected[index] for index in in_order if index in rejected]
-    queue.record([*kept, *others])
-    rewards = [sample.reward for sample in flatten([*kept, *others]) if sample.reward is not None]
-    return CollectedGroups(
-        groups=kept + others[: wanted - len(kept)],
-        accepted=len(kept),
-        sampled=len(kept) + len(others),
-        requeued=len(unfinished),
-        reward=sum(rewards) / len(rewards) if rewards else math.nan,
-        after=queue.after,
-    )
+
+    # ------------------------------------------------------------------ what all ranks decide
+
+    def _read(self, wait: float) -> None:
+        self._entries += [entry for _, entry in self.log.read(wait)]
+
+    def wait_for_round(self) -> None:
+        """Wait until all ranks have finished and scored what they were to generate in this round."""
+        if self.log.store.world_size == 1:
+            return
+        self.log.append(_ROUND_GENERATED)
+        while self._entries.count(_ROUND_GENERATED) < self.log.store.world_size:
+            self._read(1.0)
+        # Nothing but outcomes of this round can be behind these entries.
+        self._entries = deque(entry for entry in self._entries if entry != _ROUND_GENERATED)
+
+    def follow(self) -> None:
+        """Decide about the groups that the log reports, until this rank has something to do again.
+
+        Prompts are drawn at a place in the log, not when a rank happens to read it, so all ranks draw the same.
+        """
+        before = len(self.drawn)
+        self._read(0.0)
+        while True:
+            while self._entries:
+                self._decide(self._entries.popleft())
+            if self.finished or (len(self.drawn) > before if self.rounds else self._submitted):
+                return
+            self._read(1.0)  # other ranks are generating
+
+    def _decide(self, outcomes: list[GroupOutcome]) -> None:
+        for outcome in outcomes:
+            if self.accepted >= self.wanted:
+                return  # the groups behind come too late
+            self.outcomes[outcome.prompt] = outcome
+            self.accepted += outcome.accepted
+            if self.accepted < self.wanted and (not self.rounds or len(self.outcomes) == len(self.drawn)):
+                self._draw()
+
+    def result(self) -> CollectedGroups:
+        """Return the selected groups, and requeue the prompts of groups that were not finished."""
+        decided = [self.outcomes[index] for index in self.drawn if index in self.outcomes]
+        kept = [each for each in decided if each.accepted]
+        others = [each for each in decided if not each.accepted]
+        unfinished = [prompt for index, prompt in self.drawn.items() if index not in self.outcomes]
+        self.queue.requeue(unfinished)
+        self.queue.record({each.prompt: each.rewards for each in [*kept, *others]})
+        rewards = [reward for each in [*kept, *others] for reward in each.rewards]
+        chosen = [each.prompt for each in kept + others[: self.wanted - len(kept)]]
+        return CollectedGroups(
+            groups=[self._own[index] for index in chosen if index in self._own],
+            prompts=chosen,
+            accepted=len(kept),
+            sampled=len(decided),
+            requeued=len(unfinished),
+            reward=sum(rewards) / len(rewards) if rewards else math.nan,
+            after=self.queue.after,
+        )
 
 
 def flatten(groups: Sequence[Group]) -> list[Sample]:
@@ -205,16 +325,25 @@ class BatchedGroupStream:
         self._prompts, self._groups = [], []
 
 
-def sample_all(stream: GroupStream, prompts: Sequence[Prompt]) -> list[Sample]:
-    """Return the samples of all prompts, in prompt order, from a new stream; RuntimeError if groups are missing."""
+def sample_all(
+    stream: GroupStream, prompts: Sequence[Prompt], *, check: Callable[[], None] | None = None
+) -> list[Sample]:
+    """Return the samples of all prompts, in prompt order, from a new stream; RuntimeError if groups are missing.
+
+    ``check`` is called every half second and may raise.
+    """
     groups: list[Group] = []
+    wait = None if check is None else _POLL_SECONDS
     try:
         stream.submit(prompts)
         while len(groups) < len(prompts):
-            finished = stream.collect(len(prompts))
-            if not finished:
+            start = time.monotonic()
+            finished = stream.collect(len(prompts), wait=wait)
+            if not finished and (wait is None or time.monotonic() - start < wait / 2):
                 raise RuntimeError(f"the engine ended with {len(groups)} of {len(prompts)} groups")
             groups += finished
+            if check is not None:
+                check()
     finally:
         stream.close()
     order = {id(prompt): place for place, prompt in enumerate(prompts)}

@@ -207,6 +207,11 @@ class RolloutEngine(Protocol):
         return False
 
     @property
+    def continuous_batching(self) -> bool:
+        """Whether later requests run beside earlier ones, and several streams may be open, each in a thread."""
+        return False
+
+    @property
     def can_score(self) -> bool:
         """Whether :meth:`score` works; the probe after a weight sync needs it."""
         return True

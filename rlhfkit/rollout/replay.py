@@ -12,9 +12,32 @@ from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
 
 
-def samples_file(folder: str | Path, iteration: int) -> Path:
-    """Path of the samples of an iteration, counted from 0, in the folder of a run."""
-    return Path(folder) / f"iteration_{iteration:06d}.jsonl"
+def samples_file(folder: str | Path, iteration: int, *, rank: int = 0, world_size: int = 1) -> Path:
+    """Path of the samples of an iteration, counted from 0, in the folder of a run; with several ranks, of one rank."""
+    part = "" if world_size == 1 else f".rank_{rank}_of_{world_size}"
+    return Path(folder) / f"iteration_{iteration:06d}{part}.jsonl"
+
+
+def samples_files(folder: str | Path, iteration: int) -> list[Path]:
+    """Paths of the samples of an iteration, of all ranks that wrote some.
+
+    Raises:
+        FileNotFoundError: If there is none, or not that of every rank.
+    """
+    whole = samples_file(folder, iteration)
+    if whole.exists():
+        return [whole]
+    parts = sorted(Path(folder).glob(f"{whole.stem}.rank_*_of_*.jsonl"))
+    if not parts:
+        raise FileNotFoundError(f"{folder} has no samples of iteration {iteration}: {whole.name} is missing")
+    world_size = int(parts[0].stem.rpartition("_")[2])
+    expected = [samples_file(folder, iteration, rank=rank, world_size=world_size) for rank in range(world_size)]
+    if missing := [path.name for path in expected if not path.exists()]:
+        raise FileNotFoundError(
+            f"{folder} has the samples of {len(parts)} of {world_size} ranks of iteration {iteration}: missing are "
+            f"{', '.join(missing)}; each rank writes its own, so copy those of all machines into one folder"
+        )
+    return expected
 
 
 def save_samples(path: Path, samples: Iterable[Sample]) -> None:
@@ -87,15 +110,18 @@ class ReplayEngine(RolloutEngine):
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Return the recorded samples; raises KeyError if a prompt, as it is now, has too few in this iteration."""
         recorded: dict[int, list[Sample]] = {}
-        for sample in load_samples(samples_file(self.folder, iteration)):
-            recorded.setdefault(sample.prompt.index, []).append(sample)
+        wanted = {prompt.index for prompt in prompts}
+        for path in samples_files(self.folder, iteration):
+            for sample in load_samples(path):
+                if sample.prompt.index in wanted:
+                    recorded.setdefault(sample.prompt.index, []).append(sample)
         found = []
         for prompt in prompts:
             group = recorded.get(prompt.index, [])[: sampling.group_size]
             changed = any(sample.prompt.token_ids != prompt.token_ids and not _is_episode(sample) for sample in group)
             if len(group) < sampling.group_size or changed:
                 raise KeyError(
-                    f"{samples_file(self.folder, iteration)} has {len(group)} samples of prompt {prompt.index} as it "
+                    f"iteration {iteration} in {self.folder} has {len(group)} samples of prompt {prompt.index} as it "
                     f"is now, and {sampling.group_size} are asked for: replay with the data, seed and sizes of the "
                     "recorded run"
                 )

@@ -1,15 +1,13 @@
-"""``AsyncRollouts``: while the trainer learns from one iteration, a thread collects the next ones."""
+"""``AsyncRollouts``: while the trainer learns from one iteration, threads collect the next ones."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import lightning as L
-import torch.distributed
 
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
-from rlhfkit.distributed import gather_objects, run_on_all_ranks
+from rlhfkit.distributed import gather_objects
 from rlhfkit.protocols import prompts_of
 from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.collector import CollectedGroups
@@ -19,15 +17,21 @@ from rlhfkit.validation import check_integer, check_number
 
 
 class AsyncRollouts:
-    """While the trainer learns from iteration i, a thread collects up to iteration i + ``max_staleness``.
+    """While the trainer learns from iteration i, threads collect up to iteration i + ``max_staleness``.
 
     Iteration j is queued when training on iteration ``j - max_staleness`` begins, after its weights were synced, so no
-    token is older, and at most ``max_staleness + 1`` iterations exist at a time. Each begins with the prompt at which
-    the one before it stopped; the DataModule's cursor moves after the iteration was trained on.
+    token is older, and at most ``max_staleness + 1`` iterations exist at a time: (version + max_staleness + 1) batches
+    of samples are requested, AReaL's capacity (Fu et al., 2025, arXiv:2505.24298, section 5.1). Each begins with
+    the prompt at which the one before it stopped; the DataModule's cursor moves after the iteration was trained on, so
+    a run that is interrupted samples anew what was queued.
 
-    A sync waits for the iteration being collected, and queued ones wait for the sync. With ``in_flight`` the engine
-    swaps the weights between two tokens instead. With an engine in every rank, the ranks' threads exchange samples in
-    a process group of their own. ``timeout`` is the seconds that one iteration may take.
+    With an engine that batches continuously the requests of all these iterations are out at a time, so it is not idle
+    while the longest answers of one are sampled. Iterations are still trained on whole and in order: the first to
+    finish would be the short ones, and the others too old. Selection of groups, and a curriculum, decide with which
+    prompt the next iteration begins; then iterations are sampled one after another.
+
+    A sync waits for the iterations being collected, and queued ones wait for the sync. With ``in_flight`` the engine
+    swaps the weights between two tokens instead. ``timeout`` is the seconds that one iteration may take.
 
     Raises:
         ValueError: If an argument is out of range, or the engine cannot change its weights while it generates.
@@ -50,17 +54,18 @@ class AsyncRollouts:
         self.in_flight = in_flight
         self._jobs: BackgroundRollouts[CollectedGroups] = BackgroundRollouts()
         self._submitted = -1
-        self._after: dict[str, Any] | None = None  # where the prompts of the next job begin; written by the thread
+        self._after: dict[str, Any] | None = None  # where the prompts of the next job begin; written by jobs
         self._failure: BaseException | None = None  # of a job; the jobs behind it fail as well
-        self._group: Any = None
 
     def collect(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
-        """Queue what may be sampled from the current weights, and wait for this iteration. A collective.
+        """Queue what may be sampled from the current weights, and wait for this iteration. Called on every rank.
 
         The DataModule's cursor must be at this iteration's prompts.
         """
         if self._submitted < iteration:
-            self._begin(trainer, iteration)
+            # At the DataModule's cursor, at the start of a run or after a resume.
+            self._submitted, self._after = iteration - 1, prompts_of(trainer).prompt_queue().after
+            self._failure = None
         left = float("inf")
         if trainer.max_epochs not in (None, -1):
             left = trainer.max_epochs - trainer.current_epoch
@@ -69,46 +74,52 @@ class AsyncRollouts:
                 self._submit(trainer, wanted, sampling, number)
         with self.collector.timing.record("wait", iteration):
             try:
-                parts = run_on_all_ranks(lambda: self._result(trainer, iteration))
+                return self._jobs.result(iteration, self.timeout)
             except WeightsNeededError:
                 self._jobs.clear(self.timeout)
                 self._submitted = -1  # the next call queues this iteration and the ones behind it again
                 raise
-        collected = parts[0]
-        assert collected is not None  # rank 0 takes part
-        return collected
-
-    def _begin(self, trainer: L.Trainer, iteration: int) -> None:
-        """Start at the DataModule's cursor, at the start of a run or after a resume."""
-        self._submitted, self._after = iteration - 1, prompts_of(trainer).prompt_queue().after
-        self._failure = None
-        if self.collector.needs_all_ranks(trainer) and self._group is None:
-            self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def _submit(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> None:
-        def job() -> CollectedGroups:
-            if self._failure is not None:  # this job would begin with the prompts of the iteration that failed
-                raise self._failure
+        # Opened here, as all ranks must open their logs in one order; jobs may overlap.
+        rank_log = self.collector.open_log(keep=self.max_staleness + 3)
+        overlaps = self._overlaps(trainer)
+
+        def job(let_next_start: Callable[[], None]) -> CollectedGroups:
+            def on_drawn(after: dict[str, Any]) -> None:
+                if overlaps:
+                    self._after = after
+                    let_next_start()
+
             try:
-                collected = self.collector.collect_here(
-                    trainer, wanted, sampling, iteration, after=self._after, group=self._group
+                collected = self.collector.collect(
+                    trainer,
+                    wanted,
+                    sampling,
+                    iteration,
+                    rank_log=rank_log,
+                    after=self._after,
+                    on_drawn=on_drawn,
+                    failure=self._failure,  # the prompts of this job would be those of the iteration that failed
                 )
             except BaseException as error:
                 self._failure = error
                 raise
-            self._after = collected.after
+            if not overlaps:
+                self._after = collected.after
             return collected
 
         self._submitted = iteration
-        if self.collector.takes_part(trainer):
-            self._jobs.submit(iteration, job)
+        self._jobs.submit(iteration, job)
 
-    def _result(self, trainer: L.Trainer, iteration: int) -> CollectedGroups | None:
-        """Wait for this rank's job; only rank 0 returns the result."""
-        if not self.collector.takes_part(trainer):
-            return None
-        collected = self._jobs.result(iteration, self.timeout)
-        return collected if trainer.global_rank == 0 else None
+    def _overlaps(self, trainer: L.Trainer) -> bool:
+        """Whether the requests of an iteration may go out while the one before it is still sampled.
+
+        The engine must run them side by side, and the prompts must not depend on the samples before them.
+        """
+        selects = self.collector.takes_first_finished or self.collector.dynamic_sampling is not None
+        queue = prompts_of(trainer).prompt_queue()
+        return self.collector.engine.continuous_batching and not selects and not queue.records_rewards
 
     def updating_weights(self, trainer: L.Trainer) -> AbstractContextManager[None]:
         """A context inside which the engine may be given new weights. A collective."""

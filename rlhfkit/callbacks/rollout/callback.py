@@ -13,17 +13,25 @@ from typing import Any, TypeVar
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
-from rlhfkit.callbacks.rollout.metrics import iteration_metrics, staleness_metrics, validation_metrics
-from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, micro_batch, shape_of
+from rlhfkit.callbacks.rollout.metrics import (
+    SampleNumbers,
+    iteration_metrics,
+    staleness_metrics,
+    validation_metrics,
+)
+from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches, shape_of
 from rlhfkit.callbacks.rollout.prompt_check import check_prompts
+from rlhfkit.callbacks.rollout.sharing import SharedIteration, share_iteration
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
 from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
+from rlhfkit.data.exchange import gather_columns
 from rlhfkit.data.types import Experience, Sample
-from rlhfkit.distributed import gather_objects, run_on_all_ranks, true_on_all_ranks
+from rlhfkit.distributed import cpu_group, gather_objects, run_on_all_ranks, true_on_all_ranks
 from rlhfkit.protocols import ExperienceLearner, callbacks_of, learner_of, policy_of, profiler_of, prompts_of
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.collector import CollectedGroups, flatten
@@ -65,7 +73,7 @@ class RolloutCallback(Callback):
             in a thread, and samples may be that many iterations old; give the module a ``correction`` for it.
         in_flight: With ``max_staleness``: sync weights while the engine generates; later tokens use the new ones, and
             each token records its version.
-        rollout_timeout: Seconds that one iteration's samples may take with ``max_staleness``.
+        rollout_timeout: Seconds that one iteration's samples may take, on several ranks or with ``max_staleness``.
         alarms: Bounds on metrics, each with advice that is logged when a run first crosses it. ``None``:
             ``ROLLOUT_ALARMS``; an empty list: none.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
@@ -119,7 +127,7 @@ class RolloutCallback(Callback):
         self.timing = Timing()
         """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` writes a trace of it."""
         self.max_staleness = max_staleness
-        self.collector = GroupCollector(engine, reward, self.timing, dynamic_sampling, oversampling)
+        self.collector = GroupCollector(engine, reward, self.timing, dynamic_sampling, oversampling, rollout_timeout)
         self.async_rollouts: AsyncRollouts | None = None
         """Collects groups in a thread; ``None``: sampling and learning take turns."""
         if max_staleness:
@@ -128,11 +136,15 @@ class RolloutCallback(Callback):
         self.planner = IterationPlanner()
         self.iteration = 0
         self.samples: list[Sample] = []
-        """The samples of the current iteration with their rewards, the same on every rank."""
+        """The samples of the current iteration that this rank generated, with their rewards."""
+        self.sample_rows: list[int] = []
+        """Which row of the iteration each of :attr:`samples` is."""
         self.experience: Experience | None = None
-        """The current iteration as prepared by the module, the same on every rank."""
+        """The rows of the current iteration that this rank trains on, as prepared by the module."""
+        self.mean_advantages: Tensor | None = None
+        """(N,) float64, mean advantage of each row of the current iteration, of all ranks; ``None``: there is none."""
         self.validation_samples: list[Sample] = []
-        """The samples of the last validation."""
+        """The samples of the last validation that this rank generated."""
         self._trainer: L.Trainer | None = None
         self._inside_iteration = False  # an iteration was collected and training on it is not finished
         self._after: dict[str, Any] | None = None  # where the prompts of the next iteration begin
@@ -148,21 +160,21 @@ class RolloutCallback(Callback):
 
     # ------------------------------------------------------------------ one iteration, from top to bottom
 
-    def collect(self) -> list[Experience]:
-        """Return this rank's micro-batches of one new iteration, in order; the loader calls it. A collective."""
+    def collect(self) -> Sequence[Experience]:
+        """Return this rank's micro-batches of one new iteration, in order; the loader calls it on every rank."""
         trainer = self._attached()
         self.sync_weights()
         policy_version = trainer.global_step
         collected = self.collect_groups()
-        experience = Experience.from_samples(self.samples, temperature=self._training_sampling().temperature or 1.0)
-        plan, averaged = self.planner.plan(trainer, experience.summary, self.group_size)
-        experience.update[:] = plan.update
+        shared = self.share(collected)
         with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
-            self.experience = learner_of(trainer).prepare(experience)
-        self._metrics = self._iteration_metrics(collected, policy_version)
+            self.experience = learner_of(trainer).prepare(shared.experience)
+        planned = shared.plan.micro_batches[trainer.global_rank]
+        micro_batches = MicroBatches(self.experience, planned, shared.averaged, group=cpu_group())
+        self._metrics = self._iteration_metrics(collected, shared, policy_version)
         self._after = collected.after
         self._inside_iteration = True
-        return [micro_batch(self.experience, planned, averaged) for planned in plan.micro_batches[trainer.global_rank]]
+        return micro_batches
 
     def sync_weights(self) -> None:
         """Give the engine the current weights, if it has others, and probe that they arrived. A collective."""
@@ -172,7 +184,7 @@ class RolloutCallback(Callback):
             self.weight_synchronizer.sync(trainer)
 
     def collect_groups(self) -> CollectedGroups:
-        """Draw prompts, generate, score and select; sets :attr:`samples`. A collective."""
+        """Draw prompts, generate, score and select, this rank its share. Called on every rank."""
         trainer, sampling = self._attached(), self._training_sampling()
         wanted = shape_of(trainer, self.group_size).sequences // sampling.group_size
         source = self.collector if self.async_rollouts is None else self.async_rollouts
@@ -180,10 +192,25 @@ class RolloutCallback(Callback):
             collected = self._with_weights(lambda: source.collect(trainer, wanted, sampling, self.iteration))
         if self.async_rollouts is None:
             self.engine.sleep()  # until the next sync: engines on the ranks' GPUs make room for training
-        self.samples = flatten(collected.groups)
         if policy_of(trainer).scores_samples and not self.collector.scores_early(trainer):
-            self.collector.add_model_scores(trainer, self.samples, self.iteration)
+            self.collector.add_model_scores(trainer, flatten(collected.groups), self.iteration)
         return collected
+
+    def share(self, collected: CollectedGroups) -> SharedIteration:
+        """Share numbers of all samples with all ranks, and move rows to the ranks that train on them. A collective."""
+        trainer = self._attached()
+        with self.timing.record("share", self.iteration):
+            shared = share_iteration(
+                collected,
+                lambda summary: self.planner.plan(trainer, summary, self.group_size),
+                group_size=self.group_size,
+                temperature=self._training_sampling().temperature or 1.0,
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+                group=cpu_group(),
+            )
+        self.samples, self.sample_rows = shared.samples, shared.rows
+        return shared
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -212,6 +239,11 @@ class RolloutCallback(Callback):
         self.sync_weights()
 
     # ------------------------------------------------------------------ parts of an iteration
+
+    @property
+    def inside_collected_iteration(self) -> bool:
+        """Whether :attr:`samples` are those of the iteration that is trained on: false after a resume inside one."""
+        return self.experience is not None
 
     @property
     def group_size(self) -> int:
@@ -246,20 +278,36 @@ class RolloutCallback(Callback):
             self.engine.version = None
             self.sync_weights()
 
-    def _iteration_metrics(self, collected: CollectedGroups, policy_version: int) -> dict[str, float]:
+    def _iteration_metrics(
+        self, collected: CollectedGroups, shared: SharedIteration, policy_version: int
+    ) -> dict[str, float]:
         """What is logged of an iteration that was just prepared. A collective."""
-        assert self.experience is not None
-        reward = self.reward
-        metrics = iteration_metrics(
-            self.samples, self.experience, rewarded=reward is not None or bool(self.experience.reward_parts)
-        )
+        reward, scored = self.reward, bool(shared.experience.summary.reward_parts)
+        silent = self._share_advantages(len(shared.plan.update))
+        metrics = iteration_metrics(shared, silent=silent, rewarded=reward is not None or scored)
         metrics["rollout/probe_difference"] = self.weight_synchronizer.difference
         if reward is not None:
             metrics |= mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
         metrics |= self.collector.metrics(collected)
         if self.async_rollouts is not None:
-            metrics |= staleness_metrics(self.samples, policy_version)
+            metrics |= staleness_metrics(shared.numbers, policy_version)
         return metrics
+
+    def _share_advantages(self, total: int) -> Tensor | None:
+        """Set :attr:`mean_advantages`; returns (N,) whether all advantages of a row are 0. A collective."""
+        experience = self.experience
+        assert experience is not None
+        self.mean_advantages = None
+        if experience.advantages is None:
+            return None
+        chosen = experience.action_mask
+        own = {
+            "mean": (experience.advantages * chosen).sum(-1) / chosen.sum(-1).clamp(min=1),
+            "silent": ~(experience.advantages != 0).any(-1),
+        }
+        columns = gather_columns(own, experience.own_rows, total, group=cpu_group())
+        self.mean_advantages = columns["mean"]
+        return columns["silent"] != 0
 
     # ------------------------------------------------------------------ validation
 
@@ -284,8 +332,9 @@ class RolloutCallback(Callback):
                 self.collector.add_model_scores(trainer, samples, iteration=-1)
             self.validation_samples += samples
             prefix = f"val/{way}/" if way else "val/"
+            numbers = [each for share in gather_objects([*map(SampleNumbers.of, samples)]) for each in share]
             metrics = validation_metrics(
-                samples, success_threshold=self.success_threshold, rewarded=scores_samples or self.reward is not None
+                numbers, success_threshold=self.success_threshold, rewarded=scores_samples or self.reward is not None
             )
             for name, (mean, count) in metrics.items():
                 pl_module.log(prefix + name, mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)

@@ -1,13 +1,13 @@
-"""``GroupCollector``: scored groups for training and validation, the same on every rank.
+"""``GroupCollector``: scored groups for training and validation; each rank has its share of them.
 
 :func:`~rlhfkit.rollout.collector.collect_groups` has the order of drawing, generating, scoring and selecting; this file
-has the steps, and which rank does what.
+has the steps.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from functools import partial
 from typing import Any, cast
 
 import lightning as L
@@ -15,19 +15,18 @@ import lightning as L
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.data.sample_texts import decode_together
 from rlhfkit.data.types import Experience, Prompt, Sample
-from rlhfkit.distributed import run_on_all_ranks
-from rlhfkit.models.load import text_decoder
 from rlhfkit.protocols import policy_of, prompts_of
+from rlhfkit.rank_store import RankLog, rank_store
 from rlhfkit.rewards.base import Reward, part_names, score_samples
 from rlhfkit.rollout.collector import (
     BatchedGroupStream,
     CollectedGroups,
     Group,
     GroupStream,
-    OneRank,
     StreamingEngine,
     collect_groups,
     flatten,
+    sample_all,
 )
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 class GroupCollector:
     """Generates with one engine, scores, and selects.
 
-    ``wanted`` is the number of groups of an iteration; ``iteration`` is part of each sample's seed.
+    ``wanted`` is the number of groups of an iteration, of all ranks; ``iteration`` is part of each sample's seed.
 
     Args:
         engine: What generates.
@@ -47,6 +46,7 @@ class GroupCollector:
         timing: Records how long generating and scoring take.
         dynamic_sampling: Which groups to train on; ``None``: all.
         oversampling: Further groups in flight, as a share of ``wanted``.
+        timeout: Seconds that ranks wait for each other's samples.
 
     Raises:
         ValueError: If ``oversampling`` is negative, or the engine cannot drop unfinished groups.
@@ -59,6 +59,7 @@ class GroupCollector:
         timing: Timing,
         dynamic_sampling: DynamicSampling | None = None,
         oversampling: float = 0.0,
+        timeout: float = 7200.0,
     ) -> None:
         check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
         if oversampling and not engine.can_stream:
@@ -72,48 +73,54 @@ class GroupCollector:
         self.timing = timing
         self.dynamic_sampling = dynamic_sampling
         self.oversampling = oversampling
+        self.timeout = timeout
 
     # ------------------------------------------------------------------ groups of an iteration, samples of validation
 
-    def collect(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
-        """Collect an iteration's groups from the DataModule's cursor on, the same on every rank. A collective."""
-        if self.needs_all_ranks(trainer):
-            return self.collect_here(trainer, wanted, sampling, iteration)
-        parts = run_on_all_ranks(
-            lambda: self.collect_here(trainer, wanted, sampling, iteration) if self.takes_part(trainer) else None,
-        )
-        collected = parts[0]
-        assert collected is not None  # rank 0 takes part
-        return collected
+    def open_log(self, keep: int = 2) -> RankLog:
+        """Return a log for :meth:`collect` of one iteration. The first call is a collective.
 
-    def collect_here(
+        ``keep``: see :meth:`~rlhfkit.rank_store.RankStore.log`.
+        """
+        return rank_store().log("rollouts", keep=keep)
+
+    def collect(
         self,
         trainer: L.Trainer,
         wanted: int,
         sampling: SamplingSpec,
         iteration: int,
         *,
+        rank_log: RankLog | None = None,
         after: dict[str, Any] | None = None,
-        group: Any = None,
+        on_drawn: Callable[[dict[str, Any]], None] | None = None,
+        failure: BaseException | None = None,
     ) -> CollectedGroups:
-        """Collect an iteration's groups on this rank alone, or on all ranks as a collective (:meth:`needs_all_ranks`).
+        """Collect this rank's share of an iteration's groups. Called on every rank; no collective spans it.
 
-        The prompts begin at ``after``, or at the DataModule's cursor; ``group`` is the ranks' process group.
+        Args:
+            trainer: Its module writes the samples as text, its DataModule has the prompts.
+            wanted: Number of groups.
+            sampling: How to sample.
+            iteration: Number of the iteration.
+            rank_log: From :meth:`open_log`; ``None``: opened here.
+            after: Where the prompts begin; ``None``: at the DataModule's cursor.
+            on_drawn: See :func:`~rlhfkit.rollout.collector.collect_groups`.
+            failure: Raised in place of collecting, with other ranks.
         """
-        together, selection = self.needs_all_ranks(trainer), self.dynamic_sampling
-        early, spare = self.scores_early(trainer), math.ceil(self.oversampling * wanted)
-        collected = collect_groups(
-            wanted,
-            prompts_of(trainer).prompt_queue(after),
-            self._stream(sampling, iteration, in_batches=together),
-            score=lambda samples: self._score(trainer, samples, iteration),
-            score_together=(lambda samples: self.add_model_scores(trainer, samples, iteration)) if early else None,
-            keep=None if selection is None else selection.accepts,
-            most=None if selection is None else selection.max_rounds * wanted + spare,
-            spare=spare,
-            ranks=RankShares(trainer, shared=self.engine.shared, group=group) if together else OneRank(),
+        rank_log = rank_log or self.open_log()
+
+        def step() -> CollectedGroups:
+            if failure is not None:
+                raise failure
+            return self._collect(trainer, wanted, sampling, iteration, rank_log, after, on_drawn)
+
+        collected = rank_log.run(
+            step,
+            timeout=self.timeout,
+            waiting_for=f"the samples of iteration {iteration}",
         )
-        if collected.accepted < wanted:
+        if collected.accepted < wanted and trainer.global_rank == 0:
             log.warning(
                 "iteration %d: dynamic_sampling accepted only %d of the %d groups that are needed, of %d that were "
                 "sampled; the rest is filled with rejected groups",
@@ -121,40 +128,85 @@ class GroupCollector:
             )
         return collected
 
+    def _collect(
+        self,
+        trainer: L.Trainer,
+        wanted: int,
+        sampling: SamplingSpec,
+        iteration: int,
+        rank_log: RankLog,
+        after: dict[str, Any] | None,
+        on_drawn: Callable[[dict[str, Any]], None] | None,
+    ) -> CollectedGroups:
+        selection, early = self.dynamic_sampling, self.scores_early(trainer)
+        spare = math.ceil(self.oversampling * wanted)
+        # An engine in every rank generates in batches, and a reward model scores on all ranks at a time.
+        rounds = not self.takes_first_finished or (trainer.world_size > 1 and (not self.engine.shared or early))
+        return collect_groups(
+            wanted,
+            prompts_of(trainer).prompt_queue(after),
+            self._stream(sampling, iteration, rank_log, rounds=rounds),
+            score=lambda samples: self._score(trainer, samples, iteration, rank_log),
+            score_together=(lambda samples: self.add_model_scores(trainer, samples, iteration)) if early else None,
+            keep=None if selection is None else selection.accepts,
+            most=None if selection is None else selection.max_rounds * wanted + spare,
+            spare=spare,
+            rounds=rounds,
+            log=rank_log,
+            on_drawn=on_drawn,
+        )
+
     def sample(
         self, trainer: L.Trainer, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int
     ) -> list[Sample]:
-        """Generate and score samples of given prompts, which are the same on every rank. A collective.
+        """Generate and score samples of this rank's share of some prompts. Called on every rank.
 
-        Returns ``len(prompts) * group_size`` samples, group by group, the same on every rank.
+        Args:
+            trainer: Its module writes the samples as text.
+            prompts: Prompts of all ranks, the same on every rank.
+            sampling: How to sample.
+            iteration: Part of each sample's seed.
+
+        Returns:
+            ``group_size`` samples of every n-th prompt, for n ranks, group by group.
         """
-        ranks = RankShares(trainer, shared=self.engine.shared)
-        share = ranks.share(list(prompts))
+        share = list(prompts)[trainer.global_rank :: trainer.world_size]
+        rank_log = rank_store().log("validation")
 
-        def generate_and_score() -> list[Group]:
+        def generate_and_score() -> list[Sample]:
             if not share:
                 return []
             with self.timing.record("generate", iteration):
-                groups = self._generate(share, sampling, iteration)
-            self._score(trainer, flatten(groups), iteration)
-            return groups
+                samples = flatten(self._generate(share, sampling, iteration, rank_log))
+            self._score(trainer, samples, iteration, rank_log)
+            return samples
 
-        return flatten(ranks.gather(generate_and_score))
+        return rank_log.run(generate_and_score, timeout=self.timeout, waiting_for="the samples of validation")
 
     # ------------------------------------------------------------------ generate
 
-    def _stream(self, sampling: SamplingSpec, iteration: int, *, in_batches: bool) -> GroupStream:
-        """Groups as they finish if groups are selected; otherwise all at once, as rewards are faster in batches."""
-        selects = self.dynamic_sampling is not None or self.oversampling
+    @property
+    def takes_first_finished(self) -> bool:
+        """Whether groups are scored and selected as they finish; otherwise all at once, as rewards are faster so."""
+        return self.engine.can_stream and (self.dynamic_sampling is not None or bool(self.oversampling))
+
+    def _stream(self, sampling: SamplingSpec, iteration: int, rank_log: RankLog, *, rounds: bool) -> GroupStream:
         stream: GroupStream
-        if self.engine.can_stream and selects and not in_batches:
-            stream = cast(StreamingEngine, self.engine).stream(sampling, iteration=iteration)
+        if rounds and not self.engine.continuous_batching:
+            stream = BatchedGroupStream(lambda prompts: self._generate(prompts, sampling, iteration, rank_log))
         else:
-            stream = BatchedGroupStream(lambda prompts: self._generate(prompts, sampling, iteration))
+            stream = cast(StreamingEngine, self.engine).stream(sampling, iteration=iteration)
         return TimedStream(stream, self.timing, iteration)
 
-    def _generate(self, prompts: list[Prompt], sampling: SamplingSpec, iteration: int) -> list[Group]:
-        samples = self.engine.generate(prompts, sampling, iteration=iteration)
+    def _generate(
+        self, prompts: list[Prompt], sampling: SamplingSpec, iteration: int, rank_log: RankLog
+    ) -> list[Group]:
+        """Generate groups, unless another rank fails meanwhile."""
+        if rank_log.store.world_size > 1 and self.engine.can_stream:
+            stream = cast(StreamingEngine, self.engine).stream(sampling, iteration=iteration)
+            samples = sample_all(stream, prompts, check=rank_log.check)
+        else:
+            samples = rank_log.call(lambda: self.engine.generate(prompts, sampling, iteration=iteration))
         size = sampling.group_size
         if len(samples) != len(prompts) * size:
             raise RuntimeError(f"the engine was asked for {len(prompts)} x {size} samples and returned {len(samples)}")
@@ -162,31 +214,34 @@ class GroupCollector:
 
     # ------------------------------------------------------------------ score
 
-    def _score(self, trainer: L.Trainer, samples: list[Sample], iteration: int) -> None:
-        """Set rewards of this rank's samples, and decode their texts if they are read."""
-        with decode_together(samples, text_decoder(policy_of(trainer).tokenizer)):
-            if self.reward is None:
+    def _score(self, trainer: L.Trainer, samples: list[Sample], iteration: int, rank_log: RankLog) -> None:
+        """Set rewards of this rank's samples, and let them have texts."""
+        decode = partial(policy_of(trainer).tokenizer.batch_decode, skip_special_tokens=True)
+        reward = self.reward
+        with decode_together(samples, decode):
+            if reward is None:
                 for sample in samples:
                     sample.reward = 0.0
                 return
             with self.timing.record("score", iteration):
-                score_samples(self.reward, samples)
-
-    def add_model_scores(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
-        """Add the module's reward model scores to the rewards, and as ``model`` to the parts, in place.
-
-        A collective, for the main thread; samples are the same on every rank. A sample without a reward keeps none.
-        Raises ValueError if the callback's reward also has a part ``model``.
-        """
-        if not samples:
-            return
-        if any("model" in sample.reward_parts for sample in samples):
+                rank_log.call(lambda: score_samples(reward, samples))
+        if policy_of(trainer).scores_samples and any("model" in sample.reward_parts for sample in samples):
             raise ValueError(
                 "a part of RolloutCallback(reward=...) is called 'model', as the score of the module's reward_model "
                 "is: give it another name"
             )
+
+    def add_model_scores(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
+        """Add the module's reward model scores to the rewards, and as ``model`` to the parts, in place.
+
+        A collective, for the main thread; each rank has samples of its own, or none. A sample without a reward keeps
+        none.
+        """
+        if not samples and trainer.world_size == 1:
+            return
         with self.timing.record("score", iteration):
-            scores = policy_of(trainer).reward_model_scores(Experience.from_samples(samples)).tolist()
+            experience = Experience.from_samples(samples) if samples else None
+            scores = policy_of(trainer).reward_model_scores(experience).tolist()
         for sample, score in zip(samples, scores, strict=True):
             sample.reward_parts["model"] = score
             if sample.reward is not None:
@@ -198,23 +253,13 @@ class GroupCollector:
             return False
         return self.dynamic_sampling is not None or prompts_of(trainer).curriculum_uses_rewards
 
-    # ------------------------------------------------------------------ which ranks
-
-    def needs_all_ranks(self, trainer: L.Trainer) -> bool:
-        """Whether several ranks generate or score together, so that :meth:`collect_here` is a collective."""
-        return trainer.world_size > 1 and (not self.engine.shared or self.scores_early(trainer))
-
-    def takes_part(self, trainer: L.Trainer) -> bool:
-        """Whether this rank calls :meth:`collect_here`."""
-        return trainer.global_rank == 0 or self.needs_all_ranks(trainer)
-
     # ------------------------------------------------------------------ checks and metrics
 
     def check(self, trainer: L.Trainer, *, in_thread: bool = False) -> None:
         """Raise ValueError if the configuration cannot work.
 
         That is: dynamic sampling by an unknown reward part, a module that would score in a thread beside training
-        (``in_thread``), or oversampling with an engine in every rank.
+        (``in_thread``), or oversampling where all ranks score together.
         """
         parts = part_names(self.reward)
         if self.dynamic_sampling is not None and parts is not None:
@@ -227,14 +272,14 @@ class GroupCollector:
             )
         if self.oversampling and self.scores_early(trainer) and trainer.world_size > 1:
             raise ValueError(
-                f"oversampling={self.oversampling:g} takes the groups that are finished first on rank 0, and all "
+                f"oversampling={self.oversampling:g} takes the groups that are finished first on any rank, and all "
                 f"{trainer.world_size} ranks together score them with the module's reward_model: give the callback a "
                 "ModelReward in place of reward_model, or oversampling=0"
             )
-        if self.oversampling and self.needs_all_ranks(trainer):
+        if self.oversampling and not self.engine.shared and trainer.world_size > 1:
             raise ValueError(
-                f"oversampling={self.oversampling:g} takes the groups that are finished first, and with an engine in "
-                f"each of {trainer.world_size} ranks no rank sees which those are: use a VLLMPool, which all ranks "
+                f"oversampling={self.oversampling:g} takes the groups that are finished first, and an engine in "
+                f"each of {trainer.world_size} ranks finishes its groups together: use a VLLMPool, which all ranks "
                 "share, or oversampling=0"
             )
 
@@ -249,26 +294,6 @@ class GroupCollector:
         return metrics
 
 
-class RankShares:
-    """Each rank generates for every n-th prompt with its own engine; for a shared engine, rank 0 generates for all."""
-
-    def __init__(self, trainer: L.Trainer, *, shared: bool, group: Any = None) -> None:
-        self._trainer = trainer
-        self._shared = shared
-        self._group = group
-
-    def share(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts that this rank generates for."""
-        if self._shared:
-            return prompts if self._trainer.global_rank == 0 else []
-        return prompts[self._trainer.global_rank :: self._trainer.world_size]
-
-    def gather(self, step: Callable[[], list[Group]]) -> list[Group]:
-        """Run a step on every rank, and return the groups of all ranks in the order of their prompts. A collective."""
-        parts = run_on_all_ranks(step, group=self._group)
-        return [group for turn in zip_longest(*parts) for group in turn if group is not None]
-
-
 class TimedStream:
     """A stream that records how long callers wait for it."""
 
@@ -280,6 +305,6 @@ class TimedStream:
         self.close = stream.close
 
     def collect(self, most: int, *, wait: float | None = None) -> list[Group]:
-        """Wait until a group is finished."""
+        """Wait until a group is finished, up to ``wait`` seconds."""
         with self._timing.record("generate", self._iteration):
             return self._stream.collect(most, wait=wait)

@@ -1,81 +1,108 @@
 """Metrics of samples: of a training iteration, of staleness, and of validation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import NamedTuple, Self
 
-import torch
+from torch import Tensor
 
-from rlhfkit.data.types import Experience, Sample
+from rlhfkit.callbacks.rollout.sharing import SharedIteration
+from rlhfkit.data.types import Sample
 
 
-def iteration_metrics(samples: Sequence[Sample], experience: Experience, *, rewarded: bool = True) -> dict[str, float]:
-    """Metrics of one training iteration, from its samples and the same samples as tensors, prepared by the module.
+def iteration_metrics(
+    shared: SharedIteration, *, silent: Tensor | None = None, rewarded: bool = True
+) -> dict[str, float]:
+    """Metrics of one training iteration, over the samples of all ranks.
+
+    Args:
+        shared: The iteration; its summary has the rewards as the module prepared them.
+        silent: (N,) whether the advantage of every token is 0; ``None``: there are no advantages.
+        rewarded: Whether samples were scored.
 
     Returns:
         ``rollout/...``: means of rewards and their parts (if ``rewarded``), of lengths in tokens and of the numbers in
         ``Sample.info``; fractions of samples truncated at the length limit, not scored, or with advantage 0.
     """
-    rewards = experience.rewards[~experience.rewards.isnan()]
-    lengths = torch.tensor([float(sample.num_tokens) for sample in samples])
-    metrics = {f"rollout/{name}": mean for name, mean in _info_means(samples).items()}
+    summary, numbers = shared.experience.summary, shared.numbers
+    rewards = summary.rewards[~summary.rewards.isnan()]
+    metrics = {
+        f"rollout/{name.removeprefix('info/')}": fmean(_known(values))
+        for name, values in numbers.items()
+        if name.startswith("info/") and _known(values)
+    }
     metrics |= {
         "rollout/reward": float(rewards.mean()) if len(rewards) else math.nan,
         "rollout/reward_std": float(rewards.std(unbiased=False)) if len(rewards) else math.nan,
-        "rollout/length": float(lengths.mean()),
-        "rollout/truncated_fraction": float(experience.truncated.float().mean()),
-        "rollout/unscored_fraction": 1.0 - len(rewards) / len(samples),
+        "rollout/length": float(numbers["completion_length"].float().mean()),
+        "rollout/truncated_fraction": float(summary.truncated.float().mean()),
+        "rollout/unscored_fraction": 1.0 - len(rewards) / len(summary),
     }
-    for name, values in experience.reward_parts.items():
+    for name, values in summary.reward_parts.items():
         metrics[f"rollout/reward_{name}"] = float(values[~values.isnan()].mean())
-    for name, chosen in by_source(samples).items():
-        scored = [sample.reward for sample in chosen if sample.reward is not None]
+    for name, rows in shared.sources.items():
+        scored = _known(numbers["reward"][rows])
         metrics[f"rollout/reward/{name}"] = fmean(scored) if scored else math.nan
     if not rewarded:
         metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/reward")}
-    if experience.advantages is not None:
-        silent = ~(experience.advantages != 0).any(-1)
+    if silent is not None:
         metrics["rollout/zero_advantage_fraction"] = float(silent.float().mean())
     return metrics
 
 
-def _info_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of the numbers in ``Sample.info``."""
-    numbers: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.info.items():
-            if isinstance(value, int | float):
-                numbers.setdefault(name, []).append(float(value))
-    return {name: fmean(values) for name, values in numbers.items()}
+def _known(values: Tensor) -> list[float]:
+    return values[~values.isnan()].tolist()
 
 
-def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
+def staleness_metrics(numbers: Mapping[str, Tensor], version: int) -> dict[str, float]:
     """Age of the tokens of an iteration when training on them begins at policy ``version`` (updates so far).
 
     Returns:
         ``rollout/staleness``: mean age of a token in updates; ``rollout/mixed_fraction``: fraction of samples with
         tokens of several policy versions.
     """
-    runs = [sample.version_runs for sample in samples]
-    known = [(each, count) for run in runs for each, count in run if each >= 0]
-    tokens = sum(count for _, count in known)
-    mixed = [len({each for each, _ in run}) > 1 for run in runs]
+    tokens, versions = float(numbers["version_tokens"].sum()), float(numbers["version_sum"].sum())
     return {
-        "rollout/staleness": sum((version - each) * count for each, count in known) / tokens if tokens else 0.0,
-        "rollout/mixed_fraction": fmean(mixed) if mixed else 0.0,
+        "rollout/staleness": (version * tokens - versions) / tokens if tokens else 0.0,
+        "rollout/mixed_fraction": float(numbers["mixed"].mean()),
     }
 
 
-def by_source(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+class SampleNumbers(NamedTuple):
+    """What the metrics of validation need of a sample, which ranks exchange in place of its tokens."""
+
+    prompt: int
+    source: str | None
+    reward: float | None
+    reward_parts: dict[str, float]
+    length: int
+    truncated: bool
+
+    @classmethod
+    def of(cls, sample: Sample) -> Self:
+        """The numbers of a sample."""
+        source = sample.prompt.metadata.get("source")
+        return cls(
+            sample.prompt.index,
+            None if source is None else str(source),
+            sample.reward,
+            sample.reward_parts,
+            sample.num_tokens,
+            sample.finish_reason == "length",
+        )
+
+
+def by_source(samples: Sequence[SampleNumbers]) -> dict[str, list[SampleNumbers]]:
     """Samples by the ``source`` in their prompt's metadata; empty unless there are several sources."""
-    found: dict[str, list[Sample]] = {}
+    found: dict[str, list[SampleNumbers]] = {}
     for sample in samples:
-        if "source" in sample.prompt.metadata:
-            found.setdefault(str(sample.prompt.metadata["source"]), []).append(sample)
+        if sample.source is not None:
+            found.setdefault(sample.source, []).append(sample)
     return dict(sorted(found.items())) if len(found) > 1 else {}
 
 
-def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
+def reward_values(samples: Sequence[SampleNumbers]) -> dict[str, list[float]]:
     """Total rewards and their parts by name; missing and NaN values are left out."""
     scored = [sample for sample in samples if sample.reward is not None]
     values = {"reward": [sample.reward or 0.0 for sample in scored]}
@@ -86,7 +113,7 @@ def reward_values(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def validation_metrics(
-    samples: Sequence[Sample], *, success_threshold: float = 1.0, rewarded: bool = True
+    samples: Sequence[SampleNumbers], *, success_threshold: float = 1.0, rewarded: bool = True
 ) -> dict[str, tuple[float, int]]:
     """Metrics of validation samples, and the number of samples or prompts that each is a mean of.
 
@@ -94,7 +121,7 @@ def validation_metrics(
     al., 2021, arXiv:2107.03374, equation 1) for k = 1, 2, 4 ... n: the probability that one of k samples is correct.
 
     Args:
-        samples: All samples of some prompts.
+        samples: Numbers of all samples of some prompts.
         success_threshold: A sample with at least this reward is correct; one without a reward is not.
         rewarded: Whether samples were scored.
 
@@ -110,17 +137,19 @@ def validation_metrics(
     return metrics
 
 
-def _of_one_source(samples: Sequence[Sample], success_threshold: float, rewarded: bool) -> dict[str, tuple[float, int]]:
+def _of_one_source(
+    samples: Sequence[SampleNumbers], success_threshold: float, rewarded: bool
+) -> dict[str, tuple[float, int]]:
     metrics = {
-        "length": (fmean(sample.num_tokens for sample in samples), len(samples)),
-        "truncated_fraction": (fmean(sample.finish_reason == "length" for sample in samples), len(samples)),
+        "length": (fmean(sample.length for sample in samples), len(samples)),
+        "truncated_fraction": (fmean(sample.truncated for sample in samples), len(samples)),
     }
     if not rewarded:
         return metrics
     metrics |= {name: (fmean(values), len(values)) for name, values in reward_values(samples).items()}
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, list[SampleNumbers]] = {}
     for sample in samples:
-        groups.setdefault(sample.prompt.index, []).append(sample)
+        groups.setdefault(sample.prompt, []).append(sample)
     size = min(map(len, groups.values()), default=0)
     correct = [
         (len(group), sum(sample.reward is not None and sample.reward >= success_threshold for sample in group))

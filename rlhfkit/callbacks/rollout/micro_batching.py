@@ -2,8 +2,10 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, overload
 
 import lightning as L
 import torch
@@ -20,6 +22,7 @@ from rlhfkit.data.packing import (
 )
 from rlhfkit.data.token_cap import PackedForward, PaddedForward, plan_capped_micro_batches
 from rlhfkit.data.types import Experience
+from rlhfkit.distributed import all_reduce
 from rlhfkit.protocols import learner_of, prompts_of
 
 log = logging.getLogger(__name__)
@@ -133,17 +136,51 @@ class IterationPlanner:
             )
 
 
-def micro_batch(experience: Experience, planned: MicroBatch, averaged: int) -> Experience:
-    """The rows of one micro-batch, with the counts of its optimizer step (``averaged`` micro-batches on all ranks)."""
-    whole = experience.action_mask[experience.update == planned.update]
-    batch = experience.select(planned.rows)
-    if not planned.trained:
-        batch = dataclasses.replace(batch, action_mask=torch.zeros_like(batch.action_mask))
-    return dataclasses.replace(
-        batch,
-        # The first update's old log-probs are the policy's own.
-        old_logprobs=None if planned.update == 0 else batch.old_logprobs,
-        step_tokens=float(whole.sum()),
-        step_sequences=float(whole.any(-1).sum()),
-        step_micro_batches=averaged,
-    )
+class MicroBatches(Sequence[Experience]):
+    """This rank's micro-batches of an iteration, in training order; each is selected when it is asked for.
+
+    Making it is a collective: ``counts`` (2, updates) are the trained tokens, and the sequences that have some, of each
+    optimizer step on all ranks. ``averaged`` micro-batches on all ranks are averaged in an optimizer step.
+    """
+
+    def __init__(self, experience: Experience, planned: Sequence[MicroBatch], averaged: int, *, group: Any) -> None:
+        self._experience = experience
+        self._planned = planned
+        self._averaged = averaged
+        trained, updates = experience.action_mask, 1 + max(each.update for each in planned)
+        self.counts = torch.zeros(2, updates, dtype=torch.float64)
+        for row, values in enumerate((trained.sum(-1), trained.any(-1))):
+            self.counts[row].index_add_(0, experience.update, values.double())
+        all_reduce(self.counts, group=group)
+        place = {row: number for number, row in enumerate(experience.own_rows.tolist())}
+        self._places = [[place[row] for row in each.rows] for each in planned]
+
+    def __len__(self) -> int:
+        """Number of micro-batches."""
+        return len(self._planned)
+
+    @overload
+    def __getitem__(self, number: int) -> Experience: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Experience]: ...
+
+    def __getitem__(self, number: int | slice) -> Experience | list[Experience]:
+        """The rows of a micro-batch, with the counts of its optimizer step."""
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        update = self._planned[number].update
+        batch = self._experience.select(self._places[number])
+        if not self._planned[number].trained:
+            batch = dataclasses.replace(batch, action_mask=torch.zeros_like(batch.action_mask))
+        tokens, sequences = self.counts[:, update].tolist()
+        return dataclasses.replace(
+            batch,
+            # The first update's old log-probs are the policy's own.
+            old_logprobs=None if update == 0 else batch.old_logprobs,
+            step_tokens=tokens,
+            step_sequences=sequences,
+            step_micro_batches=self._averaged,
+            rows=None,
+            iteration=None,
+        )

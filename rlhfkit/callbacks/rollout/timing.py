@@ -21,6 +21,14 @@ class Phase(NamedTuple):
     thread: str
     iteration: int
 
+    @property
+    def end(self) -> float:
+        """When it ended, like ``start``."""
+        return self.start + self.seconds
+
+
+_SAME_PHASE_SECONDS = 0.01
+
 
 class Timing:
     """Records named phases from any thread; they may overlap."""
@@ -43,9 +51,17 @@ class Timing:
         try:
             yield
         finally:
-            event = Phase(name, start, time.perf_counter() - start, threading.current_thread().name, iteration)
+            end = time.perf_counter()
             with self._lock:
-                self.events.append(event)
+                self._add(name, start, end, threading.current_thread().name, iteration)
+
+    def _add(self, name: str, start: float, end: float, thread: str, iteration: int) -> None:
+        """Add a phase, or prolong the last one if it is the same one, looked at in between."""
+        last = self.events[-1] if self.events else None
+        if last and last[0] == name and last[3:] == (thread, iteration) and start - last.end < _SAME_PHASE_SECONDS:
+            self.events[-1] = last._replace(seconds=end - last.start)
+        else:
+            self.events.append(Phase(name, start, end - start, thread, iteration))
 
     def metrics(self, iteration: int) -> dict[str, float]:
         """Seconds per phase of an iteration, as ``time/<phase>``."""

@@ -62,7 +62,7 @@ class ExperienceLoader(Generic[T]):
         """The number of which each iteration has a multiple."""
         self._resized = resized
         self._restore = restore or cast(Callable[[Mapping[str, Any]], T], Experience.from_state_dict)
-        self._batches: list[T] = []
+        self._batches: Sequence[T] = []
         self._position = length  # batches yielded; ``length`` at the end of the iteration
         self._ready = False  # whether the next iterator starts with batches collected already
 
@@ -79,7 +79,7 @@ class ExperienceLoader(Generic[T]):
         if self._ready:
             return
         self._batches = []  # free the last iteration before the next one is made
-        batches = list(self.collect())
+        batches = self.collect()  # may select each batch when it is asked for
         if self._resized is None and len(batches) != self.length:
             raise ValueError(
                 f"collect() returned {len(batches)} batches, but the loader promised {self.length} per iteration; all "

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any, NamedTuple, Self
 
 from rlhfkit.data.packing import permutation
-from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.prompts.curriculum import Curriculum, PromptPass, PromptStats
 
 log = logging.getLogger(__name__)
@@ -179,17 +179,21 @@ class IterationQueue:
         """Put drawn prompts at the front of the next iteration, in the order of drawing."""
         self._requeued |= {prompt.index for prompt in prompts}
 
-    def record(self, groups: Iterable[Sequence[Sample]]) -> None:
-        """Remember the rewards of groups for a curriculum; without one, do nothing."""
+    @property
+    def records_rewards(self) -> bool:
+        """Whether there is a curriculum, for which :meth:`record` changes :attr:`after`."""
+        return self._order.curriculum is not None
+
+    def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
+        """Remember the rewards of groups, by the index of their prompt; without a curriculum, do nothing."""
         if self._order.curriculum is None:
             return
         history = dict(self._cursor.history or {})
-        for group in groups:
-            rewards = [sample.reward for sample in group if sample.reward is not None]
-            if rewards:
-                row = self._rows[group[0].prompt.index]
+        for index, values in rewards.items():
+            if values:
+                row = self._rows[index]
                 before = history[row].samples if row in history else 0
-                history[row] = PromptStats(before + len(rewards), sum(rewards) / len(rewards))
+                history[row] = PromptStats(before + len(values), sum(values) / len(values))
         self._cursor = self._cursor._replace(history=history)
 
     @property

@@ -59,6 +59,7 @@ class RemoteEnginePool(RolloutEngine):
 
     shared = True
     updates_in_flight = True
+    continuous_batching = True
     can_stream = True
     colocate = False
     max_model_len: int | None = None

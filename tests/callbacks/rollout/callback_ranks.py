@@ -7,9 +7,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import PlainGRPO, SharedEngine, digits, setup_run, weights
+from rl_runs import PlainGRPO, SharedEngine, digits, samples_of_all_ranks, setup_run, weights
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.distributed import gather_objects
 from rlhfkit.rollout import DynamicSampling
 from rlhfkit.rollout.weight_sync import source
 
@@ -83,7 +84,8 @@ def validation(folder: Path) -> dict[str, Any]:
     trainer, module, data, rollouts = prepare(folder, "ddp")
     data.validation_data, data.validation_split, data.validation_batch_size = data.data, "train", 13
     logged = trainer.validate(module, data, verbose=False)[0]["val/reward"]
-    texts = {sample.prompt.index: sample.text for sample in rollouts.validation_samples}
+    own = {sample.prompt.index: sample.text for sample in rollouts.validation_samples}
+    texts = {index: text for share in gather_objects(own) for index, text in share.items()}
     return {"logged": logged, "texts": [texts[index] for index in range(40)]}
 
 
@@ -102,7 +104,7 @@ def selected(folder: Path, strategy: str, engine: LocalEngine) -> list[tuple[int
     arguments = {"reward_model": str(folder / "reward")}
     trainer, module, data, _ = prepare(folder, strategy, rollouts=rollouts, module_arguments=arguments, max_epochs=1)
     trainer.fit(module, data)
-    return [(sample.prompt.index, sample.token_ids, sample.reward) for sample in rollouts.samples]
+    return [(sample.prompt.index, sample.token_ids, sample.reward) for sample in samples_of_all_ranks(rollouts)]
 
 
 def small_buckets(monkey: Any = source) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run, weights
+from rl_runs import digits, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
 
 from rlhfkit import DynamicSampling, Invariants, LocalEngine, RolloutCallback, Sample, SamplingSpec
@@ -36,7 +36,7 @@ class Watch(L.Callback):
         self._version = trainer.global_step
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        samples = next(each for each in trainer.callbacks if isinstance(each, RolloutCallback)).samples
+        samples = samples_of_all_ranks(RolloutCallback.of(trainer))
         self.prompts.append(list(dict.fromkeys(sample.prompt.index for sample in samples)))
         self.rewards.append(sum(sample.reward or 0.0 for sample in samples) / len(samples))
         self.ages.append(sorted({self._version - version for sample in samples for version in sample.versions}))

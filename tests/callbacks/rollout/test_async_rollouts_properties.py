@@ -24,6 +24,7 @@ class Engine:
     shared = False
     updates_in_flight = True
     can_stream = False
+    continuous_batching = False
     version = 0
     busy = False
 

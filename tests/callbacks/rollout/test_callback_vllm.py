@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, prompts_file
+from rl_runs import digits, prompts_file, samples_of_all_ranks
 
 from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
 
@@ -78,7 +78,7 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
             policies[trainer.global_step] = copy.deepcopy(pl_module.policy).eval()
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            samples.extend(rollouts.samples)
+            samples.extend(samples_of_all_ranks(rollouts))
 
     sampling = SamplingSpec(group_size=4, max_new_tokens=300, min_new_tokens=300)
     rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, max_staleness=1, in_flight=True)

@@ -7,12 +7,13 @@ import pytest
 from rl_runs import digits, setup_run
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.callbacks.rollout.metrics import validation_metrics
+from rlhfkit.callbacks.rollout.metrics import SampleNumbers, validation_metrics
 
 
-def samples(index: int, rewards: list[float | None], **metadata: str) -> list[Sample]:
+def samples(index: int, rewards: list[float | None], **metadata: str) -> list[SampleNumbers]:
     prompt = Prompt(index, [5], metadata=dict(metadata))
-    return [Sample(prompt, place, [7], [0.0], [0], "stop", reward=reward) for place, reward in enumerate(rewards)]
+    made = [Sample(prompt, place, [7], [0.0], [0], "stop", reward=reward) for place, reward in enumerate(rewards)]
+    return [SampleNumbers.of(sample) for sample in made]
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:

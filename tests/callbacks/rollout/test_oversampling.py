@@ -31,12 +31,12 @@ class Watched(LocalEngine):
         self.finished.append(finished)
         submit, collect = stream.submit, stream.collect
 
-        def watched_submit(prompts: Any) -> None:
+        def watched_submit(prompts: Any, **arguments: Any) -> None:
             begun.extend(prompt.index for prompt in prompts)
-            submit(prompts)
+            submit(prompts, **arguments)
 
-        def watched_collect(most: int) -> Any:
-            groups = collect(most)
+        def watched_collect(most: int, **arguments: Any) -> Any:
+            groups = collect(most, **arguments)
             finished.extend(group[0].prompt.index for group in groups)
             return groups
 

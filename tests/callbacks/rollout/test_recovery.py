@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, prompts_file, setup_run, weights
+from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
 
 from rlhfkit import DynamicSampling, EpisodeEngine, LocalEngine, RolloutCallback, SamplingSpec
@@ -57,7 +57,9 @@ def run(folder: Path, engine: Any, *, wrapped: Any = None, validate: bool = Fals
 
     class Look(L.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.append((trainer.global_step, [(one.prompt.index, one.token_ids) for one in rollouts.samples]))
+            seen.append(
+                (trainer.global_step, [(one.prompt.index, one.token_ids) for one in samples_of_all_ranks(rollouts)])
+            )
 
     data: dict[str, Any] = {"rollout_batch_size": 8, "micro_batch_size": 8}
     if validate:
@@ -110,19 +112,11 @@ def test_an_error_without_hope_ends_the_run(tmp_path: Path) -> None:
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    """A rank: rank 0's engine loses its weights twice; all ranks take part in sending them."""
-    import torch.distributed
-
+    """A rank: rank 0's requests find no weights twice; all ranks take part in sending them."""
     rank = int(os.environ["LOCAL_RANK"])
     results: dict[str, Any] = {}
     for name, loses_at in (("calm", ()), ("disturbed", (1, 3))):
-
-        class Engine(Forgetful):
-            def stream(self, sampling: SamplingSpec, *, iteration: int) -> Any:
-                assert torch.distributed.get_rank() == 0
-                return super().stream(sampling, iteration=iteration)
-
-        engine = Engine(*loses_at)
+        engine = Forgetful(*(loses_at if rank == 0 else ()))
         os.environ["WORLD_SIZE"] = "2"
         trainer, module, data, _ = setup_run(
             folder / f"rank{rank}", module=PlainGRPO, data_arguments={"micro_batch_size": 4}, strategy="rlhf_zero2",
@@ -135,7 +129,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     def reward(samples: Sequence[Any]) -> list[float]:
         raise ArithmeticError("no such reward")
 
-    broken = RolloutCallback(reward if rank == 0 else digits, engine=Engine(), sampling=SPEC)
+    broken = RolloutCallback(reward if rank == 0 else digits, engine=Forgetful(), sampling=SPEC)
     os.environ["WORLD_SIZE"] = "2"
     trainer, module, data, _ = setup_run(
         folder / f"rank{rank}", data_arguments={"micro_batch_size": 4}, strategy="rlhf_zero2", rollouts=broken,

@@ -60,12 +60,7 @@ def play(order: PromptOrder, cursor: PromptCursor, sizes: Sequence[int]) -> tupl
         queue = IterationQueue(order, prompt, cursor)
         taken = queue.take(size)
         known = cursor.history or {}
-        queue.record(
-            [
-                [Sample(each, 0, [7], [0.0], [0], "stop", reward=float((each.index + len(known)) % 3 == 0))]
-                for each in taken
-            ]
-        )
+        queue.record({each.index: [float((each.index + len(known)) % 3 == 0)] for each in taken})
         played.append([each.index - 100 for each in taken])
         cursor = PromptCursor.from_state_dict(json.loads(json.dumps(queue.after)))  # plain values, through any file
     return played, cursor

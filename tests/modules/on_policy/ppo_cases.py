@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from plain_sgd import PlainSGD
+from rl_runs import samples_of_all_ranks
 from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, Sample
@@ -32,7 +33,7 @@ class Keep(L.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         rollouts = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))
         assert rollouts.experience is not None
-        self.iterations.append(copy.deepcopy(rollouts.samples))
+        self.iterations.append(copy.deepcopy(samples_of_all_ranks(rollouts)))
         self.updates.append(rollouts.experience.update.clone())
 
 

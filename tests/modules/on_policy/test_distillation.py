@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import digit_teacher, digits, setup_run, weights
+from rl_runs import digit_teacher, digits, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_model
 from torch import Tensor
@@ -183,7 +183,7 @@ def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
             use_distributed_sampler=False,
         )
         trainer.fit(module, prompts)
-        results.append([sample.token_ids for sample in rollouts.samples])
+        results.append([sample.token_ids for sample in samples_of_all_ranks(rollouts)])
     return results
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import digits, samples_of_all_ranks, setup_run
 from strategies import ranks
 from tiny_models import tiny_model
 from torch import Tensor
@@ -197,7 +197,7 @@ class Sums(L.Callback):
         stopping = pl_module.kl_early_stopping
         stopped = stopping is not None and stopping.stopped
         self.still.append(stopped or trainer.global_step <= pl_module.critic_warmup_steps)
-        self.tokens = [sample.token_ids for sample in trainer.callbacks[0].samples]
+        self.tokens = [sample.token_ids for sample in samples_of_all_ranks(trainer.callbacks[0])]
 
 
 def train_on_ranks(folder: Path, strategy: str | None, world: int) -> dict[str, Any]:

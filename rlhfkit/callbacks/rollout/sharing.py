@@ -1,0 +1,159 @@
+"""Share an iteration among ranks: numbers of all samples with all ranks, tokens with the rank that trains on them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfkit.callbacks.rollout.micro_batching import IterationPlan
+from rlhfkit.data.exchange import exchange_rows, gather_columns
+from rlhfkit.data.iteration import IterationSummary
+from rlhfkit.data.types import Experience, Sample
+from rlhfkit.distributed import gather_objects
+from rlhfkit.rollout.collector import CollectedGroups, flatten
+
+_PART, _INFO = "part/", "info/"
+
+
+@dataclass(eq=False)
+class SharedIteration:
+    """An iteration after its samples were scored.
+
+    The same on every rank but for ``experience``, ``samples`` and ``rows``.
+    """
+
+    experience: Experience
+    """The rows that this rank trains on."""
+    plan: IterationPlan
+    """Who trains on which row, and when."""
+    averaged: int
+    """Micro-batches of all ranks whose losses an optimizer step averages."""
+    samples: list[Sample]
+    """What this rank has generated, in the order of the iteration."""
+    rows: list[int]
+    """Which row of the iteration each of these samples is."""
+    numbers: dict[str, Tensor]
+    """(N,) float64 columns of all samples: ``reward``, ``completion_length``, ``part/...`` and ``info/...``; NaN where
+    a sample has none."""
+    sources: dict[str, list[int]]
+    """Rows by the ``source`` in their prompt's metadata; empty unless there are several sources."""
+
+
+def share_iteration(
+    collected: CollectedGroups,
+    make_plan: Callable[[IterationSummary], tuple[IterationPlan, int]],
+    *,
+    group_size: int,
+    temperature: float,
+    rank: int,
+    world_size: int,
+    group: Any = None,
+) -> SharedIteration:
+    """Plan an iteration and exchange its rows. A collective.
+
+    Args:
+        collected: This rank's groups, and the order of all.
+        make_plan: From the summary to the plan and the number of micro-batches that a step averages.
+        group_size: Samples of each group.
+        temperature: Sampling temperature.
+        rank: This rank.
+        world_size: Number of ranks.
+        group: Process group for tensors on the CPU.
+    """
+    samples, total = flatten(collected.groups), len(collected.prompts) * group_size
+    place = {prompt: number for number, prompt in enumerate(collected.prompts)}
+    rows = torch.tensor([place[one.prompt.index] * group_size + one.sample_index for one in samples], dtype=torch.int64)
+    order = rows.argsort()  # samples of a group need not be in order
+    samples, rows = [samples[number] for number in order.tolist()], rows[order]
+    experience = Experience.from_samples(samples, temperature=temperature) if samples else no_rows(temperature)
+    numbers = gather_columns(_columns(samples, experience), rows, total, group=group)
+    summary = _summary(numbers)
+    plan, averaged = make_plan(summary)
+    summary.update = plan.update
+    if world_size == 1:
+        experience.update = plan.update
+    else:
+        experience.rows = rows
+        source, destination = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+        source[rows] = rank
+        source = gather_columns({"source": source[rows]}, rows, total, group=group)["source"].long()
+        for owner, share in enumerate(plan.micro_batches):
+            for planned in share:
+                destination[planned.rows] = owner
+        experience = exchange_rows(experience, summary, source, destination, group=group)
+    return SharedIteration(experience, plan, averaged, samples, rows.tolist(), numbers, _sources(samples, rows, group))
+
+
+def no_rows(temperature: float) -> Experience:
+    """The experience of a rank that has no samples."""
+    steps, rows = torch.zeros(1, 0), torch.zeros(1, dtype=torch.int64)
+    one = Experience(
+        input_ids=torch.zeros(1, 1, dtype=torch.int64),
+        attention_mask=torch.ones(1, 1, dtype=torch.bool),
+        action_mask=steps.bool(),
+        rollout_logprobs=steps,
+        versions=steps.long(),
+        rewards=rows.float(),
+        group=rows,
+        sample_index=rows,
+        truncated=rows.bool(),
+        update=rows,
+        temperature=temperature,
+    )
+    return one.select([])
+
+
+def _columns(samples: Sequence[Sample], experience: Experience) -> dict[str, Tensor]:
+    """Numbers of each sample by name: what the summary needs, and what is logged."""
+    if not samples:
+        return {}
+    columns = {f"summary/{name}": values for name, values in experience.summarize().columns().items()}
+    rewards = [torch.nan if sample.reward is None else float(sample.reward) for sample in samples]
+    columns["reward"] = torch.tensor(rewards, dtype=torch.float64)
+    columns["completion_length"] = torch.tensor([float(sample.num_tokens) for sample in samples])
+    columns |= {_PART + name: values for name, values in experience.reward_parts.items()}
+    for name in {name for sample in samples for name, value in sample.info.items() if isinstance(value, int | float)}:
+        values = [sample.info.get(name) for sample in samples]
+        column = [float(value) if isinstance(value, int | float) else torch.nan for value in values]
+        columns[_INFO + name] = torch.tensor(column, dtype=torch.float64)
+    runs = [sample.version_runs for sample in samples]
+    known = [[(version, count) for version, count in each if version >= 0] for each in runs]
+    columns["version_tokens"] = torch.tensor([sum(count for _, count in each) for each in known])
+    columns["version_sum"] = torch.tensor([sum(version * count for version, count in each) for each in known])
+    columns["mixed"] = torch.tensor([len({version for version, _ in each}) > 1 for each in runs])
+    return columns
+
+
+def _summary(numbers: Mapping[str, Tensor]) -> IterationSummary:
+    def column(name: str, dtype: torch.dtype = torch.int64) -> Tensor:
+        return numbers[f"summary/{name}"].to(dtype)
+
+    return IterationSummary(
+        rewards=column("rewards", torch.float32),
+        group=column("group"),
+        sample_index=column("sample_index"),
+        truncated=column("truncated", torch.bool),
+        lengths=column("lengths"),
+        prompt_lengths=column("prompt_lengths"),
+        trained_tokens=column("trained_tokens"),
+        oldest_version=column("oldest_version"),
+        newest_version=column("newest_version"),
+        update=column("update"),
+        reward_parts={
+            name.removeprefix(_PART): values.float() for name, values in numbers.items() if name.startswith(_PART)
+        },
+    )
+
+
+def _sources(samples: Sequence[Sample], rows: Tensor, group: Any) -> dict[str, list[int]]:
+    own: dict[str, list[int]] = {}
+    for sample, row in zip(samples, rows.tolist(), strict=True):
+        if "source" in sample.prompt.metadata:
+            own.setdefault(str(sample.prompt.metadata["source"]), []).append(row)
+    found: dict[str, list[int]] = {}
+    for part in gather_objects(own, group=group):
+        for name, chosen in part.items():
+            found.setdefault(name, []).extend(chosen)
+    return {name: sorted(found[name]) for name in sorted(found)} if len(found) > 1 else {}

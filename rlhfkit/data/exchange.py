@@ -1,0 +1,101 @@
+"""Exchange the rows of an iteration between ranks, as tensors: scalars of all rows to all, tokens to one rank each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhfkit.data.iteration import IterationSummary
+from rlhfkit.data.types import Experience
+from rlhfkit.distributed import gather_objects, get_rank, get_world_size
+
+
+def gather_columns(columns: Mapping[str, Tensor], rows: Tensor, total: int, *, group: Any = None) -> dict[str, Tensor]:
+    """Return columns of all rows of the iteration, from those of every rank's own rows. A collective.
+
+    Args:
+        columns: (B,) numbers by name. A name that a rank does not have is NaN in its rows.
+        rows: (B,) int64, which row of the iteration each one is; every row is on one rank.
+        total: Rows of the iteration, N.
+        group: Process group for tensors on the CPU; ``None``: the default one.
+
+    Returns:
+        (N,) float64 columns, by name in alphabetical order, the same on every rank.
+    """
+    names = sorted(set().union(*gather_objects(sorted(columns), group=group)))
+    own = [columns[name].double() if name in columns else torch.full((len(rows),), torch.nan) for name in names]
+    table = torch.zeros(total, len(names), dtype=torch.float64)
+    if names:
+        table[rows] = torch.stack(own, -1).double()
+    if get_world_size() > 1:
+        dist.all_reduce(table, group=group)  # every row is 0 on all ranks but one
+    return dict(zip(names, table.unbind(-1), strict=True))
+
+
+def exchange_rows(
+    experience: Experience, summary: IterationSummary, source: Tensor, destination: Tensor, *, group: Any = None
+) -> Experience:
+    """Send each row to the rank that trains on it and return this rank's rows, in iteration order. A collective.
+
+    Tokens, masks, log-probs, versions and rewards of tokens are sent once, without padding, from rank to rank; all
+    other columns are in the summary.
+
+    Args:
+        experience: This rank's rows, with :attr:`~rlhfkit.data.Experience.rows` in ascending order.
+        summary: All N rows.
+        source: (N,) int64, the rank that has each row.
+        destination: (N,) int64, the rank that shall have it.
+        group: Process group for tensors on the CPU; ``None``: the default one.
+    """
+    rank, world_size = get_rank(), get_world_size()
+    leaving = _by_rank((source == rank).nonzero()[:, 0], destination, world_size)
+    coming = _by_rank((destination == rank).nonzero()[:, 0], source, world_size)
+    place = torch.full((len(summary),), -1)
+    place[experience.own_rows] = torch.arange(len(experience))
+    order = place[torch.cat(leaving)]
+    arriving = torch.cat(coming)
+    lengths = summary.lengths[arriving]
+    chosen = summary.select(arriving)
+    attention = torch.arange(max(int(lengths.max()), 1)) < lengths[:, None]
+
+    def moved(values: Tensor, *, axis: int, fill: int = 0) -> Tensor:
+        """(B, T) or (B, T-1) values of the rows that arrive, from those of the rows that this rank had."""
+        sizes = [[int((summary.lengths[rows] - axis).sum()) for rows in side] for side in (leaving, coming)]
+        kept = experience.attention_mask[:, axis:]
+        sent = values[order][kept[order]]
+        received = torch.empty(sum(sizes[1]), dtype=values.dtype)
+        dist.all_to_all_single(received, sent.contiguous(), sizes[1], sizes[0], group=group)
+        table = torch.full((len(arriving), attention.shape[1] - axis), fill, dtype=values.dtype)
+        table[attention[:, axis:]] = received
+        return table
+
+    has_token_rewards = any(gather_objects(experience.token_rewards is not None, group=group))
+    token_rewards = experience.token_rewards
+    if has_token_rewards and token_rewards is None:
+        token_rewards = torch.zeros_like(experience.rollout_logprobs)
+    result = Experience(
+        input_ids=moved(experience.input_ids.int(), axis=0).long(),
+        attention_mask=attention,
+        action_mask=moved(experience.action_mask, axis=1),
+        rollout_logprobs=moved(experience.rollout_logprobs, axis=1),
+        versions=moved(experience.versions, axis=1, fill=-1),
+        token_rewards=None if token_rewards is None else moved(token_rewards, axis=1),
+        rewards=chosen.rewards,
+        group=chosen.group,
+        sample_index=chosen.sample_index,
+        truncated=chosen.truncated,
+        update=chosen.update,
+        reward_parts=chosen.reward_parts,
+        rows=arriving,
+        temperature=experience.temperature,
+    )
+    in_order = result.select(arriving.argsort())
+    in_order.iteration = summary
+    return in_order
+
+
+def _by_rank(rows: Tensor, ranks: Tensor, world_size: int) -> list[Tensor]:
+    """Divide rows by the rank that another column has for each."""
+    return [rows[ranks[rows] == rank] for rank in range(world_size)]

@@ -1,0 +1,127 @@
+"""What ranks do for the tests of iterations that are spread over ranks; several short fits in one process."""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from rl_runs import PlainGRPO, digits, samples_of_all_ranks, setup_run, weights
+
+from rlhfkit import DynamicSampling, Invariants, LocalEngine, RolloutCallback, RolloutDump, Sample, SamplingSpec
+from rlhfkit.datamodules.prompts.curriculum import BySuccess
+from rlhfkit.distributed import gather_objects
+
+RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
+
+
+class Slow(LocalEngine):
+    """Takes longer on rank 1 than the limit of the process group."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[Sample]:
+        time.sleep(10.0 if RANK == 1 else 0.0)
+        return super().generate(*args, **kwargs)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(10.0 if RANK == 1 else 0.0)
+        return super().stream(*args, **kwargs)
+
+
+def only_odd(samples: Sequence[Sample]) -> list[float]:
+    """Groups of even prompts all get 0."""
+    return [sample.sample_index * (sample.prompt.index % 2) / 8 for sample in samples]
+
+
+def hanging(samples: Sequence[Sample]) -> list[float]:
+    """A reward that does not return on the last rank."""
+    if RANK == RANKS - 1:
+        threading.Event().wait(60)
+    return digits(samples)
+
+
+def broken(samples: Sequence[Sample]) -> list[float]:
+    """A reward that fails on the last rank, while the others are still scoring."""
+    if RANK == RANKS - 1:
+        raise ArithmeticError("no such reward")
+    threading.Event().wait(60)
+    return digits(samples)
+
+
+class Keep(L.Callback):
+    """What every iteration was trained on, and which rank had what."""
+
+    def __init__(self) -> None:
+        self.iterations: list[Any] = []
+        self.own: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        rollouts = RolloutCallback.of(trainer)
+        samples = samples_of_all_ranks(rollouts)
+        self.iterations.append([(one.prompt.index, one.sample_index, one.token_ids, one.reward) for one in samples])
+        self.own = [len(rollouts.samples), len(rollouts.experience), len(samples)]  # type: ignore[arg-type]
+
+
+def fit(folder: Path, rollouts: RolloutCallback, *callbacks: L.Callback, epochs: int = 2, **data: Any) -> Any:
+    os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
+    keep = Keep()
+    trainer, module, made, _ = setup_run(
+        folder / f"rank{RANK}",  # ranks must not write the same model
+        module=PlainGRPO,
+        module_arguments={"lr": 0.05, "kl_coef": 0.01},
+        rollouts=rollouts,
+        callbacks=[keep, *callbacks],
+        strategy=DDPStrategy(timeout=timedelta(seconds=4), process_group_backend="gloo") if RANKS > 1 else "auto",
+        devices=RANKS,
+        use_distributed_sampler=False,
+        max_epochs=epochs,
+        accumulate_grad_batches=1,
+        data_arguments={"rollout_batch_size": 6, "micro_batch_size": 12 // RANKS, **data},
+    )
+    trainer.fit(module, made)
+    return trainer, module, keep
+
+
+def report(fitted: Any) -> dict[str, Any]:
+    trainer, module, keep = fitted
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("time/")}
+    sums = [float(tensor.double().abs().sum()) for tensor in weights(module).values()]
+    return {"iterations": keep.iterations, "own": keep.own, "metrics": metrics, "weights": sums}
+
+
+def failure(folder: Path, **arguments: Any) -> list[Any]:
+    begin = time.monotonic()
+    try:
+        fit(folder, RolloutCallback(sampling=SAMPLING, **arguments), epochs=1)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}", time.monotonic() - begin]
+    return ["no error", time.monotonic() - begin]
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    """The runs that must be the same on any number of ranks."""
+    dump = folder / f"dump_{RANKS}"
+    plain = RolloutCallback(digits, sampling=SAMPLING)
+    selected = RolloutCallback(only_odd, sampling=SAMPLING, dynamic_sampling=DynamicSampling())
+    ordered = RolloutCallback(only_odd, sampling=SAMPLING)
+    return {
+        "plain": report(fit(folder, plain, Invariants(), RolloutDump(dump))),
+        "selected": report(fit(folder, selected, Invariants())),
+        "curriculum": report(fit(folder, ordered, epochs=8, curriculum=BySuccess())),
+    }
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """All cases of this file."""
+    found = runs(folder)
+    found["slow"] = report(fit(folder, RolloutCallback(digits, engine=Slow(), sampling=SAMPLING), epochs=1))
+    found["hanging"] = failure(folder, reward=hanging, rollout_timeout=6.0)
+    found["broken"] = failure(folder, reward=broken)
+    gather_objects(None)  # rank 0 ends last
+    torch.distributed.destroy_process_group()
+    return found

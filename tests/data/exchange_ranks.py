@@ -1,0 +1,89 @@
+"""What ranks do with ``rlhfkit.data.exchange``; each rank is a process (``strategies/ranks.py``)."""
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhfkit.callbacks.rollout.sharing import no_rows
+from rlhfkit.data import Experience, Prompt, Sample
+from rlhfkit.data.exchange import exchange_rows, gather_columns
+
+PARTS = ("format", "right")
+
+
+def sample(row: int, generator: torch.Generator) -> Sample:
+    """A sample of any length, with or without a reward, parts and rewards of tokens."""
+    tokens = int(torch.randint(1, 9, (1,), generator=generator))
+    prompt = Prompt(row // 2, list(range(1, 2 + row % 4)))
+    record = Sample(
+        prompt, row % 2, [row + 10] * tokens, [-0.125 * row] * tokens, [row] * tokens, "stop",
+        action_mask=[bool((place + row) % 3) for place in range(tokens)] if row % 3 else None,
+    )  # fmt: skip
+    if row % 5:
+        record.reward = row / 7
+        record.reward_parts = {PARTS[row % 2]: row / 3}
+    if row == 4:
+        record.token_rewards = [0.5] * tokens
+    return record
+
+
+def equal(one: Experience, other: Experience) -> list[str]:
+    """Names of the fields that differ."""
+    wrong = []
+    for each in dataclasses.fields(one):
+        left, right = getattr(one, each.name), getattr(other, each.name)
+        if each.name == "iteration":
+            continue
+        if isinstance(left, dict):
+            same = left.keys() == right.keys() and all(
+                torch.allclose(left[name], right[name], rtol=0, atol=0, equal_nan=True) for name in left
+            )
+        elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            same = left.dtype == right.dtype and left.shape == right.shape
+            same = same and torch.allclose(left.double(), right.double(), rtol=0, atol=0, equal_nan=True)
+        else:
+            same = left == right
+        if not same:
+            wrong.append(each.name)
+    return wrong
+
+
+def everything(**_: Any) -> dict[str, Any]:
+    """Random iterations, random owners before and after."""
+    rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    wrong: list[Any] = []
+    for seed in range(25):
+        generator = torch.Generator().manual_seed(seed)
+        total = int(torch.randint(world_size, 14, (1,), generator=generator))
+        samples = [sample(row, generator) for row in range(total)]
+        whole = Experience.from_samples(samples, temperature=0.7)
+        source = torch.randint(world_size, (total,), generator=generator)
+        destination = torch.randint(world_size, (total,), generator=generator)
+        destination[torch.randperm(total, generator=generator)[:world_size]] = torch.arange(world_size)
+        rows = (source == rank).nonzero()[:, 0]
+        experience = no_rows(0.7)
+        if len(rows):
+            experience = Experience.from_samples([samples[row] for row in rows.tolist()], temperature=0.7)
+        columns = {"row": rows.double(), **({"first": rows.double()} if rank == 0 else {})}
+        found = gather_columns(columns, rows, total)
+        first = torch.where(source == 0, torch.arange(total), torch.nan).double()
+        if not torch.equal(found["row"], torch.arange(total).double()):
+            wrong.append((seed, "row"))
+        if not torch.allclose(found["first"], first, rtol=0, atol=0, equal_nan=True):
+            wrong.append((seed, "first"))
+        summary = whole.summarize()
+        summary.update = torch.arange(total)
+        experience.rows = rows
+        own = exchange_rows(experience, summary, source, destination)
+        mine = (destination == rank).nonzero()[:, 0]
+        expected = dataclasses.replace(whole, update=summary.update).select(mine)
+        expected.rows = mine
+        if names := equal(own, expected):
+            wrong.append((seed, names))
+        if own.iteration is not summary:
+            wrong.append((seed, "summary"))
+    return {"wrong": wrong}
