@@ -163,6 +163,7 @@ class RolloutCallback(Callback):
     def collect(self) -> Sequence[Experience]:
         """Return this rank's micro-batches of one new iteration, in order; the loader calls it on every rank."""
         trainer = self._attached()
+        self.samples, self.experience = [], None  # frees the last iteration
         self.sync_weights()
         policy_version = trainer.global_step
         collected = self.collect_groups()

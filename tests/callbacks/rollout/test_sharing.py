@@ -41,7 +41,14 @@ class TestOneProcess:
         reward=0.5,
         after={},
     )
-    shared = share_iteration(collected, lambda summary: (plan_iteration(summary, IterationShape(4, 2, 2), 1), 1), group_size=2, temperature=0.5, rank=0, world_size=1)
+    shared = share_iteration(
+        collected,
+        lambda summary: (plan_iteration(summary, IterationShape(4, 2, 2), 1), 1),
+        group_size=2,
+        temperature=0.5,
+        rank=0,
+        world_size=1,
+    )
 
     def test_rows_are_in_the_order_of_prompts_and_samples(self) -> None:
         assert self.shared.rows == [0, 1, 2, 3]
