@@ -337,14 +337,14 @@ class _OtherRankFailed(Exception):
     """Ends the step of a rank, as that of another rank has failed; :meth:`RankLog.run` replaces it."""
 
 
-_stores: dict[int, RankStore] = {}
+_stores: dict[Any, RankStore] = {}  # by process group, which the key keeps from being another's
 
 
 def rank_store() -> RankStore:
     """Return the store of this run's ranks, which the first call opens. The first call is a collective."""
     if get_world_size() == 1:
         return LocalStore()
-    group = id(dist.group.WORLD)
+    group = dist.group.WORLD
     if group not in _stores:
         for store in _stores.values():
             store.close()

@@ -202,7 +202,7 @@ class GroupCollector:
         self, prompts: list[Prompt], sampling: SamplingSpec, iteration: int, rank_log: RankLog
     ) -> list[Group]:
         """Generate groups, unless another rank fails meanwhile."""
-        if rank_log.store.world_size > 1 and self.engine.can_stream:
+        if self.engine.continuous_batching:
             stream = cast(StreamingEngine, self.engine).stream(sampling, iteration=iteration)
             samples = sample_all(stream, prompts, check=rank_log.check)
         else:

@@ -89,7 +89,7 @@ def three(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 class TestThreeRanks:
-    """Their process group has a time limit of 4 seconds."""
+    """One launch; generating takes longer than the process group's time limit in one of the runs."""
 
     @pytest.mark.parametrize("name", ["plain", "selected", "curriculum"])
     def test_samples_rewards_weights_and_metrics_are_those_of_one_rank(
