@@ -72,8 +72,9 @@ def is_spread(experience: Experience) -> bool:
 def gather_rows(experience: Experience, values: Tensor, device: torch.device) -> Tensor:
     """Gather values of rows, (B, ...) on each rank, to (N, ...) in the order of the iteration, the same on every rank.
 
-    ``device`` is where they are exchanged; the result is where ``values`` are, and NaN stay. ``values`` themselves if
-    the experience has no summary.
+    Each row of the iteration is on exactly one rank. ``device`` is where values are exchanged; the result is where
+    ``values`` are, and NaN stay. ``values`` themselves if the experience has no summary. Raises ValueError unless there
+    is one for each own row.
     """
     if experience.iteration is None:
         return values
