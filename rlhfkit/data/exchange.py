@@ -56,27 +56,35 @@ def exchange_rows(
     place[experience.own_rows] = torch.arange(len(experience))
     order = place[torch.cat(leaving)]
     arriving = torch.cat(coming)
-    lengths = summary.lengths[arriving]
-    chosen = summary.select(arriving)
-    attention = torch.arange(max(int(lengths.max()), 1)) < lengths[:, None]
+    rows = arriving.sort().values
+    chosen = summary.select(rows)
+    attention = torch.arange(max(int(chosen.lengths.max()), 1)) < chosen.lengths[:, None]
+    places = torch.searchsorted(rows, arriving).tolist()  # rows arrive by the rank that sent them
 
-    def moved(values: Tensor, *, axis: int, fill: int = 0) -> Tensor:
+    def moved(values: Tensor, *, axis: int, fill: int = 0, sent_as: torch.dtype | None = None) -> Tensor:
         """(B, T) or (B, T-1) values of the rows that arrive, from those of the rows that this rank had."""
-        sizes = [[int((summary.lengths[rows] - axis).sum()) for rows in side] for side in (leaving, coming)]
-        kept = experience.attention_mask[:, axis:]
-        sent = values[order][kept[order]]
-        received = torch.empty(sum(sizes[1]), dtype=values.dtype)
-        dist.all_to_all_single(received, sent.contiguous(), sizes[1], sizes[0], group=group)
-        table = torch.full((len(arriving), attention.shape[1] - axis), fill, dtype=values.dtype)
-        table[attention[:, axis:]] = received
+        sizes = [[int((summary.lengths[each] - axis).sum()) for each in side] for side in (leaving, coming)]
+        sent = torch.empty(0, dtype=sent_as or values.dtype)
+        if len(order):  # row by row: an index would copy the padding too
+            ends = (experience.lengths[order] - axis).tolist()
+            pieces = [values[row, :end].to(sent.dtype) for row, end in zip(order.tolist(), ends, strict=True)]
+            sent = torch.cat(pieces)
+            del pieces
+        received = torch.empty(sum(sizes[1]), dtype=sent.dtype)
+        dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=group)
+        del sent
+        table = torch.full((len(rows), attention.shape[1] - axis), fill, dtype=values.dtype)
+        ends = (summary.lengths[arriving] - axis).tolist()
+        for place, piece in zip(places, torch.split(received, ends), strict=True):
+            table[place, : len(piece)] = piece
         return table
 
     has_token_rewards = any(gather_objects(experience.token_rewards is not None, group=group))
     token_rewards = experience.token_rewards
     if has_token_rewards and token_rewards is None:
         token_rewards = torch.zeros_like(experience.rollout_logprobs)
-    result = Experience(
-        input_ids=moved(experience.input_ids.int(), axis=0).long(),
+    return Experience(
+        input_ids=moved(experience.input_ids, axis=0, sent_as=torch.int32),
         attention_mask=attention,
         action_mask=moved(experience.action_mask, axis=1),
         rollout_logprobs=moved(experience.rollout_logprobs, axis=1),
@@ -88,12 +96,10 @@ def exchange_rows(
         truncated=chosen.truncated,
         update=chosen.update,
         reward_parts=chosen.reward_parts,
-        rows=arriving,
+        rows=rows,
+        iteration=summary,
         temperature=experience.temperature,
     )
-    in_order = result.select(arriving.argsort())
-    in_order.iteration = summary
-    return in_order
 
 
 def _by_rank(rows: Tensor, ranks: Tensor, world_size: int) -> list[Tensor]:
