@@ -55,11 +55,11 @@ class TrainingStates:
         """Bytes of each part that were moved to CPU memory and are there now."""
         return {part: copies.num_bytes for part, copies in self._copies.items() if copies.num_bytes}
 
-    def resident(self) -> dict[Part, int]:
+    def state_bytes(self) -> dict[Part, int]:
         """Bytes of each part that are on the device now."""
         return {part: sum(one.nbytes() for one in found.values()) for part, found in self._storages().items()}
 
-    def offload(self, *, weights: bool = True, keep: Collection[str] = ()) -> None:
+    def offload_states(self, *, weights: bool = True, keep: Collection[str] = ()) -> None:
         """Move gradients and optimizer states to CPU memory, and with ``weights`` the weights, except those of children
         named in ``keep``. What is there already stays. If it fails, everything is brought back.
         """
@@ -71,13 +71,13 @@ class TrainingStates:
                         copies = self._copies.setdefault(part, HostCopies(with_contents=part != "communication"))
                         copies.take(storages.values(), self._device)
             except BaseException:
-                self.reload()
+                self.reload_states()
                 raise
             self._guard()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def reload(self, *, optimizer: bool = True) -> None:
+    def reload_states(self, *, optimizer: bool = True) -> None:
         """Bring the weights back to the device, and with ``optimizer`` everything else. What is there stays."""
         with self._lock:
             for part in self._copies:
@@ -131,7 +131,7 @@ class TrainingStates:
         with self._lock:
             if self.offloaded:
                 log.warning("%s needed training states that were in CPU memory: they are brought back", what)
-                self.reload()
+                self.reload_states()
 
 
 class HostCopies:

@@ -55,14 +55,14 @@ def test_values_come_back_into_the_same_tensors() -> None:
     tensors = everything(net, optimizer)
     view = net.policy[0].weight.detach()[3:5]  # a view, as ZeRO has of its flat buffers
     before, expected = [tensor.detach().clone() for tensor in tensors], view.clone()
-    sizes = states.resident()
-    states.offload()
+    sizes = states.state_bytes()
+    states.offload_states()
     assert states.offloaded == {part: size for part, size in sizes.items() if size}
-    assert not any(states.resident().values())
+    assert not any(states.state_bytes().values())
     assert all(tensor.untyped_storage().nbytes() < 512 for tensor in tensors)
-    states.reload()
+    states.reload_states()
     assert states.offloaded == {}
-    assert states.resident() == sizes
+    assert states.state_bytes() == sizes
     assert all(a is b for a, b in zip(tensors, everything(net, optimizer), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     assert torch.equal(view, expected)
@@ -75,16 +75,16 @@ def test_parts_are_counted_and_move_one_after_the_other() -> None:
     matrix, bias = 32 * 32 * 4, 32 * 4
     sizes = {"weights": 4 * matrix, "gradients": 2 * matrix, "communication": 0, "optimizer": 4 * matrix}
     assert bias < 512  # too small to be moved
-    assert states.resident() == sizes
-    states.offload(weights=False)
-    assert states.resident() == {**dict.fromkeys(sizes, 0), "weights": sizes["weights"]}
+    assert states.state_bytes() == sizes
+    states.offload_states(weights=False)
+    assert states.state_bytes() == {**dict.fromkeys(sizes, 0), "weights": sizes["weights"]}
     net(torch.ones(1, 32))  # weights are there
     assert "optimizer" in states.offloaded
-    states.offload()
-    states.reload(optimizer=False)
+    states.offload_states()
+    states.reload_states(optimizer=False)
     assert states.offloaded == {"gradients": sizes["gradients"], "optimizer": sizes["optimizer"]}
-    states.reload()
-    assert states.resident() == sizes
+    states.reload_states()
+    assert states.state_bytes() == sizes
 
 
 def test_training_goes_on_as_if_nothing_had_happened() -> None:
@@ -94,8 +94,8 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
         losses = []
         for _ in range(3):
             if offloads:
-                states.offload()
-                states.reload()
+                states.offload_states()
+                states.reload_states()
             losses.append(step(net, optimizer))
         runs.append((losses, [tensor.detach().clone() for tensor in everything(net, optimizer)]))
     assert runs[0][0] == runs[1][0]
@@ -104,10 +104,10 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
 
 def test_children_that_are_needed_can_stay() -> None:
     net, _, states = made()
-    states.offload(keep=["reward_model"])
+    states.offload_states(keep=["reward_model"])
     assert net.reward_model.weight.untyped_storage().nbytes()
     assert not net.policy[0].weight.untyped_storage().nbytes()
-    states.reload()
+    states.reload_states()
 
 
 USES: list[Callable[[Net], Any]] = [
@@ -122,7 +122,7 @@ USES: list[Callable[[Net], Any]] = [
 def test_what_reads_weights_brings_them_back_first(use: Callable[[Net], Any], caplog: pytest.LogCaptureFixture) -> None:
     net, optimizer, states = made()
     expected = use(net)
-    states.offload()
+    states.offload_states()
     found = use(net)
     assert states.offloaded == {}
     assert "they are brought back" in caplog.text
@@ -147,7 +147,7 @@ def test_an_error_on_the_way_leaves_everything_in_place(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(HostCopies, "take", fail)
     with pytest.raises(MemoryError):
-        states.offload()
+        states.offload_states()
     assert states.offloaded == {}
     assert all(torch.equal(a, b) for a, b in zip(before, everything(net, optimizer), strict=True))
 
@@ -157,11 +157,11 @@ def test_states_on_another_device_are_left_alone() -> None:
     _, optimizer, states = made()
     for state in optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].to("meta")
-    sizes = states.resident()
+    sizes = states.state_bytes()
     assert sizes["optimizer"] == 2 * 32 * 32 * 4
-    states.offload()
+    states.offload_states()
     assert states.offloaded["optimizer"] == sizes["optimizer"]
-    states.reload()
+    states.reload_states()
 
 
 def test_storages_larger_than_a_chunk_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +169,8 @@ def test_storages_larger_than_a_chunk_of_host_memory(monkeypatch: pytest.MonkeyP
     net, optimizer, states = made()
     before = [tensor.detach().clone() for tensor in everything(net, optimizer)]
     for _ in range(2):
-        states.offload()
-        states.reload()
+        states.offload_states()
+        states.reload_states()
     assert all(torch.equal(a, b) for a, b in zip(before, everything(net, optimizer), strict=True))
 
 
@@ -197,10 +197,10 @@ def test_the_process_loses_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path:
     )
     net, optimizer, states = made(width=2048)  # 16 MiB a matrix
     before = resident_bytes()
-    states.offload()
+    states.offload_states()
     moved = sum(states.offloaded.values())
     assert moved == 10 * 2048 * 2048 * 4 + 8 * 2048 * 4 + 2048 * 4
     assert before - resident_bytes() > 0.95 * moved
-    states.reload()
+    states.reload_states()
     assert resident_bytes() > before - 0.05 * moved
     step(net, optimizer)

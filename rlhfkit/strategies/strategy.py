@@ -399,16 +399,16 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
 
         Children named in ``keep`` stay. Local to this rank. See :class:`~rlhfkit.training_states.TrainingStates`.
         """
-        self._running_states().offload(weights=weights, keep=keep)
+        self._running_states().offload_states(weights=weights, keep=keep)
 
     def reload_states(self, *, optimizer: bool = True) -> None:
         """Undo :meth:`offload_states`, bit for bit; without ``optimizer`` for the weights only. Local to this rank."""
         if self._states is not None:
-            self._states.reload(optimizer=optimizer)
+            self._states.reload_states(optimizer=optimizer)
 
     def state_bytes(self) -> dict[Part, int]:
         """Bytes of the states on this rank's device now, by part: weights, gradients and optimizer."""
-        return self._running_states().resident()
+        return self._running_states().state_bytes()
 
     def _running_states(self) -> TrainingStates:
         if self._states is None:

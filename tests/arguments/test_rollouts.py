@@ -213,6 +213,7 @@ TABLE: dict[type, Rows] = {
         "max_staleness": Change(1),
         "in_flight": Unseen("when weights change depends on time: tests/callbacks/rollout/test_async_rollouts.py"),
         "rollout_timeout": Unseen("seconds: tests/callbacks/rollout/test_async_rollouts.py"),
+        "offload_training": Change(True),
         "alarms": Unseen("warnings: tests/callbacks/test_alarms.py"),
         "probe_tolerance": Change(0.0, refused=True),
     },

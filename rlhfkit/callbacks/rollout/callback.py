@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
+from rlhfkit.callbacks.rollout.device_phases import DevicePhases
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.metrics import (
     SampleNumbers,
@@ -74,6 +75,9 @@ class RolloutCallback(Callback):
         in_flight: With ``max_staleness``: sync weights while the engine generates; later tokens use the new ones, and
             each token records its version.
         rollout_timeout: Seconds that one iteration's samples may take, on several ranks or with ``max_staleness``.
+        offload_training: Whether weights, gradients and optimizer states are in CPU memory while the engine generates.
+            ``None``: if it shares the GPUs of the training ranks (``VLLMPool(colocate=True)``). The numbers are the
+            same bit for bit. See ``docs/rollout.md`` for the order, ``memory/...`` for what it frees.
         alarms: Bounds on metrics, each with advice that is logged when a run first crosses it. ``None``:
             ``ROLLOUT_ALARMS``; an empty list: none.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
@@ -97,6 +101,7 @@ class RolloutCallback(Callback):
         max_staleness: int = 0,
         in_flight: bool = False,
         rollout_timeout: float = 7200.0,
+        offload_training: bool | None = None,
         alarms: Sequence[Alarm] | None = None,
         probe_tolerance: float | None = None,
     ) -> None:
@@ -123,6 +128,11 @@ class RolloutCallback(Callback):
         check_number("probe_tolerance", probe_tolerance, above=0, optional=True, infinite=True, why="inf is no probe")
         if in_flight and not max_staleness:
             raise ValueError("in_flight=True syncs weights while the engine generates: give max_staleness=1 or more")
+        if offload_training and max_staleness:
+            raise ValueError(
+                "offload_training=True takes the training states off the device while the engine generates, and with "
+                f"max_staleness={max_staleness} it generates while the policy learns: use one"
+            )
         self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)
         self.timing = Timing()
         """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` writes a trace of it."""
@@ -132,7 +142,9 @@ class RolloutCallback(Callback):
         """Collects groups in a thread; ``None``: sampling and learning take turns."""
         if max_staleness:
             self.async_rollouts = AsyncRollouts(self.collector, max_staleness, rollout_timeout, in_flight=in_flight)
-        self.weight_synchronizer = WeightSynchronizer(engine, probe_tolerance)
+        self.phases = DevicePhases(engine, offload_training, self.timing)
+        """Who has the memory of shared devices; documents the order."""
+        self.weight_synchronizer = WeightSynchronizer(engine, self.phases, probe_tolerance)
         self.planner = IterationPlanner()
         self.iteration = 0
         self.samples: list[Sample] = []
@@ -192,7 +204,7 @@ class RolloutCallback(Callback):
         with profiler_of(trainer).profile("rollout.collect_groups"):
             collected = self._with_weights(lambda: source.collect(trainer, wanted, sampling, self.iteration))
         if self.async_rollouts is None:
-            self.engine.sleep()  # until the next sync: engines on the ranks' GPUs make room for training
+            self.phases.learn(trainer, self.iteration)  # until the next sync
         if policy_of(trainer).scores_samples and not self.collector.scores_early(trainer):
             self.collector.add_model_scores(trainer, flatten(collected.groups), self.iteration)
         return collected
@@ -237,7 +249,8 @@ class RolloutCallback(Callback):
             self.alarms.check(metrics, finished)
         if "rollout/reward" in self._metrics:
             pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
-        self.sync_weights()
+        if not self.phases.offloads(trainer):  # else when samples are asked for, after a checkpoint of this epoch
+            self.sync_weights()
 
     # ------------------------------------------------------------------ parts of an iteration
 
@@ -289,7 +302,7 @@ class RolloutCallback(Callback):
         metrics["rollout/probe_difference"] = self.weight_synchronizer.difference
         if reward is not None:
             metrics |= mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
-        metrics |= self.collector.metrics(collected)
+        metrics |= self.collector.metrics(collected) | self.phases.metrics()
         if self.async_rollouts is not None:
             metrics |= staleness_metrics(shared.numbers, policy_version)
         return metrics
@@ -343,7 +356,7 @@ class RolloutCallback(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let engines on the ranks' GPUs make room for training."""
         if self.async_rollouts is None:
-            self.engine.sleep()
+            self.phases.learn(trainer, self.iteration)
 
     # ------------------------------------------------------------------ start and end
 
@@ -403,10 +416,12 @@ class RolloutCallback(Callback):
         """Free the engine when training ends; ``trainer.validate`` leaves it running."""
         if stage == "fit":
             self._close()
+        self.phases.recover()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Free the engine after an error or an interrupt; Lightning calls no ``teardown`` then."""
         self._close()
+        self.phases.recover()
 
     def _close(self) -> None:
         self.engine.close()

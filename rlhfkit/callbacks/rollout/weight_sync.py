@@ -2,7 +2,9 @@
 
 import lightning as L
 import torch
+from torch import Tensor
 
+from rlhfkit.callbacks.rollout.device_phases import DevicePhases
 from rlhfkit.distributed import run_on_all_ranks, true_on_all_ranks
 from rlhfkit.models.load import base_model_name, precision_dtype
 from rlhfkit.protocols import GenerativeModule, policy_of, profiler_of
@@ -20,14 +22,17 @@ class WeightSynchronizer:
     ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
     """
 
-    def __init__(self, engine: RolloutEngine, tolerance: float | None = None) -> None:
+    def __init__(self, engine: RolloutEngine, phases: DevicePhases, tolerance: float | None = None) -> None:
         self.engine = engine
+        self.phases = phases
         self.tolerance = tolerance
         self.difference = 0.0
         """Largest difference of log-probs in the last probe."""
 
     def sync(self, trainer: L.Trainer) -> None:
         """Load the weights of ``global_step`` into the engine unless it has them, and probe it. A collective.
+
+        The engine can generate afterwards: on shared devices it has the memory.
 
         Raises RuntimeError if the engine's log-probs of a fixed sequence differ from the trainer's.
         """
@@ -37,9 +42,9 @@ class WeightSynchronizer:
         dtype = precision_dtype(trainer.precision, compute=True)
         version = trainer.global_step
         if true_on_all_ranks(self.engine.version == version):
-            if self.engine.colocate:  # it may sleep during training, with its weights
-                run_on_all_ranks(self.engine.wake)
+            self.phases.generate(trainer)  # it may sleep during training, with its weights
             return
+        self.phases.sync(trainer)
         with profiler_of(trainer).profile("rollout.sync_weights"):
             run_on_all_ranks(
                 lambda: self.engine.start(
@@ -50,7 +55,10 @@ class WeightSynchronizer:
             )
             weights = DrainableWeights(ModuleWeights(module.policy, dtype=dtype))
             run_on_all_ranks(lambda: self._load(weights, version))
-        self._probe(trainer, module, dtype)
+        expected = self._expected(module, dtype)
+        self.phases.generate(trainer)
+        if expected is not None:
+            self._probe(trainer, *expected)
 
     def _load(self, weights: DrainableWeights, version: int) -> None:
         try:
@@ -58,17 +66,19 @@ class WeightSynchronizer:
         finally:
             weights.drain()
 
-    def _probe(self, trainer: L.Trainer, module: GenerativeModule, dtype: torch.dtype) -> None:
+    def _expected(self, module: GenerativeModule, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
+        """Token ids for the probe, the trainer's log-probs of them, and the tolerance; ``None``: no probe."""
         tolerance = self.tolerance
         if tolerance is None:
             tolerance = _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
         if tolerance == float("inf") or not self.engine.can_score:
-            return
+            return None
         vocabulary = len(module.tokenizer)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (1, min(_PROBE_LENGTH, vocabulary)), generator=generator)
-        expected = module.token_logprobs(ids)[0]
+        return ids, module.token_logprobs(ids)[0], tolerance
 
+    def _probe(self, trainer: L.Trainer, ids: Tensor, expected: Tensor, tolerance: float) -> None:
         def difference() -> float:
             if self.engine.shared and trainer.global_rank > 0:
                 return 0.0

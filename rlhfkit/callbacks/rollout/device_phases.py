@@ -1,0 +1,143 @@
+"""``DevicePhases``: who has the memory of the ranks' devices, training or engines, from phase to phase.
+
+The order of an iteration whose engines share the devices of the training ranks:
+
+1. **learn**: weights, gradients and optimizer states are on the device, engines sleep. Preparing, updating, saving.
+2. **sync**: gradients and optimizer states go to CPU memory. Engines allocate memory for their weights and are sent the
+   policy's, which are still on the device; the trainer computes its log-probs for the probe.
+3. **generate**: all weights go to CPU memory, except those of a reward model that scores samples. Engines allocate
+   their caches of keys and values, generate, and samples are scored. Several batches of validation are one such phase.
+4. Engines sleep; then everything comes back to the device, and the next phase is learn.
+
+Every step is taken by all ranks together, and caches of torch's allocator are emptied on all of them before engines
+allocate. Engines that lose their weights while they generate begin again at 2. After an error engines are closed first,
+then the states come back (:meth:`DevicePhases.recover`). Whatever else runs the module or saves it between 2 and 4, for
+example a reward that calls the policy, brings the states back by itself (:mod:`rlhfkit.training_states`).
+"""
+
+import logging
+from collections.abc import Collection
+from typing import Literal
+
+import lightning as L
+import torch
+
+from rlhfkit.callbacks.rollout.timing import Timing
+from rlhfkit.distributed import run_on_all_ranks
+from rlhfkit.protocols import RLHFStrategy, policy_of
+from rlhfkit.rollout.engine import RolloutEngine
+from rlhfkit.training_states import TrainingStates
+
+log = logging.getLogger(__name__)
+
+
+class DevicePhases:
+    """Moves from phase to phase; without offloading only colocated engines sleep and wake.
+
+    Args:
+        engine: What generates.
+        offload_training: See :class:`~rlhfkit.RolloutCallback`.
+        timing: Records how long states take to come back, as ``time/reload``.
+    """
+
+    def __init__(self, engine: RolloutEngine, offload_training: bool | None, timing: Timing) -> None:
+        if offload_training not in (None, True, False):
+            raise TypeError(f"offload_training must be None, True or False, got {offload_training!r}")
+        self.engine = engine
+        self.offload_training = offload_training
+        self.timing = timing
+        self._states: RLHFStrategy | TrainingStates | None = None
+        self._phase: Literal["learn", "sync", "generate"] = "learn"
+        self._before = 0  # bytes of the states when all were on the device
+        self._bytes: dict[str, int] = {}
+
+    def offloads(self, trainer: L.Trainer) -> bool:
+        """Whether training states leave the device while engines generate: by default if a GPU is shared."""
+        if self.offload_training is not None:
+            return self.offload_training
+        return self.engine.colocate and trainer.strategy.root_device.type == "cuda"
+
+    # ------------------------------------------------------------------ the phases, each a collective
+
+    def sync(self, trainer: L.Trainer) -> None:
+        """Make room for the engines' weights; the training weights are on the device afterwards."""
+        if not self.offloads(trainer):
+            return
+        if self._phase == "generate":  # engines have lost their weights
+            self.engine.sleep()
+            run_on_all_ranks(lambda: self._of(trainer).reload_states(optimizer=False))
+        self._offload(trainer, weights=False)
+        self._phase = "sync"
+
+    def generate(self, trainer: L.Trainer) -> None:
+        """Make room for everything that engines need, and have them take it."""
+        if self.offloads(trainer):
+            scorer = ["reward_model"] if policy_of(trainer).scores_samples else []
+            known = dict(trainer.lightning_module.named_children())
+            self._offload(trainer, weights=True, keep=[name for name in scorer if name in known])
+            self._phase = "generate"
+        if self.engine.colocate:
+            run_on_all_ranks(self.engine.wake)
+
+    def learn(self, trainer: L.Trainer, iteration: int) -> None:
+        """Have the engines sleep, and bring the training states back."""
+        self.engine.sleep()
+        if not self.offloads(trainer):
+            return
+        self._bytes["generate"] = self._measure(trainer)
+        with self.timing.record("reload", iteration):
+            run_on_all_ranks(self._of(trainer).reload_states)
+        self._phase = "learn"
+
+    def recover(self) -> None:
+        """Bring the training states back after an error, or at the end; engines are closed. Not a collective."""
+        states, self._states, self._phase = self._states, None, "learn"
+        if states is None:
+            return
+        try:
+            states.reload_states()
+        except torch.OutOfMemoryError as error:
+            log.error("training states stay in CPU memory, as the device has no room for them: %s", error)
+
+    # ------------------------------------------------------------------ states and their sizes
+
+    def metrics(self) -> dict[str, float]:
+        """Memory of the last learning and generating phase in GiB, of the rank with most. A collective.
+
+        On a GPU ``memory/learn_gib`` and ``memory/generate_gib`` are the most that torch had allocated, on a CPU what
+        training states occupied; ``memory/train_offloaded_gib`` is what left the device.
+        """
+        sizes = run_on_all_ranks(lambda: dict(self._bytes))
+        names = {"learn": "learn_gib", "generate": "generate_gib", "offloaded": "train_offloaded_gib"}
+        return {
+            f"memory/{name}": max(one[key] for one in sizes) / 2**30 for key, name in names.items() if key in sizes[0]
+        }
+
+    def _of(self, trainer: L.Trainer) -> RLHFStrategy | TrainingStates:
+        """The states of the running Trainer: its strategy's, or what its module and optimizers hold."""
+        if self._states is None:
+            strategy = trainer.strategy
+            self._states = (
+                strategy
+                if isinstance(strategy, RLHFStrategy)
+                else TrainingStates(trainer.lightning_module, lambda: strategy.optimizers, strategy.root_device)
+            )
+        return self._states
+
+    def _offload(self, trainer: L.Trainer, *, weights: bool, keep: Collection[str] = ()) -> None:
+        states = self._of(trainer)
+        if self._phase == "learn":
+            self._before = sum(states.state_bytes().values())
+            self._bytes["learn"] = self._measure(trainer)
+        run_on_all_ranks(lambda: states.offload_states(weights=weights, keep=keep))
+        self._bytes["offloaded"] = self._before - sum(states.state_bytes().values())
+        self._measure(trainer)
+
+    def _measure(self, trainer: L.Trainer) -> int:
+        """Most bytes that torch had allocated since the last call; on a CPU bytes of training states now."""
+        device = trainer.strategy.root_device
+        if device.type != "cuda":
+            return sum(self._of(trainer).state_bytes().values())
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak

@@ -1,0 +1,160 @@
+"""Runs whose training states leave the device while an engine generates that wants the memory."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from rl_runs import digits, setup_run
+from tiny_models import tiny_tokenizer
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from rlhfkit import GRPOModule, LocalEngine, PPOModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.protocols import RLHFStrategy
+from rlhfkit.rollout.errors import WeightsNeededError
+
+SPEC = SamplingSpec(group_size=4, max_new_tokens=6)
+
+
+class Tenant(LocalEngine):
+    """An engine on the ranks' devices that drops its weights when it sleeps, and writes down what lies beside it."""
+
+    colocate = True
+
+    def __init__(self, *, level: int = 2, loses_at: int | None = None) -> None:
+        super().__init__()
+        self.level, self.loses_at = level, loses_at
+        self.asleep, self.calls = False, 0
+        self.log: list[tuple[str, bool, bool]] = []
+        """What happened, and whether weights and optimizer states were on the device."""
+        self.rollouts: Any = None
+
+    def note(self, what: str) -> None:
+        trainer = self.rollouts._attached()
+        phases = self.rollouts.phases
+        found = phases._of(trainer).state_bytes() if phases.offloads(trainer) else {"weights": 1, "optimizer": 1}
+        trained = trainer.global_step > 0 or found["optimizer"] > 0
+        self.log.append((what, bool(found["weights"]), bool(found["optimizer"]) or not trained))
+
+    def load(self, weights: Any, version: int) -> None:
+        self.note("load")
+        super().load(weights, version)
+
+    def wake(self) -> None:
+        if self.asleep or not self.log or self.log[-1][0] != "wake":
+            self.note("wake")
+        self.asleep = False
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[Sample]:
+        assert not self.asleep
+        self.note("generate")
+        self.calls += 1
+        if self.calls == self.loses_at:
+            raise WeightsNeededError("the engine died")
+        return super().generate(*args, **kwargs)
+
+    def sleep(self) -> None:
+        if not self.asleep and self.version is not None:
+            self.note("sleep")
+            self.asleep = True
+            self.version = self.version if self.level == 1 else None
+
+
+class OwnMemory:
+    """``from_pretrained`` maps weights of a CPU from their file, and that memory cannot be freed."""
+
+    def configure_model(self) -> None:
+        super().configure_model()  # type: ignore[misc]
+        for parameter in self.parameters():  # type: ignore[attr-defined]
+            parameter.data = parameter.data.clone()
+
+
+class OwnGRPO(OwnMemory, GRPOModule):
+    """GRPO."""
+
+
+class OwnPPO(OwnMemory, PPOModule):
+    """PPO: policy, critic, reference and reward model."""
+
+
+def reward_model(folder: Path) -> str:
+    """A random one."""
+    path = folder / "reward"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = LlamaConfig(vocab_size=128, **shape, num_labels=1, pad_token_id=0, eos_token_id=1)
+        LlamaForSequenceClassification(config).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+class Look(L.Callback):
+    """What was trained on, and all bits of weights at the end."""
+
+    def __init__(self, rollouts: RolloutCallback) -> None:
+        self.rollouts = rollouts
+        self.tokens: list[list[int]] = []
+        self.digest = ""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.tokens += [list(sample.token_ids) for sample in self.rollouts.samples]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        strategy, total = trainer.strategy, hashlib.sha256()
+        for name, child in pl_module.named_children():
+            sharded = isinstance(strategy, RLHFStrategy)
+            state = strategy.consolidated_state_dict(name) if sharded else child.state_dict()  # type: ignore[attr-defined]
+            for tensor in state.values():
+                total.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        self.digest = total.hexdigest()
+
+
+def run(
+    folder: Path,
+    *,
+    offload: bool | None,
+    engine: Tenant | None = None,
+    reward: Any = digits,
+    module: Any = OwnGRPO,
+    callbacks: Sequence[L.Callback] = (),
+    ckpt_path: str | None = None,
+    rollout_arguments: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Two iterations; what was trained on and what came of it."""
+    engine = engine or Tenant()
+    rollouts = RolloutCallback(
+        reward, engine=engine, sampling=SPEC, offload_training=offload, **(rollout_arguments or {})
+    )
+    engine.rollouts = rollouts
+    look = Look(rollouts)
+    torch.manual_seed(0)
+    arguments |= {"callbacks": [*callbacks, look], "use_distributed_sampler": False}
+    trainer, made, data, _ = setup_run(folder, module=module, rollouts=rollouts, **arguments)
+    trainer.fit(made, data, ckpt_path=ckpt_path)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"tokens": look.tokens, "digest": look.digest, "metrics": metrics, "log": engine.log}
+
+
+def on_ranks(folder: Path, strategies: list[str], **_: Any) -> dict[str, Any]:
+    """Entry point of a rank: PPO with two engines, a reference and a reward model, without and with offloading."""
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = folder / f"rank{rank}"
+    found = {}
+    for strategy in strategies:
+        arguments: dict[str, Any] = {
+            "module": OwnPPO,
+            "module_arguments": {"reward_model": reward_model(folder), "kl_coef": 0.01, "lr": 1e-3},
+            "data_arguments": {"micro_batch_size": 8 // ranks},
+            "strategy": strategy,
+            "devices": ranks,
+        }
+        os.environ["WORLD_SIZE"] = str(ranks)  # Lightning deletes it when a fit ends
+        without = run(folder, offload=False, **arguments)
+        os.environ["WORLD_SIZE"] = str(ranks)
+        found[strategy] = [without, run(folder, offload=True, **arguments)]
+    return found

@@ -1,0 +1,173 @@
+"""Who has the memory of shared devices: the order of phases, equal runs, and errors in every phase."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rl_runs import digits, prompts_file, setup_run
+from strategies import ranks
+
+from rlhfkit import LocalEngine, LoRA, RolloutCallback
+from rlhfkit.callbacks.rollout.device_phases import DevicePhases
+from rlhfkit.callbacks.rollout.timing import Timing
+
+from .offload_runs import SPEC, OwnGRPO, OwnPPO, Tenant, reward_model, run
+
+SAME = ("tokens", "digest")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the model, the prompts and a run without offloading."""
+    return tmp_path_factory.mktemp("phases")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    return run(folder, offload=False)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_phases_follow_one_another_and_the_run_is_the_same(folder: Path, plain: dict[str, Any], level: int) -> None:
+    found = run(folder, offload=True, engine=Tenant(level=level))
+    assert all(found[name] == plain[name] for name in SAME)
+    # What the engine does, whether weights are on the device, and whether optimizer states are.
+    iteration = [("load", True, False), ("wake", False, False), ("generate", False, False), ("sleep", False, False)]
+    assert found["log"][0] == ("load", True, True)  # there are no optimizer states before the first update
+    assert [what for what, *_ in found["log"][1:4]] == ["wake", "generate", "sleep"]
+    assert not any(weights for _, weights, _ in found["log"][1:4])
+    assert found["log"][4:] == iteration
+
+
+def test_memory_of_both_phases_is_logged(folder: Path, plain: dict[str, Any]) -> None:
+    metrics = run(folder, offload=True)["metrics"]
+    assert not any(name.startswith("memory/") for name in plain["metrics"])
+    assert metrics["memory/generate_gib"] == 0
+    assert metrics["memory/train_offloaded_gib"] == metrics["memory/learn_gib"] > 3 * 300_000 / 2**30
+    assert metrics["time/reload"] > 0
+
+
+def test_validation_and_checkpoints_fit_between_the_phases(folder: Path, tmp_path: Path) -> None:
+    """Validation after each iteration; a checkpoint of an epoch, from which a run resumes."""
+    other = tmp_path / "validation"
+    other.mkdir()
+    runs = {}
+    for offload in (False, True):
+        data = {"rollout_batch_size": 8, "micro_batch_size": 8, "validation_data": prompts_file(other, rows=6)}
+        keep = ModelCheckpoint(tmp_path / str(offload), save_top_k=-1, every_n_epochs=1, filename="{epoch}")
+        shared: dict[str, Any] = {"offload": offload, "data_arguments": data, "enable_checkpointing": True}
+        runs[offload] = run(folder, callbacks=[keep], **shared)
+        first = str(tmp_path / str(offload) / "epoch=0.ckpt")
+        resumed = run(folder, ckpt_path=first, callbacks=[ModelCheckpoint(tmp_path / "resumed")], **shared)
+        assert resumed["digest"] == runs[offload]["digest"]
+    assert all(runs[True][name] == runs[False][name] for name in SAME)
+    assert runs[True]["metrics"]["val/reward"] == runs[False]["metrics"]["val/reward"]
+
+
+def test_trainer_validate_leaves_the_weights_on_the_device(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for offload in (False, True):
+        engine = Tenant()
+        engine.rollouts = rollouts = RolloutCallback(digits, engine=engine, sampling=SPEC, offload_training=offload)
+        data = {"rollout_batch_size": 8, "validation_data": prompts_file(tmp_path, rows=20)}
+        trainer, module, data, _ = setup_run(folder, module=OwnGRPO, rollouts=rollouts, data_arguments=data)
+        (metrics,) = trainer.validate(module, data, verbose=False)
+        assert all(p.untyped_storage().nbytes() for p in module.parameters())
+        found.append((metrics["val/reward"], float(module.token_logprobs(torch.arange(8)[None]).sum())))
+    assert found[0] == found[1]
+
+
+def test_an_engine_that_loses_its_weights_gets_them_again(folder: Path, plain: dict[str, Any]) -> None:
+    found = run(folder, offload=True, engine=Tenant(loses_at=2))
+    assert all(found[name] == plain[name] for name in SAME)
+    assert [what for what, *_ in found["log"]].count("load") == 3
+    assert all(weights for what, weights, _ in found["log"] if what == "load")
+
+
+def test_after_an_error_the_states_are_back(folder: Path) -> None:
+    """The engine is closed first, so that there is room."""
+    modules: list[Any] = []
+
+    def broken(samples: Any) -> Any:
+        raise ArithmeticError("the reward is broken")
+
+    class Keep(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            modules.append(pl_module)
+
+    with pytest.raises(ArithmeticError):
+        run(folder, offload=True, reward=broken, callbacks=[Keep()])
+    assert all(p.untyped_storage().nbytes() for p in modules[0].parameters())
+    assert modules[0].token_logprobs(torch.arange(8)[None]).isfinite().all()
+
+
+def test_a_reward_that_calls_the_policy_gets_its_answer(
+    folder: Path, plain: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    modules: list[Any] = []
+
+    def asks(samples: Any) -> Any:
+        modules[0].token_logprobs(torch.arange(8)[None])
+        return digits(samples)
+
+    class Keep(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            modules.append(pl_module)
+
+    found = run(folder, offload=True, reward=asks, callbacks=[Keep()])
+    assert all(found[name] == plain[name] for name in SAME)
+    assert "a forward pass needed training states" in caplog.text
+
+
+def test_adapters_and_a_reward_model_that_scores(folder: Path) -> None:
+    """PPO with LoRA on one device: policy and critic are trained, reference and reward model are not."""
+    arguments = {"reward_model": reward_model(folder), "kl_coef": 0.01, "lora": LoRA(rank=2), "lr": 1e-3}
+    without, found = (
+        run(folder, offload=offload, module=OwnPPO, module_arguments=arguments) for offload in (False, True)
+    )
+    assert all(found[name] == without[name] for name in SAME)
+    scorer = 4 * (2 * 128 * 64)  # at least: its embeddings and one more matrix stay, as it scores samples
+    assert 0.5 * scorer < found["metrics"]["memory/generate_gib"] * 2**30 < 400_000
+    assert found["metrics"]["memory/train_offloaded_gib"] * 2**30 > 400_000
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks.run(
+        "callbacks.rollout.offload_runs:on_ranks",
+        ranks=2,
+        folder=tmp_path_factory.mktemp("two"),
+        strategies=["rlhf_zero3", "ddp"],
+    )
+
+
+@pytest.mark.parametrize("strategy", ["rlhf_zero3", "ddp"])
+def test_two_ranks_learn_the_same(two_ranks: list[dict[str, Any]], strategy: str) -> None:
+    """PPO with an engine each for policy and critic, a reference and a reward model."""
+    for rank in two_ranks:
+        without, found = rank[strategy]
+        assert all(found[name] == without[name] for name in SAME)
+        assert found["metrics"]["memory/train_offloaded_gib"] > 4 * found["metrics"]["memory/generate_gib"]
+        assert not any(weights and what in ("wake", "generate") for what, weights, _ in found["log"]) or (
+            found["metrics"]["memory/generate_gib"] > 0  # the reward model stays
+        )
+
+
+def test_by_default_states_move_only_on_shared_gpus(tmp_path: Path) -> None:
+    trainer, *_ = setup_run(tmp_path)
+    assert not DevicePhases(Tenant(), None, Timing()).offloads(trainer)  # on a CPU there is nothing to gain
+    trainer.strategy._root_device = torch.device("cuda", 0)
+    assert DevicePhases(Tenant(), None, Timing()).offloads(trainer)
+    assert not DevicePhases(Tenant(), False, Timing()).offloads(trainer)
+    assert not DevicePhases(LocalEngine(), None, Timing()).offloads(trainer)
+    assert DevicePhases(LocalEngine(), True, Timing()).offloads(trainer)
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="offload_training must be None, True or False, got 'cpu'"):
+        RolloutCallback(digits, offload_training="cpu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_staleness=1 it generates while the policy learns"):
+        RolloutCallback(digits, offload_training=True, max_staleness=1)
