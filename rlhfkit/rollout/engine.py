@@ -291,6 +291,8 @@ class RolloutEngine(Protocol):
     def load(self, weights: WeightSource, version: int) -> None:
         """Serve these weights from now on. Called on every rank; rank 0 sends them if the engine is shared.
 
+        An engine that sleeps serves them after :meth:`wake`.
+
         Args:
             weights: This rank's source.
             version: Becomes :attr:`version` once all weights have arrived.

@@ -9,14 +9,15 @@ The order of an iteration whose engines share the devices of the training ranks:
    their caches of keys and values, generate, and samples are scored. Several batches of validation are one such phase.
 4. Engines sleep; then everything comes back to the device, and the next phase is learn.
 
-Every step is taken by all ranks together, and caches of torch's allocator are emptied on all of them before engines
-allocate. Engines that lose their weights while they generate begin again at 2. After an error engines are closed first,
-then the states come back (:meth:`DevicePhases.recover`). Whatever else runs the module or saves it between 2 and 4, for
-example a reward that calls the policy, brings the states back by itself (:mod:`rlhfkit.training_states`).
+Engines start in phase 3, once, and sleep before they are sent weights. Every step is taken by all ranks together, and
+caches of torch's allocator are emptied on all of them before engines allocate. Engines that lose their weights while
+they generate begin again at 2. After an error engines are closed first, then the states come back
+(:meth:`DevicePhases.recover`). Whatever else runs the module or saves it between 2 and 4, for example a reward that
+calls the policy, brings the states back by itself (:mod:`rlhfkit.training_states`).
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import lightning as L
@@ -47,6 +48,7 @@ class DevicePhases:
         self.offload_training = offload_training
         self.timing = timing
         self._states: RLHFStrategy | TrainingStates | None = None
+        self._started = False
         self._phase: Literal["learn", "sync", "generate"] = "learn"
         self._before = 0  # bytes of the states when all were on the device
         self._bytes: dict[str, int] = {}
@@ -58,6 +60,14 @@ class DevicePhases:
         return self.engine.colocate and trainer.strategy.root_device.type == "cuda"
 
     # ------------------------------------------------------------------ the phases, each a collective
+
+    def start(self, trainer: L.Trainer, start: Callable[[], None]) -> None:
+        """Start the engines, and then :meth:`sync`. They check that the memory they may use is free when they start."""
+        if self.offloads(trainer) and not self._started:
+            self._offload_all(trainer)
+        run_on_all_ranks(start)
+        self._started = True
+        self.sync(trainer)
 
     def sync(self, trainer: L.Trainer) -> None:
         """Make room for the engines' weights; the training weights are on the device afterwards."""
@@ -72,10 +82,7 @@ class DevicePhases:
     def generate(self, trainer: L.Trainer) -> None:
         """Make room for everything that engines need, and have them take it."""
         if self.offloads(trainer):
-            scorer = ["reward_model"] if policy_of(trainer).scores_samples else []
-            known = dict(trainer.lightning_module.named_children())
-            self._offload(trainer, weights=True, keep=[name for name in scorer if name in known])
-            self._phase = "generate"
+            self._offload_all(trainer)
         if self.engine.colocate:
             run_on_all_ranks(self.engine.wake)
 
@@ -91,7 +98,7 @@ class DevicePhases:
 
     def recover(self) -> None:
         """Bring the training states back after an error, or at the end; engines are closed. Not a collective."""
-        states, self._states, self._phase = self._states, None, "learn"
+        states, self._states, self._phase, self._started = self._states, None, "learn", False
         if states is None:
             return
         try:
@@ -123,6 +130,12 @@ class DevicePhases:
                 else TrainingStates(trainer.lightning_module, lambda: strategy.optimizers, strategy.root_device)
             )
         return self._states
+
+    def _offload_all(self, trainer: L.Trainer) -> None:
+        scorer = ["reward_model"] if policy_of(trainer).scores_samples else []
+        known = dict(trainer.lightning_module.named_children())
+        self._offload(trainer, weights=True, keep=[name for name in scorer if name in known])
+        self._phase = "generate"
 
     def _offload(self, trainer: L.Trainer, *, weights: bool, keep: Collection[str] = ()) -> None:
         states = self._of(trainer)

@@ -44,9 +44,9 @@ class WeightSynchronizer:
         if true_on_all_ranks(self.engine.version == version):
             self.phases.generate(trainer)  # it may sleep during training, with its weights
             return
-        self.phases.sync(trainer)
         with profiler_of(trainer).profile("rollout.sync_weights"):
-            run_on_all_ranks(
+            self.phases.start(
+                trainer,
                 lambda: self.engine.start(
                     base_model_name(module.model_name),
                     dtype=dtype,

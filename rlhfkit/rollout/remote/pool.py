@@ -252,7 +252,7 @@ class RemoteEnginePool(RolloutEngine):
     # ---------------------------------------------------------------- sleep
 
     def sleep(self) -> None:
-        """Have colocated engines free GPU memory until the next :meth:`load` or :meth:`wake`. Called on every rank.
+        """Have colocated engines free GPU memory until :meth:`wake`. Called on every rank.
 
         At ``sleep_level=2`` the weights are dropped, and ``version`` becomes ``None``.
         """
@@ -264,7 +264,7 @@ class RemoteEnginePool(RolloutEngine):
         self.version = self.version if self.sleep_level == 1 else None
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`, as :meth:`load` does. Called on every rank."""
+        """Undo :meth:`sleep`; after a :meth:`load` only the cache is left to allocate. Called on every rank."""
         if self._asleep:
             self._free_rank_memory()
             self._on_rank_0(EngineManager.wake)
@@ -290,6 +290,7 @@ class RemoteEnginePool(RolloutEngine):
     def load(self, weights: WeightSource, version: int) -> None:
         """Send the weights to all engines. Called on every rank.
 
+        Engines that sleep allocate the memory of their weights; :meth:`wake` comes next.
         While it runs, and after it failed, ``version`` is ``None`` and no new requests are accepted. If an engine dies
         of it, the weights are sent again to the others; a restarted engine takes part. A source that raises before its
         first tensor (weights that are not finite) leaves the engines and their version as they were.
@@ -307,7 +308,7 @@ class RemoteEnginePool(RolloutEngine):
                 self._free_rank_memory()
                 outcome = attempt_sync(weights, version, self.sender, self._sync)
                 if outcome.error is None:
-                    self.version, self._asleep = version, False
+                    self.version = version
                     self._update_router()
                     if self.colocate and torch.cuda.is_available():
                         # Engines have closed the ranks' buffers when they finished the update.

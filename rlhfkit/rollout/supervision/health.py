@@ -69,7 +69,7 @@ class State(Enum):
 _NEXT: dict[State, tuple[State, ...]] = {
     State.STARTING: (State.STALE, State.DEAD),
     State.STALE: (State.SYNCING, State.SERVING, State.ASLEEP, State.DEAD),
-    State.SYNCING: (State.SERVING, State.STALE, State.DEAD),
+    State.SYNCING: (State.SERVING, State.STALE, State.ASLEEP, State.DEAD),
     State.SERVING: (State.SYNCING, State.ASLEEP, State.STALE, State.DEAD),
     State.ASLEEP: (State.SYNCING, State.SERVING, State.STALE, State.DEAD),
     State.DEAD: (),

@@ -158,14 +158,18 @@ class EngineManager(EngineRouter[EngineHandle]):
                 log.warning("weights go to %d of %d engines:\n%s", len(up), len(self._handles), self.report())
         return self._group(up)
 
-    def end_sync(self, handles: EngineHandles, version: int | None) -> None:
-        """Return engines to service with ``version``; ``None``: the transfer failed and their weights are unusable."""
+    def end_sync(self, handles: EngineHandles, version: int | None, *, asleep: bool = False) -> None:
+        """Return engines to service with ``version``; ``None``: the transfer failed and their weights are unusable.
+
+        ``asleep``: they have their weights, and serve after :meth:`wake`.
+        """
+        complete = State.ASLEEP if asleep else State.SERVING
         with self._changed:
             for handle in handles.handles:
                 if handle.state is State.SYNCING:
                     handle.version, handle.has_partial_weights = version, version is None
-                    handle.asleep = handle.asleep and handle.has_partial_weights
-                    handle.change_state(State.STALE if version is None else State.SERVING)
+                    handle.asleep = handle.asleep if version is None else asleep
+                    handle.change_state(State.STALE if version is None else complete)
         self._notify()
 
     def sleep(self, level: int) -> None:

@@ -34,6 +34,7 @@ class WeightSyncCoordinator:
     def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Make one attempt: pause, begin the update, send, finish the update, resume; EngineError if an engine fails.
 
+        Engines that sleep allocate the memory of their weights only, and go on sleeping instead of resuming.
         Engines are out of service from the first step to the last, and stay so if any fails. Requests in flight are
         kept, and continue with the new weights.
         """
@@ -53,9 +54,8 @@ class WeightSyncCoordinator:
             self._prepare(handles, asleep)
             self._sender.send(handles, infos, weights)
             handles.submit("finish_update", version, doing="finishing the weight update").result()
-            if asleep:
-                handles.submit("wake", doing="waking up").result()
-            handles.submit("resume", doing="resuming after the weight update").result()
+            if not asleep:
+                handles.submit("resume", doing="resuming after the weight update").result()
             received = version
         except BaseException:
             self._connected = ()
@@ -63,7 +63,7 @@ class WeightSyncCoordinator:
                 self._sender.close()  # workers that wait for data fail now, not at their time limit
             raise
         finally:
-            self._manager.end_sync(handles, received)
+            self._manager.end_sync(handles, received, asleep=asleep)
 
     def _begin(self) -> EngineHandles:
         """Take the engines out of service; those with partial weights that cannot recover are restarted first."""
@@ -76,7 +76,7 @@ class WeightSyncCoordinator:
 
     def _prepare(self, handles: EngineHandles, asleep: bool) -> None:
         """Run every step before the first byte; the first call fails for engines that do not answer."""
-        if asleep:  # the key-value cache is allocated once the trainer has sent everything
+        if asleep:  # the key-value cache is allocated by wake(), when the trainer has made room for it
             handles.submit("wake", ["weights"], doing="waking up").result()
         handles.submit("pause", doing="pausing for new weights").result()
         if any(handle.has_partial_weights for handle in handles.handles):

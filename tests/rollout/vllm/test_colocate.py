@@ -74,7 +74,12 @@ def test_weights_that_were_dropped_are_not_served_before_the_next_load(colocated
         colocated.generate(PROMPTS, SPEC, iteration=0)
     colocated.sleep()
     colocated.load(weights, 1)
+    assert doing(colocated) == ({State.ASLEEP}, {True})  # without a cache, for which training makes room first
+    with pytest.raises(RuntimeError, match=r"asleep: call wake\(\)"):
+        colocated.generate(PROMPTS, SPEC, iteration=0)
+    colocated.wake()
     assert doing(colocated) == ({State.SERVING}, {False})
+    assert {token.versions[0] for token in colocated.generate(PROMPTS, SPEC, iteration=0)} == {1}
 
 
 def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
