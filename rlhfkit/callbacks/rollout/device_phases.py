@@ -114,6 +114,8 @@ class DevicePhases:
         On a GPU ``memory/learn_gib`` and ``memory/generate_gib`` are the most that torch had allocated, on a CPU what
         training states occupied; ``memory/train_offloaded_gib`` is what left the device.
         """
+        if not self._bytes:
+            return {}
         sizes = run_on_all_ranks(lambda: dict(self._bytes))
         names = {"learn": "learn_gib", "generate": "generate_gib", "offloaded": "train_offloaded_gib"}
         return {
