@@ -1,6 +1,7 @@
 """Iterations with real vLLM engines: weights arrive after each policy step, and training is as with LocalEngine."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import digits, prompts_file, samples_of_all_ranks
+from strategies import ranks
 
+from callbacks.rollout import vllm_ranks
 from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
 
 
@@ -107,3 +110,27 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
             elsewhere = max(elsewhere, float(difference[~own].abs().max()))
     assert worst <= 2e-5
     assert elsewhere > 1e-2  # the policies differ: another version's log-probs would have been noticed
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.distributed
+def test_two_zero3_ranks_ask_one_engine_for_their_share_by_script_and_on_ray(vllm_model: Path, tmp_path: Path) -> None:
+    ranks.run("callbacks.rollout.vllm_ranks:by_script", 2, tmp_path / "script", timeout=400, model=str(vllm_model))
+    vllm_ranks.on_ray(tmp_path / "ray", str(vllm_model), "in flight")
+
+    def reports(place: str, mode: str) -> list[dict[str, Any]]:
+        return [json.loads((tmp_path / place / f"{mode}.{rank}.json").read_text()) for rank in (0, 1)]
+
+    for place, mode in (("script", "in_turns"), ("script", "in_flight"), ("ray", "in_flight")):
+        first, second = reports(place, mode)
+        assert (first["ranks"], second["ranks"]) == ([0, 2], [1, 2])
+        assert first["own"] == second["own"] == [16] * 3  # of 8 groups of 4
+        assert max(first["probes"]) <= 1e-5
+        for field in ("tokens", "versions", "weights"):
+            assert first[field] == second[field], (place, mode, field)
+    turns, flight = reports("script", "in_turns")[0], reports("script", "in_flight")[0]
+    on_ray = reports("ray", "in_flight")[0]
+    assert turns["versions"] == [[[0]], [[1]], [[2]]]
+    assert flight["tokens"][0] == turns["tokens"][0] == on_ray["tokens"][0]  # the first iteration is never stale
+    assert all(found[0][-1] <= number for number, found in enumerate(flight["versions"]))

@@ -1,0 +1,74 @@
+"""Two ZeRO-3 ranks, one real vLLM engine and the callback, for ``test_callback_vllm.py``."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks
+from shared_pool import SharedPool
+
+from rlhfkit import Invariants, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit.distributed import get_rank, get_world_size
+from rlhfkit.rollout import ModuleWeights
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
+
+SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
+MODES: dict[str, dict[str, Any]] = {"in turns": {}, "in flight": {"max_staleness": 1, "in_flight": True}}
+
+
+class Keep(L.Callback):
+    """What every iteration was trained on, how old it was, how well the weights arrived, and the final weights."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.report: dict[str, Any] = {"tokens": [], "versions": [], "probes": [], "own": [], "ranks": []}
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        rollouts = RolloutCallback.of(trainer)
+        samples = samples_of_all_ranks(rollouts)
+        self.report["tokens"].append([(one.prompt.index, one.sample_index, one.token_ids) for one in samples])
+        self.report["versions"].append([sorted({version for one in samples for version in one.versions})])
+        self.report["probes"].append(rollouts.weight_synchronizer.difference)
+        self.report["own"].append(len(rollouts.samples))
+        self.report["ranks"] = [get_rank(), get_world_size()]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        import json
+
+        sums = [float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(pl_module.policy)]
+        report = self.report | {"weights": sums}
+        self.path.with_name(f"{self.path.name}.{get_rank()}.json").write_text(json.dumps(report))
+
+
+def fit(folder: Path, model: str, mode: str, pool: SharedPool, strategy: Any) -> None:
+    """Three iterations; every rank writes a report beside ``folder / mode``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data_folder = folder / f"data{os.environ.get('LOCAL_RANK', '')}"
+    data_folder.mkdir(exist_ok=True)
+    rollouts = RolloutCallback(digits, engine=pool, sampling=SAMPLING, **MODES[mode])
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=strategy, devices=2, max_epochs=3, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[rollouts, Invariants(), Keep(folder / mode.replace(" ", "_"))],
+    )  # fmt: skip
+    data = PromptDataModule(prompts_file(data_folder), answer="answer", rollout_batch_size=8, micro_batch_size=16)
+    correction = "tis" if MODES[mode] else None
+    trainer.fit(PlainGRPO(model, lr=0.05, correction=correction), data)
+
+
+def by_script(folder: Path, model: str) -> dict[str, Any]:
+    """Entry point of a rank that a script has started."""
+    pool = SharedPool(kv_cache_gib=0.1, max_model_len=64)
+    for mode in MODES:
+        os.environ["WORLD_SIZE"] = "2"  # Lightning deletes it when a fit ends
+        fit(folder, model, mode, pool, "rlhf_zero3")
+    pool.really_close()
+    return {}
+
+
+def on_ray(folder: Path, model: str, mode: str) -> None:
+    """The same with ranks that are Ray actors, from the driver."""
+    pool = SharedPool(kv_cache_gib=0.1, max_model_len=64)
+    strategy = RLHFDeepSpeedStrategy(3, launcher="ray", resources_per_rank={"CPU": 0.25})
+    fit(folder, model, mode, pool, strategy)
