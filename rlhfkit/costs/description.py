@@ -93,6 +93,8 @@ def described_run(
         fields |= _sampling(policy, data, rollouts, lengths, sharding.ranks, accumulate_grad_batches, problems)
         fields |= _answers(data, rollouts, lengths, assumptions)
         fields["engine"] = engine_shape(rollouts.engine, fields["precision"], gpu, sharding.ranks, assumptions)
+        offload = rollouts.phases.offload_training
+        fields["offload_training"] = rollouts.engine.colocate and gpu.name != "cpu" if offload is None else offload
         run = Run(**_with_micro_batches(fields, data, problems))
     else:
         run = Run(**fields, **_offline(policy, data, lengths, sharding.ranks * accumulate_grad_batches, assumptions))

@@ -149,6 +149,14 @@ def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
     assert engine.memory_share == 0.5
 
 
+def test_training_states_leave_the_gpus_of_colocated_engines_unless_told_otherwise(wide: str) -> None:
+    pool = VLLMPool(colocate=True)
+    for given, expected in ((None, True), (False, False)):
+        callback = rollouts(engine=pool, offload_training=given)
+        assert estimate(GRPOModule(wide), prompts(), callback).run.offload_training is expected
+    assert not estimate(GRPOModule(wide), prompts(), rollouts()).run.offload_training
+
+
 def test_the_cap_of_a_micro_batch_bounds_memory(folder: str) -> None:
     capped = prompts(max_tokens_per_micro_batch=64, micro_batch_size=None, updates_per_iteration=2)
     run = estimate(GRPOModule(folder), capped, rollouts()).run
