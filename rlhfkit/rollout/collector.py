@@ -259,7 +259,8 @@ class _Selection:
         before = len(self.drawn)
         self._read(0.0)
         while True:
-            while self._entries:
+            # A faster rank may be in the next round already.
+            while self._entries and self._entries[0] != _ROUND_GENERATED:
                 self._decide(self._entries.popleft())
             if self.finished or (len(self.drawn) > before if self.rounds else self._submitted):
                 return

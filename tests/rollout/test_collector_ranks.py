@@ -1,0 +1,198 @@
+"""Ranks that collect together: no prompt lost or sampled twice, and all decide the same, whatever finishes first.
+
+Ranks are threads here, which share a store in memory; covers ``collector.py``.
+"""
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.rank_store import LocalStore, RankLog
+from rlhfkit.rollout.collector import CollectedGroups, collect_groups
+
+TOTAL = 14
+
+
+class ThreadStore(LocalStore):
+    """The store of one rank among threads; ``shared`` has the logs of all."""
+
+    def __init__(self, rank: int, world_size: int, shared: LocalStore, lock: threading.Lock) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+        self._shared, self._shared_lock = shared, lock
+
+    def append(self, name: str, entry: Any) -> None:
+        with self._shared_lock:
+            self._shared.append(name, entry)
+
+    def entries(self, name: str, first: int) -> list[Any]:
+        with self._shared_lock:
+            return list(self._shared.entries(name, first))
+
+    def wait_for_readers(self, name: str) -> None:
+        """Nobody ends here."""
+
+
+class AnyOrder:
+    """A stream whose groups end in any order; sometimes nothing is finished when it is asked."""
+
+    def __init__(self, seed: int, streams: bool) -> None:
+        self.chance = random.Random(seed)
+        self.streams = streams
+        self.submitted: list[int] = []
+        self.open: list[Prompt] = []
+
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
+        self.submitted += [prompt.index for prompt in prompts]
+        self.open += prompts
+
+    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
+        threading.Event().wait(self.chance.random() * 0.002)
+        count = self.chance.randint(1, 3) if self.streams else len(self.open)
+        ended = self.chance.sample(self.open, min(count, len(self.open)))
+        self.open = [prompt for prompt in self.open if prompt not in ended]
+        return [[Sample(prompt, place, [5], [0.0], [0], "stop", reward=1.0) for place in (0, 1)] for prompt in ended]
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def on_ranks(world_size: int, step: Callable[[RankLog], Any]) -> list[Any]:
+    """Run a step on ranks that are threads; an exception is its result."""
+    shared, lock, results = LocalStore(), threading.Lock(), [None] * world_size
+
+    def rank_of(rank: int) -> None:
+        log = ThreadStore(rank, world_size, shared, lock).log("rollouts")
+        try:
+            results[rank] = log.run(lambda: step(log), timeout=30, waiting_for="samples")
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def queue_at(after: dict[str, Any]) -> IterationQueue:
+    """The prompts from a place on."""
+    return IterationQueue(PromptOrder(TOTAL, seed=2), lambda row: Prompt(row, [5]), PromptCursor.from_state_dict(after))
+
+
+def collect(after: dict[str, Any], seed: int, log: RankLog, **arguments: Any) -> tuple[CollectedGroups, AnyOrder]:
+    stream = AnyOrder(seed * 10 + log.store.rank, arguments.pop("streams"))
+    teaches = arguments.pop("teaches")
+    queue = IterationQueue(
+        PromptOrder(TOTAL, seed=2), lambda row: Prompt(row, [5]), PromptCursor.from_state_dict(after)
+    )
+    found = collect_groups(
+        arguments.pop("wanted"),
+        queue,
+        stream,
+        keep=lambda group: group[0].prompt.index in teaches,
+        log=log,
+        **arguments,
+    )
+    return found, stream
+
+
+START = {"pass": 0, "offset": 0, "postponed": []}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    iterations=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 5)), min_size=1, max_size=4),
+    world_size=st.integers(1, 3),
+    spare=st.integers(0, 3),
+    teaches=st.sets(st.integers(0, TOTAL - 1), min_size=2),
+    rounds=st.booleans(),
+)
+def test_nothing_is_lost_or_doubled_on_any_number_of_ranks(
+    iterations: list[tuple[int, int]], world_size: int, spare: int, teaches: set[int], rounds: bool
+) -> None:
+    after: dict[str, Any] = START
+    expected: dict[str, Any] = START
+    spare = 0 if rounds else spare
+    for seed, wanted in iterations:
+        options = {"wanted": wanted, "teaches": teaches, "spare": spare, "rounds": rounds, "streams": not rounds}
+        results = on_ranks(world_size, lambda log: collect(after, seed, log, **options))  # noqa: B023
+        assert not any(isinstance(result, Exception) for result in results), results
+        found = [collected for collected, _ in results]
+        first = found[0]
+        for other in found[1:]:  # all ranks decide the same
+            assert (other.prompts, other.after, other.accepted) == (first.prompts, first.after, first.accepted)
+            assert (other.sampled, other.requeued, other.reward) == (first.sampled, first.requeued, first.reward)
+        own = [[group[0].prompt.index for group in each.groups] for each in found]
+        assert sorted(index for share in own for index in share) == sorted(first.prompts)
+        assert len(first.prompts) == wanted == len(set(first.prompts))
+        submitted = Counter(index for _, stream in results for index in stream.submitted)
+        assert set(submitted.values()) == {1}  # no rank samples what another does
+        again = IterationQueue(
+            PromptOrder(TOTAL, seed=2), lambda row: Prompt(row, [5]), PromptCursor.from_state_dict(first.after)
+        )
+        assert first.sampled + first.requeued == len(submitted)
+        begun = [prompt.index for prompt in again.take(first.requeued)] if first.requeued else []
+        assert set(begun) <= set(submitted)
+        if not spare:  # the groups, and where the next iteration begins, are those of one rank
+            ((alone, _),) = on_ranks(1, lambda log: collect(expected, seed, log, **options))  # noqa: B023
+            assert (alone.prompts, alone.after) == (first.prompts, first.after)
+            expected = alone.after
+        after = first.after
+
+
+def test_all_ranks_join_what_they_score_together() -> None:
+    """Also those that have no group in a round."""
+    barrier, rounds = threading.Barrier(3, timeout=30), [0, 0, 0]
+
+    def step(log: RankLog) -> CollectedGroups:
+        def together(samples: list[Sample]) -> None:
+            barrier.wait()
+            rounds[log.store.rank] += 1
+
+        return collect(
+            START, 1, log, wanted=4, teaches={3, 7, 9, 11}, rounds=True, streams=False, score_together=together
+        )[0]
+
+    results = on_ranks(3, step)
+    assert not any(isinstance(result, Exception) for result in results), results
+    assert sorted(results[0].prompts) == [3, 7, 9, 11]
+    assert rounds[0] > 1
+    assert len(set(rounds)) == 1
+
+
+def test_an_error_on_one_rank_ends_the_collecting_of_all() -> None:
+    def step(log: RankLog) -> CollectedGroups:
+        def score(samples: list[Sample]) -> None:
+            if log.store.rank == 2:
+                raise ArithmeticError("no such reward")
+
+        return collect(START, 1, log, wanted=5, teaches=set(range(TOTAL)), rounds=True, streams=False, score=score)[0]
+
+    errors = on_ranks(3, step)
+    assert [type(error) for error in errors] == [RuntimeError, RuntimeError, ArithmeticError]
+    assert str(errors[0]) == "rank 2 failed: ArithmeticError: no such reward"
+
+
+def test_a_stream_that_ends_too_early_is_an_error_on_all_ranks() -> None:
+    class Forgetful(AnyOrder):
+        def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
+            return super().collect(most) if len(self.open) > 1 else []
+
+    def step(log: RankLog) -> CollectedGroups:
+        queue = IterationQueue(PromptOrder(TOTAL), lambda row: Prompt(row, [5]), PromptCursor())
+        return collect_groups(6, queue, Forgetful(log.store.rank, True), log=log)
+
+    errors = on_ranks(2, step)
+    with pytest.raises(RuntimeError, match="groups were asked for, and the engine ended with"):
+        raise errors[0]
