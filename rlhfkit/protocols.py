@@ -257,6 +257,14 @@ class MixedDataset(Protocol):
     """The data sets."""
 
 
+STATES_OF_RANKS = "states_of_ranks"
+"""Key of a loaded checkpoint that another number of ranks has saved: a sequence of what each of them saved, by rank.
+
+A callback with tensors that are shared between ranks puts its part together in ``on_load_checkpoint``. An item is read
+when it is indexed, and its tensors when they are copied.
+"""
+
+
 @runtime_checkable
 class RLHFStrategy(Protocol):
     """What modules, callbacks and checkpoints ask of ``RLHFDeepSpeedStrategy``; Lightning's strategies lack it."""

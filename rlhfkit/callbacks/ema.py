@@ -5,7 +5,7 @@ of the weights (in bfloat16 a decay of 0.999 rounds every step away) and cannot 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
-from rlhfkit.distributed import is_sharded, local_shard
-from rlhfkit.protocols import RLHFStrategy, callbacks_of
+from rlhfkit.distributed import full_shape, is_sharded, local_shard
+from rlhfkit.protocols import STATES_OF_RANKS, RLHFStrategy, callbacks_of
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -29,7 +29,7 @@ class EMA(L.Callback):
     After n averaged updates the average is ``Σ_k d^(n-k) w_k / Σ_k d^(n-k)``, k = 1 .. n: bias-corrected like Adam's
     moments, without the weights before training. Under ``RLHFDeepSpeedStrategy`` each rank averages and saves its own
     shard, 4 bytes per parameter divided by the number of ranks; under other strategies every rank averages everything.
-    Checkpoints contain the average, and resuming is bitwise.
+    Checkpoints contain the average, and resuming is bitwise; another number of ranks resumes with the same average.
 
     Example::
 
@@ -47,7 +47,7 @@ class EMA(L.Callback):
 
     Raises:
         ValueError: If a number is out of range; at the start of a fit, if ``validate`` meets a ``RolloutCallback``, or
-            if a checkpoint's average is of other weights or ranks.
+            if a checkpoint's average is of other weights.
         TypeError: At the start of a fit, if the weights are sharded by a strategy other than ``RLHFDeepSpeedStrategy``.
     """
 
@@ -75,6 +75,7 @@ class EMA(L.Callback):
         self._average: dict[str, Tensor] = {}
         self._step = 0  # the latest optimizer step that was seen
         self._per_rank = False
+        self._saved_ranks: Sequence[Mapping[str, Tensor]] | None = None  # averages of a checkpoint of other ranks
         self._swapped = ExitStack()
 
     # ------------------------------------------------------------------ averaging
@@ -97,13 +98,28 @@ class EMA(L.Callback):
         self._per_rank = isinstance(trainer.strategy, RLHFStrategy)
         shares = {name: self._share(parameter) for name, parameter in self._parameters(pl_module).items()}
         self._step = trainer.global_step
+        saved, self._saved_ranks = self._saved_ranks, None
         if not self.updates:
             self._average = {name: share.to(self.device, torch.float32, copy=True) for name, share in shares.items()}
             return
+        if saved is not None and self._per_rank:
+            self._average = self._share_anew(saved, self._parameters(pl_module), shares)
         sizes = {name: share.numel() for name, share in shares.items()}
         if sizes != {name: average.numel() for name, average in self._average.items()}:
-            raise ValueError("the checkpoint's EMA is of other weights, or of another strategy or number of ranks")
+            raise ValueError("the checkpoint's EMA is of other weights or of another strategy")
         self._average = {name: self._average[name].to(self.device or share.device) for name, share in shares.items()}
+
+    def _share_anew(
+        self, saved: Sequence[Mapping[str, Tensor]], parameters: Mapping[str, Any], shares: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """This rank's share of averages that another number of ranks has saved."""
+        average = {}
+        for name, parameter in parameters.items():
+            numel = math.prod(full_shape(parameter))
+            start = min(numel, dist.get_rank() * math.ceil(numel / dist.get_world_size()))
+            end = start + shares[name].numel()
+            average[name] = slice_of_shares(saved, name, numel, start, end)
+        return average
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -219,6 +235,43 @@ class EMA(L.Callback):
         """This rank's share of the average."""
         return {"updates": self.updates, "average": self._average if self.updates else {}}
 
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the averages of all ranks if another number of them has saved the checkpoint."""
+        states = checkpoint.get(STATES_OF_RANKS)
+        self._saved_ranks = None if states is None else _SavedAverages(states, self.state_key)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the average; it is checked when training starts."""
         self.updates, self._average = state_dict["updates"], dict(state_dict["average"])
+
+
+class _SavedAverages(Sequence[Mapping[str, Tensor]]):
+    """The shares of the average that ranks have saved; each file is opened once, when it is needed."""
+
+    def __init__(self, states: Sequence[Mapping[str, Any]], key: str) -> None:
+        self._states = states
+        self._key = key
+        self._opened: dict[int, Mapping[str, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, rank: Any) -> Any:
+        if rank not in self._opened:
+            self._opened[rank] = self._states[rank]["callbacks"].get(self._key, {}).get("average", {})
+        return self._opened[rank]
+
+
+def slice_of_shares(saved: Sequence[Mapping[str, Tensor]], name: str, numel: int, start: int, end: int) -> Tensor:
+    """Elements ``start`` to ``end`` of a flat tensor of ``numel`` elements of which each rank has saved an equal share.
+
+    Raises ValueError if the shares are not those of such a tensor.
+    """
+    size = math.ceil(numel / len(saved))
+    parts = [torch.empty(0)]
+    for rank in range(start // size, math.ceil(end / size)) if end > start else ():
+        share, first = saved[rank].get(name), rank * size
+        if share is None or share.numel() != min(size, numel - first):
+            raise ValueError("the checkpoint's EMA is of other weights or of another strategy")
+        parts.append(share[max(start - first, 0) : end - first])
+    return torch.cat(parts)

@@ -102,13 +102,48 @@ class SaveAfter(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SaveAfterEpoch(L.Callback):
+    """A checkpoint behind the first epoch: inside one, supervised data is not dealt to other ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *rest: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+class AverageAtStart(L.Callback):
+    """This rank's share of the average when training starts."""
+
+    def __init__(self, ema: EMA) -> None:
+        self.ema = ema
+
+    def on_train_start(self, *rest: Any) -> None:
+        self.shares = {name: share.clone() for name, share in self.ema.state_dict()["average"].items()}
+
+
+def on_other_ranks(folder: Path, data: str, place: str) -> dict[str, Any]:
+    """Resume what two ranks have saved."""
+    report: dict[str, Any] = {}
+    for stage in (0, 2, 3):
+        ema = EMA(DECAY)
+        start, path = AverageAtStart(ema), Path(place) / f"end{stage}.ckpt"
+        strategy = f"rlhf_zero{stage}"
+        resumed = fit(Path(data), ema, path=path, ranks=RANKS, strategy=strategy, callbacks=[start])
+        torch.save(start.shares, folder / f"start-{stage}-{os.environ['LOCAL_RANK']}.pt")
+        torch.save(resumed.average, folder / f"average-{stage}-{os.environ['LOCAL_RANK']}.pt")
+    return report
+
+
 def on_ranks(folder: Path, data: str, stages: list[int]) -> dict[str, Any]:
     """What one rank runs."""
     report: dict[str, Any] = {}
     for stage in stages:
         path = folder / f"stage{stage}.ckpt"
+        saves = [SaveAfter(4, path), SaveAfterEpoch(folder / f"end{stage}.ckpt")]
         common = {"strategy": f"rlhf_zero{stage}", "ranks": RANKS}
-        straight = fit(Path(data), EMA(DECAY), callbacks=[SaveAfter(4, path)], **common)
+        straight = fit(Path(data), EMA(DECAY), callbacks=saves, **common)
         resumed = fit(Path(data), EMA(DECAY), path=path, **common) if stage > 1 else straight
         report[str(stage)] = {
             "average": difference(straight.average, averaged(straight.history)) if straight.average else 0.0,
@@ -116,6 +151,7 @@ def on_ranks(folder: Path, data: str, stages: list[int]) -> dict[str, Any]:
             "validated": difference(straight.validated[-1], straight.average),
             "same_afterwards": straight.same_afterwards,
             "resumed": difference(resumed.average, straight.average),
+            "saved": torch.save(straight.average, folder / f"average-{stage}.pt") if straight.average else None,
             "share": sum(average.numel() for average in straight.ema.state_dict()["average"].values()),
         }
     return report

@@ -10,6 +10,7 @@ from strategies import ranks
 from callbacks import ema_ranks
 from callbacks.ema_ranks import DECAY, averaged, difference, fit
 from rlhfkit import EMA, HFExport, RolloutCallback
+from rlhfkit.callbacks.ema import slice_of_shares
 from rlhfkit.models import load_causal_lm
 
 
@@ -119,6 +120,32 @@ def test_two_ranks_of_deepspeed_average_their_shares(folder: Path, tmp_path: Pat
         assert one["same_afterwards"]
         assert zero["resumed"] == 0.0
         assert zero["share"] + one["share"] == total
+
+    one_rank = tmp_path / "one"
+    ranks.run("callbacks.ema_ranks:on_other_ranks", 1, one_rank, data=str(folder), place=str(tmp_path))
+    for stage in "023":
+        key = "EMA"
+        states = [torch.load(tmp_path / f"end{stage}.ckpt" / f"rank_0000{r}.pt", weights_only=True) for r in (0, 1)]
+        averages = [state["callbacks"][key]["average"] for state in states]
+        expected = {name: torch.cat([shares[name] for shares in averages]) for name in averages[0]}
+        assert difference(expected, torch.load(one_rank / f"start-{stage}-0.pt")) == 0.0, stage
+        straight = torch.load(tmp_path / f"average-{stage}.pt")
+        assert difference(straight, torch.load(one_rank / f"average-{stage}-0.pt")) < 1e-6, stage
+
+
+@pytest.mark.parametrize("numel", [1, 5, 12, 97])
+def test_any_number_of_ranks_reads_its_share_of_what_any_other_number_has_saved(numel: int) -> None:
+    full = torch.arange(float(numel))
+    for saved in range(1, 8):
+        size = -(-numel // saved)
+        shares = [{"weight": full[rank * size : (rank + 1) * size]} for rank in range(saved)]
+        for count in range(1, 8):
+            step = -(-numel // count)
+            for start in range(0, numel, step):
+                end = min(numel, start + step)
+                assert torch.equal(slice_of_shares(shares, "weight", numel, start, end), full[start:end])
+    with pytest.raises(ValueError, match="of other weights"):
+        slice_of_shares(shares, "weight", 8 * numel, 0, 1)
 
 
 def test_rollouts_and_validation_of_the_average_exclude_each_other() -> None:

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from rlhfkit.checkpoints.errors import explain_unpickling_errors
 from rlhfkit.checkpoints.files import explain_write_errors
 from rlhfkit.checkpoints.progress import normalize_counters
 from rlhfkit.distributed import gather_objects
+from rlhfkit.protocols import STATES_OF_RANKS
 from rlhfkit.strategies.checkpoint import directory, universal, verification
 from rlhfkit.strategies.checkpoint.background import BackgroundSave
 from rlhfkit.strategies.checkpoint.hashing import sync_and_hash, threads_per_rank
@@ -192,6 +193,8 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         file = path / rank_file(self.global_rank if same_ranks else 0)
         with explain_unpickling_errors(file):
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+        if fitting and not same_ranks:
+            state[STATES_OF_RANKS] = _SavedRanks(path, manifest["world_size"])
         if fitting:
             normalize_counters(state["loops"]["fit_loop"])
         return state
@@ -344,6 +347,22 @@ def _create_parent(path: Path) -> None:
 
 def _state_outside_engines(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
+
+
+class _SavedRanks(Sequence[dict[str, Any]]):
+    """What each rank has saved outside its engines."""
+
+    def __init__(self, path: Path, world_size: int) -> None:
+        self.path = path
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        return self.world_size
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not 0 <= rank < self.world_size:
+            raise IndexError(rank)
+        return torch.load(self.path / rank_file(rank), map_location="cpu", weights_only=True, mmap=True)
 
 
 def rank_file(rank: int) -> str:
