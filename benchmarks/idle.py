@@ -1,0 +1,168 @@
+"""Share of time in which the slots of an engine are idle, with answers of very different lengths.
+
+Real ``AsyncRollouts`` and ``GroupCollector`` drive an engine whose slots sleep for each answer: lengths are lognormal,
+the 99th percentile ten times the median, cut at 25 times the median. Training sleeps for a fifth of the time that the
+slots need for an iteration. Compared in one run: taking turns; sampling ahead one iteration after another; sampling
+ahead with the requests of both iterations out (``continuous_batching``). Prints one JSON line.
+
+    python benchmarks/idle.py
+"""
+
+import json
+import math
+import queue
+import random
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rlhfkit import Prompt, Sample, SamplingSpec
+from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
+from rlhfkit.callbacks.rollout.group_collector import GroupCollector
+from rlhfkit.callbacks.rollout.timing import Timing
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.rollout.engine import sample_seed
+
+SLOTS, GROUP = 16, 8
+MEDIAN_SECONDS = 0.012
+SIGMA = math.log(10) / 2.3263  # of the lognormal whose 99th percentile is ten times its median
+LONGEST = 25.0  # times the median
+
+
+def seconds_of(iteration: int, prompt: int, place: int) -> float:
+    """How long an answer takes."""
+    chance = random.Random(sample_seed(0, iteration, prompt, place))
+    return MEDIAN_SECONDS * min(math.exp(chance.gauss(0.0, SIGMA)), LONGEST)
+
+
+class SleepingEngine:
+    """Slots that sleep for each answer, first come, first served."""
+
+    shared = False
+    updates_in_flight = True
+    can_stream = True
+    version = 0
+
+    def __init__(self, continuous_batching: bool) -> None:
+        self.continuous_batching = continuous_batching
+        self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.busy: list[tuple[float, float]] = []
+        for _ in range(SLOTS):
+            threading.Thread(target=self._slot, daemon=True).start()
+
+    def _slot(self) -> None:
+        while (request := self.requests.get()) is not None:
+            stream, iteration, prompt, place = request
+            start = time.perf_counter()
+            time.sleep(seconds_of(iteration, prompt.index, place))
+            self.busy.append((start, time.perf_counter()))
+            stream.finish(prompt, Sample(prompt, place, [5], [0.0], [self.version], "stop"))
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> "SleepingStream":
+        return SleepingStream(self, iteration)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        stream, groups = self.stream(sampling, iteration=iteration), {}
+        stream.submit(prompts)
+        while len(groups) < len(prompts):
+            groups |= {group[0].prompt.index: group for group in stream.collect(len(prompts))}
+        return [sample for prompt in prompts for sample in groups[prompt.index]]
+
+    def idle_share(self, start: float, end: float) -> float:
+        """Share of the slots' time between two moments."""
+        spent = sum(max(min(last, end) - max(first, start), 0.0) for first, last in self.busy)
+        return 1.0 - spent / (SLOTS * (end - start))
+
+
+class SleepingStream:
+    def __init__(self, engine: SleepingEngine, iteration: int) -> None:
+        self.engine, self.iteration = engine, iteration
+        self.groups: dict[int, list[Sample]] = {}
+        self.finished: queue.SimpleQueue[list[Sample]] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
+        for prompt in prompts:
+            for place in range(GROUP):
+                self.engine.requests.put((self, self.iteration, prompt, place))
+
+    def finish(self, prompt: Prompt, sample: Sample) -> None:
+        with self.lock:
+            group = self.groups.setdefault(prompt.index, [])
+            group.append(sample)
+            if len(group) == GROUP:
+                self.finished.put(sorted(group, key=lambda one: one.sample_index))
+
+    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
+        try:
+            return [self.finished.get(timeout=wait)]
+        except queue.Empty:
+            return []
+
+    def close(self) -> None:
+        """Nothing is dropped."""
+
+
+class Data:
+    """Endless prompts."""
+
+    curriculum_uses_rewards = False
+
+    def __init__(self) -> None:
+        self.order, self.cursor = PromptOrder(10_000, seed=4), PromptCursor()
+
+    def prompt_queue(self, after: dict[str, Any] | None = None) -> IterationQueue:
+        cursor = self.cursor if after is None else PromptCursor.from_state_dict(after)
+        return IterationQueue(self.order, lambda row: Prompt(row, [5]), cursor)
+
+    def set_cursor(self, after: dict[str, Any]) -> None:
+        self.cursor = PromptCursor.from_state_dict(after)
+
+
+def measure(wanted: int, staleness: int, continuous_batching: bool, iterations: int = 10) -> dict[str, float]:
+    """Idle share and iterations per second, without the first two iterations."""
+    engine, data = SleepingEngine(continuous_batching), Data()
+    module = SimpleNamespace(
+        tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids)), scores_samples=False
+    )
+    trainer: Any = SimpleNamespace(
+        world_size=1, global_rank=0, max_epochs=-1, current_epoch=0, datamodule=data, lightning_module=module
+    )
+    collector = GroupCollector(engine, lambda samples: [0.0] * len(samples), Timing())  # type: ignore[arg-type]
+    ahead = AsyncRollouts(collector, staleness, 600.0, in_flight=True) if staleness else None
+    spec = SamplingSpec(group_size=GROUP, max_new_tokens=8)
+    training = 0.2 * wanted * GROUP * MEDIAN_SECONDS * math.exp(SIGMA**2 / 2) / SLOTS
+    start = 0.0
+    for iteration in range(iterations):
+        if iteration == 2:
+            start = time.perf_counter()
+        collected = (ahead or collector).collect(trainer, wanted, spec, iteration)
+        time.sleep(training)
+        data.set_cursor(collected.after)
+    end = time.perf_counter()
+    share = engine.idle_share(start, end)
+    if ahead is not None:
+        ahead.close()
+    for _ in range(SLOTS):
+        engine.requests.put(None)
+    return {"idle_share": round(share, 4), "iterations_per_second": round((iterations - 2) / (end - start), 3)}
+
+
+def main() -> None:
+    """Print the measurements for iterations that give each slot few or many answers."""
+    report: dict[str, Any] = {"benchmark": "idle", "slots": SLOTS}
+    for per_slot in (4, 16, 32):
+        wanted = per_slot * SLOTS // GROUP
+        report[f"{per_slot} answers a slot"] = {
+            "in turns": measure(wanted, 0, True),
+            "ahead by 1, one after another": measure(wanted, 1, False),
+            "ahead by 1, requests of both out": measure(wanted, 1, True),
+            "ahead by 3, requests of all out": measure(wanted, 3, True),
+        }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
