@@ -17,7 +17,7 @@ import torch
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import gather_objects, run_on_all_ranks
-from rlhfkit.rank_store import RankLog, rank_store
+from rlhfkit.rank_store import RankLog, RankStore, rank_store
 from rlhfkit.ray_session import JoinedRay
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_tokens
@@ -118,6 +118,7 @@ class RemoteEnginePool(RolloutEngine):
         self._reservation: GPUReservation | None = None
         self._publisher: EnginePublisher | None = None  # on rank 0, if there are others
         self._joined: JoinedRay | None = None  # on other ranks
+        self._store: RankStore | None = None
 
     # ---------------------------------------------------------------- to be implemented
 
@@ -160,7 +161,7 @@ class RemoteEnginePool(RolloutEngine):
         # Engines with the model's own weights and devices of their own do not depend on where the ranks are.
         alone = load_weights and not self.colocate
         ranks = [] if alone else gather_objects(locate_rank(colocate=self.colocate))
-        store = rank_store()
+        self._store = store = rank_store()
         log = store.log("engines/start")
         start = partial(self._start, model, dtype, trust_remote_code, load_weights, ranks, log)
         connect = partial(self._connect, model, trust_remote_code, log)
@@ -305,6 +306,7 @@ class RemoteEnginePool(RolloutEngine):
         try:
             weights = weights.in_checkpoint_format()
             for attempt in range(1, _SYNC_ATTEMPTS + 1):
+                self._wait_for_engines()
                 self._free_rank_memory()
                 outcome = attempt_sync(weights, version, self.sender, self._sync)
                 if outcome.error is None:
@@ -322,6 +324,16 @@ class RemoteEnginePool(RolloutEngine):
                 log.warning("engines died during the weight sync; the weights are sent again to the others")
         finally:
             self._loading = False
+
+    def _wait_for_engines(self) -> None:
+        """Wait on the store until rank 0 has an engine that is up: a restart may take longer than a collective may."""
+        assert self._store is not None
+        self._store.log("engines/up").run(
+            lambda: None if self._sync is None else self._sync.wait_for_engines(),
+            timeout=2 * self.start_timeout + _CONNECT_SECONDS,
+            waiting_for="an engine that can be sent weights",
+            error_type=EngineError,
+        )
 
     # ---------------------------------------------------------------- sampling
 

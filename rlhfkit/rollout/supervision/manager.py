@@ -134,22 +134,31 @@ class EngineManager(EngineRouter[EngineHandle]):
     def _group(self, handles: Iterable[EngineHandle]) -> EngineHandles:
         return EngineHandles(tuple(handles), self.workers_per_engine, cluster_address(), self.sync_timeout)
 
-    def begin_sync(self, *, wait_for_all: bool = False) -> EngineHandles:
-        """Take the engines that are up out of service for new weights; EngineError if none is within ``start_timeout``.
+    def wait_until_up(self, *, wait_for_all: bool = False) -> None:
+        """Wait until an engine can be sent weights; with ``wait_for_all``, until none is starting.
 
-        Those that are starting get the next weights, or are waited for if ``wait_for_all`` is set.
+        Raises EngineError if none is up within ``start_timeout``.
         """
         deadline = time.monotonic() + self.start_timeout + self.policy.detection_seconds
         with self._changed:
             while True:
-                up = [handle for handle in self._handles if handle.state in _UP]
-                starting = any(handle.state is State.STARTING for handle in self._handles)
+                up = any(handle.state in _UP for handle in self._handles)
+                starting = any(handle.state is State.STARTING or handle.will_restart for handle in self._handles)
                 if up and not (wait_for_all and starting):
-                    break
+                    return
                 if self.closed or not starting or time.monotonic() >= deadline:
                     raise EngineError(f"no engine is there to be sent weights:\n{self.report()}\n{CURE}")
                 self._changed.wait(1.0)
+
+    def begin_sync(self) -> EngineHandles:
+        """Take the engines that are up out of service for new weights, after :meth:`wait_until_up`.
+
+        Those that are starting get the next weights.
+        """
+        with self._changed:
+            self.wait_until_up()
             self._has_weights, self._sleep_level = False, None
+            up = [handle for handle in self._handles if handle.state in _UP]
             for handle in up:
                 handle.version = None
                 handle.change_state(State.SYNCING)

@@ -31,6 +31,18 @@ class WeightSyncCoordinator:
         self._connected: tuple[EngineHandle, ...] = ()
         self._participants: tuple[EngineHandle, ...] = ()  # of the last attempt
 
+    def wait_for_engines(self) -> None:
+        """Wait until an engine is up, before other ranks wait in the collectives of the weights.
+
+        Engines with partial weights that cannot recover are restarted first. EngineError if none is up in time.
+        """
+        broken = [one for one in self._manager.handles if one.has_partial_weights and one.state is not State.DEAD]
+        if self._recoverable:
+            broken = []
+        for handle in broken:
+            self._manager.mark_dead(handle, "its last weight update broke off")
+        self._manager.wait_until_up(wait_for_all=bool(broken))
+
     def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Make one attempt: pause, begin the update, send, finish the update, resume; EngineError if an engine fails.
 
@@ -46,7 +58,7 @@ class WeightSyncCoordinator:
 
     def _try_sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         self._participants = ()
-        handles = self._begin()
+        handles = self._manager.begin_sync()
         self._participants = handles.handles
         asleep = any(handle.asleep for handle in handles.handles)
         received: int | None = None
@@ -64,15 +76,6 @@ class WeightSyncCoordinator:
             raise
         finally:
             self._manager.end_sync(handles, received, asleep=asleep)
-
-    def _begin(self) -> EngineHandles:
-        """Take the engines out of service; those with partial weights that cannot recover are restarted first."""
-        broken = [one for one in self._manager.handles if one.has_partial_weights and one.state is not State.DEAD]
-        if self._recoverable or not broken:
-            return self._manager.begin_sync()
-        for handle in broken:
-            self._manager.mark_dead(handle, "its last weight update broke off")
-        return self._manager.begin_sync(wait_for_all=True)
 
     def _prepare(self, handles: EngineHandles, asleep: bool) -> None:
         """Run every step before the first byte; the first call fails for engines that do not answer."""

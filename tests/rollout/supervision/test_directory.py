@@ -76,7 +76,8 @@ class TwoRanks:
 
     def sync(self, version: int) -> None:
         """Send weights, once all engines are up."""
-        self.manager.end_sync(self.manager.begin_sync(wait_for_all=True), version)
+        self.manager.wait_until_up(wait_for_all=True)
+        self.manager.end_sync(self.manager.begin_sync(), version)
         self.directory.update(at_once=True)
 
     def states(self) -> list[State]:
