@@ -1,6 +1,7 @@
 """What ranks do for the tests of iterations that are spread over ranks; several short fits in one process."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +14,16 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from rl_runs import PlainGRPO, digits, samples_of_all_ranks, setup_run, weights
 
-from rlhfkit import DynamicSampling, Invariants, LocalEngine, RolloutCallback, RolloutDump, Sample, SamplingSpec
+from rlhfkit import (
+    DynamicSampling,
+    Invariants,
+    LocalEngine,
+    RolloutCallback,
+    RolloutDump,
+    Sample,
+    SamplingSpec,
+    rank_store,
+)
 from rlhfkit.datamodules.prompts.curriculum import BySuccess
 from rlhfkit.distributed import gather_objects
 
@@ -127,3 +137,16 @@ def everything(folder: Path) -> dict[str, Any]:
     found["broken"] = failure(folder, reward=broken)
     gather_objects(None)  # rank 0 ends last
     return found
+
+
+def killed(samples: Sequence[Sample]) -> list[float]:
+    """Rank 1 is killed while it scores, and leaves no word."""
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return digits(samples)
+
+
+def one_dies(folder: Path) -> dict[str, Any]:
+    """A rank dies while the others wait for its samples."""
+    rank_store.DEAD_AFTER_SECONDS = 4.0
+    return {"death": failure(folder, reward=killed)}

@@ -4,6 +4,7 @@ Covers ``sharing.py``, and ``callbacks/dump.py`` on several ranks.
 """
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,17 @@ def test_an_iteration_without_files_is_named(tmp_path: Path) -> None:
 def test_no_rank_is_without_a_row(three: list[dict[str, Any]]) -> None:
     assert min(rank["selected"]["own"][1] for rank in three) >= 1
     assert torch.tensor([rank["selected"]["own"][2] for rank in three]).eq(24).all()
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_killed_while_others_wait_for_its_samples_is_named(tmp_path: Path) -> None:
+    processes = ranks.start("callbacks.rollout.sharing_ranks:one_dies", ranks=2, folder=tmp_path)
+    try:
+        deadline = time.monotonic() + 150
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        ranks.stop(processes)
+    text, _ = json.loads((tmp_path / "result_0.json").read_text())["death"]
+    assert "rank 1 has given no sign of life for" in text
+    assert "while rank 0 waited for it (the samples of iteration 0)" in text
