@@ -5,9 +5,11 @@ not say which rank is missing. Here ranks wait on a ``torch.distributed.TCPStore
 own, woken at once by a rank that fails, and told which rank died. Imports torch only.
 """
 
+import hmac
 import math
 import os
 import pickle
+import secrets
 import socket
 import threading
 import time
@@ -29,23 +31,25 @@ HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 20.0
 """A rank whose last heartbeat is older than this is dead. Longer than any pause in which Python runs no thread."""
 _LONGEST_POLL_SECONDS = 0.05
+_SIGNATURE_BYTES = 32  # of SHA-256
 _GRACE_SECONDS = 5.0
 """Time that other ranks have to read an error before rank 0 ends and the store with it."""
 _REQUEST_TIMEOUT = timedelta(seconds=60)
 
 
 class RankError(RuntimeError):
-    """A rank has died."""
+    """A rank has died, or the store of the ranks cannot be trusted."""
 
 
 class RankStore:
     """Messages between ranks; made by :func:`rank_store`. May be used from several threads."""
 
-    def __init__(self, host: str, port: int, *, rank: int, world_size: int, server: Any = None) -> None:
+    def __init__(self, host: str, port: int, key: bytes, *, rank: int, world_size: int, server: Any = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self._server = server  # rank 0 keeps the store alive
         self._address = host, port
+        self._key = key
         self._clients = threading.local()  # a client of the store answers one thread at a time
         self._lock = threading.Lock()
         self._logs_made: dict[str, int] = {}  # by name, the number of the last log
@@ -72,16 +76,27 @@ class RankStore:
     def _set(self, key: str, value: bytes) -> None:
         self._request(lambda store: store.set(key, value))
 
+    def _sealed(self, value: Any) -> bytes:
+        """Pickle and sign a value: a store takes entries from anybody who can reach its port."""
+        pickled = pickle.dumps(value)
+        return hmac.digest(self._key, pickled, "sha256") + pickled
+
+    def _opened(self, sealed: bytes) -> Any:
+        signature, pickled = sealed[:_SIGNATURE_BYTES], sealed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, hmac.digest(self._key, pickled, "sha256")):
+            raise RankError("the store that ranks wait on has an entry that no rank of this run has written")
+        return pickle.loads(pickled)
+
     def publish(self, key: str, value: Any) -> None:
         """Set a key to a picklable value, which :meth:`lookup` of any rank returns from now on."""
-        self._set(f"value/{key}", pickle.dumps(value))
+        self._set(f"value/{key}", self._sealed(value))
 
     def lookup(self, key: str, default: Any = None) -> Any:
         """Return what was published last under a key."""
         name = f"value/{key}"
         if not self._request(lambda store: store.check([name])):
             return default
-        return pickle.loads(self._request(lambda store: store.get(name)))
+        return self._opened(self._request(lambda store: store.get(name)))
 
     def log(self, name: str, *, keep: int = 2) -> "RankLog":
         """Return a new log; the n-th that each rank asks for by a name is the same one.
@@ -99,7 +114,7 @@ class RankStore:
     def append(self, name: str, entry: Any) -> None:
         """Append a picklable entry to a log."""
         number = self._request(lambda store: store.add(f"log/{name}/count", 1)) - 1
-        self._set(f"log/{name}/{number}", pickle.dumps(entry))
+        self._set(f"log/{name}/{number}", self._sealed(entry))
 
     def entries(self, name: str, first: int) -> list[Any]:
         """Return the entries of a log from number ``first`` on that were written so far."""
@@ -108,7 +123,7 @@ class RankStore:
         # Several ranks append at a time: a number may be taken whose entry is not written yet.
         while keys and not self._request(lambda store: store.check(keys)):
             keys.pop()
-        return [pickle.loads(value) for value in self._request(lambda store: store.multi_get(keys))] if keys else []
+        return [self._opened(value) for value in self._request(lambda store: store.multi_get(keys))] if keys else []
 
     def wait_for_readers(self, name: str) -> None:
         """Say that this rank has read a log to its end; rank 0, whose end closes the store, waits for the others."""
@@ -354,11 +369,15 @@ def rank_store() -> RankStore:
 
 
 def _open_store() -> RankStore:
-    server, address = None, ("", 0)
+    server, address = None, ("", 0, b"")
     if get_rank() == 0:
-        server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        address = os.environ.get("MASTER_ADDR") or socket.gethostname(), server.port
-    found = gather_objects(address)[0]
-    store = RankStore(*found, rank=get_rank(), world_size=get_world_size(), server=server)
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        # Bound to the address that the ranks use: torch's own servers listen on all.
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        server = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        address = host, port, secrets.token_bytes(32)
+    host, port, key = gather_objects(address)[0]
+    store = RankStore(host, port, key, rank=get_rank(), world_size=get_world_size(), server=server)
     gather_objects(None)  # every rank's first heartbeat is there
     return store

@@ -1,8 +1,8 @@
 """What ranks do with ``rlhfkit.rank_store``; each rank is a process (``strategies/ranks.py``)."""
 
 import os
+import pickle
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -16,10 +16,10 @@ class EnginesDied(RecoverableError):
     """What all ranks can recover from."""
 
 
-def start(limit: float = 60.0) -> tuple[int, int]:
-    """Join the other ranks, in a group with a time limit in seconds."""
+def start() -> tuple[int, int]:
+    """Join the other ranks."""
     rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=limit))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
     return rank, world_size
 
 
@@ -35,7 +35,7 @@ def raised(function: Any) -> tuple[str, float]:
 
 def everything(**_: Any) -> dict[str, Any]:
     """What needs no rank to die."""
-    rank, world_size = start(limit=4.0)
+    rank, world_size = start()
     store = rank_store()
     found: dict[str, Any] = {"same": rank_store() is store}
     if rank == 0:
@@ -57,8 +57,12 @@ def everything(**_: Any) -> dict[str, Any]:
         store.log("exchange")
     dist.barrier()
     found["forgotten"] = store.entries("exchange/0", 0)
+    if rank == 0:
+        store._client().set("value/forged", pickle.dumps("anything"))
+    dist.barrier()
+    found["forged"] = raised(lambda: store.lookup("forged"))[0]
     slow = store.log("slow")
-    found["slow"] = slow.run(lambda: time.sleep(6 * rank) or rank, timeout=30, waiting_for="a slow rank")
+    found["slow"] = slow.run(lambda: time.sleep(2 * rank) or rank, timeout=30, waiting_for="a slow rank")
 
     def failing(error: Exception | None, other: Exception | None = None) -> tuple[str, float]:
         def step() -> None:

@@ -47,7 +47,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 class TestThreeRanks:
-    """Their process group has a time limit of 4 seconds."""
+    """One launch for all checks."""
 
     def test_all_read_all_entries_in_one_order(self, three: list[dict[str, Any]]) -> None:
         first = three[0]["entries"]
@@ -60,7 +60,11 @@ class TestThreeRanks:
     def test_a_forgotten_log_is_empty(self, three: list[dict[str, Any]]) -> None:
         assert all(rank["forgotten"] == [] for rank in three)
 
-    def test_a_step_longer_than_the_limit_of_the_group_ends_well(self, three: list[dict[str, Any]]) -> None:
+    def test_entries_that_no_rank_has_signed_are_not_unpickled(self, three: list[dict[str, Any]]) -> None:
+        for rank in three:
+            assert rank["forged"].startswith("RankError: the store that ranks wait on has an entry that no rank")
+
+    def test_ranks_wait_for_a_slow_one(self, three: list[dict[str, Any]]) -> None:
         assert [rank["slow"] for rank in three] == [0, 1, 2]
 
     def test_an_error_ends_the_step_of_all_at_once_and_names_the_rank(self, three: list[dict[str, Any]]) -> None:
