@@ -323,7 +323,12 @@ class RankLog:
             error = raised
         self._ended = True
         self.append(_End(failure_of(error)))
-        self._wait_for_ends()
+        try:
+            self._wait_for_ends()
+        except RankError:
+            if self.store.rank == 0:
+                time.sleep(_GRACE_SECONDS)  # the other ranks are about to find it out, too
+            raise
         error = error_of_all(error, [self._ends[rank] for rank in range(self.store.world_size)], error_type)
         if error is not None:
             self.store.wait_for_readers(self.name)

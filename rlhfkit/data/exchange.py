@@ -1,6 +1,6 @@
 """Exchange the rows of an iteration between ranks, as tensors: scalars of all rows to all, tokens to one rank each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,22 +9,25 @@ from torch import Tensor
 
 from rlhfkit.data.iteration import IterationSummary
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import gather_objects, get_rank, get_world_size
+from rlhfkit.distributed import get_rank, get_world_size
 
 
-def gather_columns(columns: Mapping[str, Tensor], rows: Tensor, total: int, *, group: Any = None) -> dict[str, Tensor]:
+def gather_columns(
+    columns: Mapping[str, Tensor], rows: Tensor, total: int, *, names: Sequence[str] | None = None, group: Any = None
+) -> dict[str, Tensor]:
     """Return columns of all rows of the iteration, from those of every rank's own rows. A collective.
 
     Args:
         columns: (B,) numbers by name. A name that a rank does not have is NaN in its rows.
         rows: (B,) int64, which row of the iteration each one is; every row is on one rank.
         total: Rows of the iteration, N.
+        names: Names of all ranks' columns, the same on every rank; ``None``: all ranks have the same columns.
         group: Process group for tensors on the CPU; ``None``: the default one.
 
     Returns:
-        (N,) float64 columns, by name in alphabetical order, the same on every rank.
+        (N,) float64 columns, by name, the same on every rank.
     """
-    names = sorted(set().union(*gather_objects(sorted(columns), group=group)))
+    names = list(columns) if names is None else names
     own = [columns[name].double() if name in columns else torch.full((len(rows),), torch.nan) for name in names]
     table = torch.zeros(total, len(names), dtype=torch.float64)
     if names:
@@ -35,7 +38,13 @@ def gather_columns(columns: Mapping[str, Tensor], rows: Tensor, total: int, *, g
 
 
 def exchange_rows(
-    experience: Experience, summary: IterationSummary, source: Tensor, destination: Tensor, *, group: Any = None
+    experience: Experience,
+    summary: IterationSummary,
+    source: Tensor,
+    destination: Tensor,
+    *,
+    token_rewards: bool,
+    group: Any = None,
 ) -> Experience:
     """Send each row to the rank that trains on it and return this rank's rows, in iteration order. A collective.
 
@@ -47,6 +56,7 @@ def exchange_rows(
         summary: All N rows.
         source: (N,) int64, the rank that has each row.
         destination: (N,) int64, the rank that shall have it.
+        token_rewards: Whether any rank has rewards of tokens.
         group: Process group for tensors on the CPU; ``None``: the default one.
     """
     rank, world_size = get_rank(), get_world_size()
@@ -79,17 +89,16 @@ def exchange_rows(
             table[place, : len(piece)] = piece
         return table
 
-    has_token_rewards = any(gather_objects(experience.token_rewards is not None, group=group))
-    token_rewards = experience.token_rewards
-    if has_token_rewards and token_rewards is None:
-        token_rewards = torch.zeros_like(experience.rollout_logprobs)
+    earned = experience.token_rewards
+    if token_rewards and earned is None:
+        earned = torch.zeros_like(experience.rollout_logprobs)
     return Experience(
         input_ids=moved(experience.input_ids, axis=0, sent_as=torch.int32),
         attention_mask=attention,
         action_mask=moved(experience.action_mask, axis=1),
         rollout_logprobs=moved(experience.rollout_logprobs, axis=1),
         versions=moved(experience.versions, axis=1, fill=-1),
-        token_rewards=None if token_rewards is None else moved(token_rewards, axis=1),
+        token_rewards=None if earned is None else moved(earned, axis=1),
         rewards=chosen.rewards,
         group=chosen.group,
         sample_index=chosen.sample_index,

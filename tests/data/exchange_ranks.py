@@ -69,7 +69,7 @@ def everything(**_: Any) -> dict[str, Any]:
         if len(rows):
             experience = Experience.from_samples([samples[row] for row in rows.tolist()], temperature=0.7)
         columns = {"row": rows.double(), **({"first": rows.double()} if rank == 0 else {})}
-        found = gather_columns(columns, rows, total)
+        found = gather_columns(columns, rows, total, names=["first", "row"])
         first = torch.where(source == 0, torch.arange(total), torch.nan).double()
         if not torch.equal(found["row"], torch.arange(total).double()):
             wrong.append((seed, "row"))
@@ -78,7 +78,8 @@ def everything(**_: Any) -> dict[str, Any]:
         summary = whole.summarize()
         summary.update = torch.arange(total)
         experience.rows = rows
-        own = exchange_rows(experience, summary, source, destination)
+        earned = any(one.token_rewards for one in samples)
+        own = exchange_rows(experience, summary, source, destination, token_rewards=earned)
         mine = (destination == rank).nonzero()[:, 0]
         expected = dataclasses.replace(whole, update=summary.update).select(mine)
         expected.rows = mine

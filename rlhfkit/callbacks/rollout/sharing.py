@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from rlhfkit.data.types import Experience, Sample
 from rlhfkit.distributed import gather_objects
 from rlhfkit.rollout.collector import CollectedGroups, flatten
 
-_PART, _INFO = "part/", "info/"
+_PART, _INFO, _RANK = "part/", "info/", "rank"
 
 
 @dataclass(eq=False)
@@ -68,7 +68,11 @@ def share_iteration(
     order = rows.argsort()  # samples of a group need not be in order
     samples, rows = [samples[number] for number in order.tolist()], rows[order]
     experience = Experience.from_samples(samples, temperature=temperature) if samples else no_rows(temperature)
-    numbers = gather_columns(_columns(samples, experience), rows, total, group=group)
+    columns = _columns(samples, experience) | {_RANK: torch.full((len(samples),), rank)}
+    own = _Described(sorted(columns), experience.token_rewards is not None, _rows_by_source(samples, rows))
+    ranks = gather_objects(own, group=group)  # the only exchange of objects: it takes time with the number of ranks
+    names = sorted({name for each in ranks for name in each.columns})
+    numbers = gather_columns(columns, rows, total, names=names, group=group)
     summary = _summary(numbers)
     plan, averaged = make_plan(summary)
     summary.update = plan.update
@@ -76,14 +80,24 @@ def share_iteration(
         experience.update = plan.update
     else:
         experience.rows = rows
-        source, destination = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
-        source[rows] = rank
-        source = gather_columns({"source": source[rows]}, rows, total, group=group)["source"].long()
+        destination = torch.zeros(total, dtype=torch.int64)
         for owner, share in enumerate(plan.micro_batches):
             for planned in share:
                 destination[planned.rows] = owner
-        experience = exchange_rows(experience, summary, source, destination, group=group)
-    return SharedIteration(experience, plan, averaged, samples, rows.tolist(), numbers, _sources(samples, rows, group))
+        earned = any(each.token_rewards for each in ranks)
+        experience = exchange_rows(
+            experience, summary, numbers[_RANK].long(), destination, token_rewards=earned, group=group
+        )
+    sources = _all_sources([each.sources for each in ranks])
+    return SharedIteration(experience, plan, averaged, samples, rows.tolist(), numbers, sources)
+
+
+class _Described(NamedTuple):
+    """What ranks must know of each other's samples before they exchange numbers."""
+
+    columns: list[str]
+    token_rewards: bool
+    sources: dict[str, list[int]]
 
 
 def no_rows(temperature: float) -> Experience:
@@ -147,13 +161,15 @@ def _summary(numbers: Mapping[str, Tensor]) -> IterationSummary:
     )
 
 
-def _sources(samples: Sequence[Sample], rows: Tensor, group: Any) -> dict[str, list[int]]:
-    own: dict[str, list[int]] = {}
+def _rows_by_source(samples: Sequence[Sample], rows: Tensor) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
     for sample, row in zip(samples, rows.tolist(), strict=True):
         if "source" in sample.prompt.metadata:
-            own.setdefault(str(sample.prompt.metadata["source"]), []).append(row)
-    found: dict[str, list[int]] = {}
-    for part in gather_objects(own, group=group):
-        for name, chosen in part.items():
-            found.setdefault(name, []).extend(chosen)
-    return {name: sorted(found[name]) for name in sorted(found)} if len(found) > 1 else {}
+            found.setdefault(str(sample.prompt.metadata["source"]), []).append(row)
+    return found
+
+
+def _all_sources(ranks: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
+    """Rows of all ranks by source; empty unless there are several sources."""
+    names = sorted({name for each in ranks for name in each})
+    return {name: sorted(row for each in ranks for row in each.get(name, ())) for name in names} if names[1:] else {}
