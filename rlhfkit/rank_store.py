@@ -31,6 +31,8 @@ HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 20.0
 """A rank whose last heartbeat is older than this is dead. Longer than any pause in which Python runs no thread."""
 _LONGEST_POLL_SECONDS = 0.05
+_MANY_RANKS = 64
+"""More ranks look less often, in proportion, so that rank 0 is not busy with answering them."""
 _SIGNATURE_BYTES = 32  # of SHA-256
 _GRACE_SECONDS = 5.0
 """Time that other ranks have to read an error before rank 0 ends and the store with it."""
@@ -153,7 +155,7 @@ class RankStore:
     def check_ranks(self, waiting_for: str) -> None:
         """Raise RankError if a rank's heartbeats have stopped; cheap to call often."""
         now = time.monotonic()
-        if self.world_size == 1 or now - self._looked < HEARTBEAT_SECONDS:
+        if self.world_size == 1 or now - self._looked < HEARTBEAT_SECONDS * max(1.0, self.world_size / _MANY_RANKS):
             return
         self._looked = now
         keys = [f"alive/{rank}" for rank in range(self.world_size)]
@@ -241,7 +243,7 @@ class RankLog:
                 entries, self._unread = self._unread, []
                 return entries
             time.sleep(min(pause, left))
-            pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+            pause = min(pause * 1.5, _LONGEST_POLL_SECONDS * max(1.0, self.store.world_size / _MANY_RANKS))
 
     def check(self) -> None:
         """End the step of this rank, by an exception for :meth:`run`, if that of another has failed.
