@@ -8,7 +8,7 @@ import lightning as L
 from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks
 from shared_pool import SharedPool
 
-from rlhfkit import Invariants, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit import Invariants, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool
 from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
@@ -41,7 +41,7 @@ class Keep(L.Callback):
         self.path.with_name(f"{self.path.name}.{get_rank()}.json").write_text(json.dumps(report))
 
 
-def fit(folder: Path, model: str, mode: str, pool: SharedPool, strategy: Any) -> None:
+def fit(folder: Path, model: str, mode: str, pool: VLLMPool, strategy: Any) -> None:
     """Three iterations; every rank writes a report beside ``folder / mode``."""
     folder.mkdir(parents=True, exist_ok=True)
     data_folder = folder / f"data{os.environ.get('LOCAL_RANK', '')}"
@@ -69,6 +69,6 @@ def by_script(folder: Path, model: str) -> dict[str, Any]:
 
 def on_ray(folder: Path, model: str, mode: str) -> None:
     """The same with ranks that are Ray actors, from the driver."""
-    pool = SharedPool(kv_cache_gib=0.1, max_model_len=64)
+    pool = VLLMPool(kv_cache_gib=0.1, max_model_len=64)
     strategy = RLHFDeepSpeedStrategy(3, launcher="ray", resources_per_rank={"CPU": 0.25})
     fit(folder, model, mode, pool, strategy)
