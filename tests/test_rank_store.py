@@ -1,7 +1,5 @@
 """Messages between ranks and waiting without collectives: one process, three over TCP."""
 
-import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +90,9 @@ class TestThreeRanks:
 
 
 def test_a_dead_rank_is_named_within_seconds(tmp_path: Path) -> None:
-    processes = ranks.start("rank_store_ranks:one_dies", ranks=3, folder=tmp_path)
-    try:
-        deadline = time.monotonic() + 120
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    finally:
-        ranks.stop(processes)
+    found = ranks.run_until_dead("rank_store_ranks:one_dies", ranks=3, folder=tmp_path)
     for rank in (0, 2):
-        text, seconds = json.loads((tmp_path / f"result_{rank}.json").read_text())["death"]
+        text, seconds = found[rank]["death"]
         assert "rank 1 has given no sign of life for" in text
         assert "waited for it (samples)" in text
         assert seconds < 15

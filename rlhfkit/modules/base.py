@@ -183,6 +183,7 @@ class PolicyModule(CheckpointMixin):
 
     def reward_model_scores(self, experience: Experience | None) -> Tensor:
         """(B,) scores of this rank's rows by the module's reward model; only called if :attr:`scores_samples`."""
+        # Part of the protocol GenerativeModule, for modules whose scores_samples is true.
         raise NotImplementedError(f"{type(self).__name__} has no reward model")
 
     @contextmanager

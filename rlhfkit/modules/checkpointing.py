@@ -34,6 +34,7 @@ class CheckpointMixin(L.LightningModule):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer that is saved with a model; abstract."""
+        # Abstract by hand: the class is mixed into LightningModules, which are no abc.ABC.
         raise NotImplementedError(f"{type(self).__name__} has to define tokenizer")
 
     @property

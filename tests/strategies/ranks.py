@@ -152,3 +152,16 @@ def run(function: str, ranks: int, folder: Path, timeout: float = 240, **argumen
         logs = "\n".join(f"--- rank {r}\n{(folder / f'rank_{r}.log').read_text()[-5000:]}" for r in range(ranks))
         raise AssertionError(f"{function} on {ranks} rank(s) failed or took longer than {timeout} s\n{logs}")
     return [json.loads(result.read_text()) for result in results]
+
+
+def run_until_dead(function: str, ranks: int, folder: Path, timeout: float = 150, **arguments: Any) -> dict[int, Any]:
+    """Run ``"module:function"`` on ranks of which some die, and return the results of those that wrote one, by rank."""
+    processes = start(function, ranks, folder, **arguments)
+    deadline = time.monotonic() + timeout
+    try:
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        stop(processes)
+    results = {rank: folder / f"result_{rank}.json" for rank in range(ranks)}
+    return {rank: json.loads(result.read_text()) for rank, result in results.items() if result.exists()}

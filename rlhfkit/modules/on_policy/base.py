@@ -303,6 +303,7 @@ class OnPolicyModule(RewardedModule):
         one that is marked with :func:`~rlhfkit.modules.on_policy.local_rows.local_rows` is given this rank's rows and
         the summary of all. ``super().advantages(experience)`` works with both.
         """
+        # Abstract by hand: a LightningModule is no abc.ABC, and a function may be given instead.
         raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
 
     # ------------------------------------------------------------------ one micro-batch

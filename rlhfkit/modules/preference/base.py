@@ -66,6 +66,7 @@ class PreferenceModule(PolicyModule):
 
     def _pair_loss(self, **arguments: Any) -> LossOutput:
         """The loss of pairs, from :meth:`pair_arguments`."""
+        # Abstract by hand: a LightningModule is no abc.ABC, and a subclass may override loss() instead.
         raise NotImplementedError(f"{type(self).__name__} has to define loss()")
 
     def _check_loss(self, **arguments: Any) -> None:

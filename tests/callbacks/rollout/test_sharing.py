@@ -4,7 +4,6 @@ Covers ``sharing.py``, and ``callbacks/dump.py`` on several ranks.
 """
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +157,7 @@ def test_no_rank_is_without_a_row(three: list[dict[str, Any]]) -> None:
 
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_while_others_wait_for_its_samples_is_named(tmp_path: Path) -> None:
-    processes = ranks.start("callbacks.rollout.sharing_ranks:one_dies", ranks=2, folder=tmp_path)
-    try:
-        deadline = time.monotonic() + 150
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    finally:
-        ranks.stop(processes)
-    text, _ = json.loads((tmp_path / "result_0.json").read_text())["death"]
+    found = ranks.run_until_dead("callbacks.rollout.sharing_ranks:one_dies", ranks=2, folder=tmp_path)
+    text, _ = found[0]["death"]
     assert "rank 1 has given no sign of life for" in text
     assert "while rank 0 waited for it (the samples of iteration 0)" in text
