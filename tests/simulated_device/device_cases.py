@@ -1,0 +1,94 @@
+"""What the simulated device itself does, in a process of its own."""
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhfkit.losses.metrics import mean_metric
+from simulated_device import record_host_waits, register
+
+
+def device_behaviour(folder: Path) -> dict[str, Any]:
+    """Entry point: everything that ``test_device.py`` asserts."""
+    register()
+    return {"waits": waits(), "errors": errors(), "training": training()}
+
+
+def waits() -> dict[str, list[str]]:
+    """The waits of single operations."""
+    device = register()
+    x, host, mask = torch.ones(3, 4, device=device), torch.ones(3, 4), torch.ones(3, 4, device=device) > 0
+    leaf = torch.ones(12, device=device, requires_grad=True)
+    operations: dict[str, Callable[[], Any]] = {
+        "arithmetic": lambda: (x @ x.T).softmax(-1).sum() * 2.0 + torch.arange(3, device=device),
+        "new tensors": lambda: (torch.zeros(3, device=device), torch.rand(3, device=device), x.new_ones(2)),
+        "mask = number": lambda: x.clone().__setitem__(mask, 1.0),
+        "to the device, not blocking": lambda: (host.to(device, non_blocking=True), x.copy_(host, non_blocking=True)),
+        "to the host, not blocking": lambda: x.to("cpu", non_blocking=True),
+        "item": lambda: x.sum().item(),
+        "if": lambda: bool((x > 0).all()),
+        "tolist": lambda: x.tolist(),
+        "mask": lambda: x[mask],
+        "mask = tensor": lambda: x.clone().__setitem__(mask, torch.ones(12, device=device)),
+        "nonzero": lambda: x.nonzero(),
+        "indices on the host": lambda: x[torch.arange(2)],
+        "to the device": lambda: host.to(device),
+        "torch.tensor": lambda: torch.tensor([1.0], device=device),
+        "to the host": lambda: x.cpu(),
+        "into the host": lambda: host.copy_(x),
+        "backward of masked_scatter": lambda: torch.zeros_like(x).masked_scatter(mask, leaf).sum().backward(),
+    }
+    found = {}
+    for name, operation in operations.items():
+        with record_host_waits() as recorded:
+            operation()
+        found[name] = [wait.operation for wait in recorded]
+    return found
+
+
+def errors() -> dict[str, str]:
+    """The messages of operations that CUDA refuses."""
+    device = register()
+    x = torch.ones(2, device=device)
+    refused: dict[str, Callable[[], Any]] = {
+        "mix": lambda: x + torch.ones(2),
+        "generator": lambda: torch.rand(2, device=device, generator=torch.Generator()),
+        "numpy": lambda: x.numpy(),
+    }
+    messages = {}
+    for name, operation in refused.items():
+        try:
+            operation()
+        except (RuntimeError, TypeError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
+
+
+def training() -> dict[str, Any]:
+    """Three steps of a small network on the CPU and on the device, which must be equal."""
+    device = register()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        inputs = torch.randn(5, 4)
+    results = []
+    for place in (torch.device("cpu"), device):
+        trained = copy.deepcopy(network).to(place)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
+        for _ in range(3):
+            trained(inputs.to(place)).square().mean().backward()
+            nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        metric = mean_metric(trained(inputs.to(place))[:, 0], torch.ones(5, device=place))
+        saved = io.BytesIO()
+        torch.save(trained.state_dict(), saved)
+        saved.seek(0)
+        weights = torch.load(saved)
+        results.append([*(weights[name].tolist() for name in sorted(weights)), float(metric)])
+    return {"equal": results[0] == results[1], "device of the copy": str(copy.deepcopy(trained)[0].weight.device)}
