@@ -1,16 +1,19 @@
 # make demo    watch a small language model learn by reinforcement (ENGINE=local or vllm)
 # make test    lint, types and all tests (in WORKERS processes)
-# Both install what they need into .venv first, with Python 3.11 and nothing else.
+# make gpu-check   all that only a GPU can show, in 9 minutes; CHECK="--only losses" for a part (GPU_PYTHON=python)
+# The first two install what they need into .venv first, with Python 3.11 and nothing else.
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV ?= .venv
 ENGINE ?= local
 SEED ?= 0
 WORKERS ?= 2
+GPU_PYTHON ?= python
+CHECK ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test lint bench gpu-check install clean
 
 install: $(INSTALLED)
 
@@ -33,6 +36,10 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+# In the environment that is active, not in ours: ours has a torch without CUDA.
+gpu-check:
+	$(GPU_PYTHON) -m benchmarks.gpu_check --output runs/gpu-check $(CHECK)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs lightning_logs

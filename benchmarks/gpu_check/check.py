@@ -1,0 +1,115 @@
+"""What a check is: a function that yields figures, with a time limit and a list of what it needs."""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+MODULES = (
+    "benchmarks.gpu_check.correctness.losses",
+    "benchmarks.gpu_check.correctness.heads",
+)
+"""Modules with checks, in the order of running: cheap checks of correctness first, measurements last."""
+
+
+class SkippedError(Exception):
+    """Raised by a check that cannot run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how large the checks run."""
+
+    device: str
+    """``cuda``, ``cpu`` or ``sim``."""
+    quick: bool = False
+    """Shrink all shapes, so that the whole list takes a minute or two on a CPU."""
+
+    def size(self, full: T, quick: T) -> T:
+        """One of two values."""
+        return quick if self.quick else full
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.device == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a check."""
+
+    case: str
+    value: float | str
+    bound: float | None = None
+    """Largest value that passes; ``None``: a measurement."""
+    unit: str = ""
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the value is within its bound, which NaN and text are not; ``None`` without a bound."""
+        if self.bound is None:
+            return None
+        return isinstance(self.value, int | float) and math.isfinite(self.value) and self.value <= self.bound
+
+
+@dataclass(frozen=True)
+class Check:
+    """A function that yields figures, and what it needs."""
+
+    name: str
+    run: Callable[[Setting], Iterator[Figure]]
+    seconds: float
+    """Time limit."""
+    packages: tuple[str, ...] = ()
+    gpus: int = 0
+    """Number of GPUs that it needs; 0: it runs on a CPU too."""
+    alone: bool = False
+    """Run in a process of its own: it changes the process, such as its environment or process groups."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Environment variables of that process."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether it is a measurement, whose failure does not fail the command."""
+        return self.name.startswith("measure/")
+
+
+CHECKS: dict[str, Check] = {}
+"""All checks by name, in the order of running; filled by :func:`load_checks`."""
+
+
+def check(
+    name: str,
+    *,
+    seconds: float,
+    packages: Sequence[str] = (),
+    gpus: int = 0,
+    alone: bool = False,
+    environment: dict[str, str] | None = None,
+) -> Callable[[Callable[[Setting], Iterator[Figure]]], Callable[[Setting], Iterator[Figure]]]:
+    """Register a function as a check; the arguments are the fields of :class:`Check`."""
+
+    def register(function: Callable[[Setting], Iterator[Figure]]) -> Callable[[Setting], Iterator[Figure]]:
+        variables = tuple((environment or {}).items())
+        CHECKS[name] = Check(name, function, seconds, tuple(packages), gpus, alone or bool(variables), variables)
+        return function
+
+    return register
+
+
+def load_checks(modules: Sequence[str] = MODULES) -> dict[str, Check]:
+    """Import modules with checks."""
+    for module in modules:
+        importlib.import_module(module)
+    return CHECKS

@@ -1,0 +1,1 @@
+"""Figures without bounds: seconds, memory, rates, and the spread that bounds elsewhere have to allow for."""
