@@ -212,9 +212,9 @@ The constants (`python -m benchmarks.scale measure` fits them anew):
 `python -m benchmarks.scale large` repeats it and fails if a rank holds more than 40 B per token of its own rows and
 200 B per sequence of the iteration, or its peak exceeds 100 B per own token.
 
-Rows are padded to the longest of a rank: a token of padding costs 22 B as well. With answers of very different
-lengths a rank therefore holds more than 40 B per own token; the table below counts padding to the limit of the
-lengths.
+Rows are padded to the longest of a rank while they are shared and prepared, which is in the peak: a token of padding
+counts there as well, and the table below counts padding to the limit of the lengths. While the rank trains it keeps
+its rows without padding, and only the micro-batch in use is padded.
 
 ## Clusters
 

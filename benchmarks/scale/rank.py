@@ -214,7 +214,7 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path, size: RunSize) -> N
     )
     trainer.fit((GRPOModule if size.learn else FakeLearner)(str(folder / "model")), data)
     result = recorder.result
-    rollouts.samples, rollouts.experience = [], None
+    rollouts.samples, rollouts._micro_batches = [], None
     trainer.train_dataloader._batches = []
     idle = trimmed_bytes()  # of a process that has run iterations and holds none
     result |= {"peak": result["peak"] - idle, "resident": result["resident"] - idle}

@@ -29,8 +29,8 @@ CHECKS = [
 LARGE = RunSize(prompts=1024, group_size=16, prompt_tokens=128, tokens=1920), 4
 """16,384 samples of 2,048 tokens."""
 
-SMALL = RunSize(prompts=64, group_size=8, prompt_tokens=64, tokens=448), 2
-"""512 samples of 512 tokens, for the test suite."""
+SMALL = RunSize(prompts=128, group_size=8, prompt_tokens=64, tokens=448, sigma=0.6), 2
+"""1,024 samples of very different lengths, for the test suite."""
 
 DRIVERS_OF_PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("own answer token", "own sequence"),
@@ -44,7 +44,7 @@ DRIVERS_OF_PARTS: dict[str, tuple[str, ...]] = {
     "metrics": ("own padded token", "sequence", "iteration"),
     "select": ("own padded token", "own token", "own micro-batch"),
     "collect": ("own token", "own padded token", "sequence", "iteration"),
-    "resident": ("own token", "own padded token", "iteration"),
+    "resident": ("own token", "iteration"),
     "peak": ("moved token", "own padded token", "iteration"),
     "sent": ("moved token", "own sequence"),
 }

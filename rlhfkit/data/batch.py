@@ -71,7 +71,7 @@ class PaddedBatch:
         """Denominator of an exact sequence mean: the step's sequences per averaged micro-batch; ``None`` if unknown."""
         return None if self.step_sequences is None else max(self.step_sequences, 1.0) / self.step_micro_batches
 
-    def _map(self, change: Any) -> Self:
+    def map_tensors(self, change: Any) -> Self:
         """Copy with every tensor replaced by ``change(tensor, metadata of the field)``."""
         updates: dict[str, Any] = {}
         for entry in dataclasses.fields(self):
@@ -85,13 +85,13 @@ class PaddedBatch:
     def select(self, rows: Tensor | Sequence[int]) -> Self:
         """Select rows by their (N,) indices, in the given order, trimmed to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.input_ids.device)
-        return self._map(lambda tensor, _: tensor[index]).trim()
+        return self.map_tensors(lambda tensor, _: tensor[index]).trim()
 
     def trim(self) -> Self:
         """Cut padding that all rows share."""
         length = max(int(self.lengths.max()), 1) if len(self) else 1
         ends = {"token": length, "step": length - 1}
-        return self._map(
+        return self.map_tensors(
             lambda tensor, metadata: tensor if metadata["axis"] == "row" else tensor[:, : ends[metadata["axis"]]]
         )
 
@@ -108,7 +108,7 @@ class PaddedBatch:
         def padded(tensor: Tensor, metadata: Mapping[str, Any]) -> Tensor:
             return tensor if metadata["axis"] == "row" else pad(tensor, (0, extra), value=metadata.get("fill", 0))
 
-        return self._map(padded)
+        return self.map_tensors(padded)
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
@@ -141,7 +141,7 @@ class PaddedBatch:
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
         """Move every tensor; ``kwargs`` (``non_blocking``) go to :meth:`torch.Tensor.to`. Dtypes are kept."""
-        return self._map(lambda tensor, _: tensor.to(device, **kwargs))
+        return self.map_tensors(lambda tensor, _: tensor.to(device, **kwargs))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers, loadable with ``torch.load(weights_only=True)``."""

@@ -151,13 +151,12 @@ class RolloutCallback(Callback):
         """The samples of the current iteration that this rank generated, with their rewards."""
         self.sample_rows: list[int] = []
         """Which row of the iteration each of :attr:`samples` is."""
-        self.experience: Experience | None = None
-        """The rows of the current iteration that this rank trains on, as prepared by the module."""
         self.mean_advantages: Tensor | None = None
         """(N,) float64, mean advantage of each row of the current iteration, of all ranks; ``None``: there is none."""
         self.validation_samples: list[Sample] = []
         """The samples of the last validation that this rank generated."""
         self._trainer: L.Trainer | None = None
+        self._micro_batches: MicroBatches | None = None
         self._inside_iteration = False  # an iteration was collected and training on it is not finished
         self._after: dict[str, Any] | None = None  # where the prompts of the next iteration begin
         self._metrics: dict[str, float] = {}
@@ -175,19 +174,19 @@ class RolloutCallback(Callback):
     def collect(self) -> Sequence[Experience]:
         """Return this rank's micro-batches of one new iteration, in order; the loader calls it on every rank."""
         trainer = self._attached()
-        self.samples, self.experience = [], None  # frees the last iteration
+        self.samples, self._micro_batches = [], None  # frees the last iteration
         self.sync_weights()
         policy_version = trainer.global_step
         collected = self.collect_groups()
         shared = self.share(collected)
         with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
-            self.experience = learner_of(trainer).prepare(shared.experience)
+            experience = learner_of(trainer).prepare(shared.experience)
+        self._metrics = self._iteration_metrics(collected, shared, experience, policy_version)
         planned = shared.plan.micro_batches[trainer.global_rank]
-        micro_batches = MicroBatches(self.experience, planned, shared.averaged, group=cpu_group())
-        self._metrics = self._iteration_metrics(collected, shared, policy_version)
+        self._micro_batches = MicroBatches(experience, planned, shared.averaged, group=cpu_group())
         self._after = collected.after
         self._inside_iteration = True
-        return micro_batches
+        return self._micro_batches
 
     def sync_weights(self) -> None:
         """Give the engine the current weights, if it has others, and probe that they arrived. A collective."""
@@ -255,9 +254,16 @@ class RolloutCallback(Callback):
     # ------------------------------------------------------------------ parts of an iteration
 
     @property
+    def experience(self) -> Experience | None:
+        """The rows of the current iteration that this rank trains on, as prepared by the module, padded anew at each
+        read; ``None`` before the first iteration and after a resume inside one.
+        """
+        return None if self._micro_batches is None else self._micro_batches.rows.padded()
+
+    @property
     def inside_collected_iteration(self) -> bool:
         """Whether :attr:`samples` are those of the iteration that is trained on: false after a resume inside one."""
-        return self.experience is not None
+        return self._micro_batches is not None
 
     @property
     def group_size(self) -> int:
@@ -293,11 +299,11 @@ class RolloutCallback(Callback):
             self.sync_weights()
 
     def _iteration_metrics(
-        self, collected: CollectedGroups, shared: SharedIteration, policy_version: int
+        self, collected: CollectedGroups, shared: SharedIteration, experience: Experience, policy_version: int
     ) -> dict[str, float]:
         """What is logged of an iteration that was just prepared. A collective."""
-        reward, scored = self.reward, bool(shared.experience.summary.reward_parts)
-        silent = self._share_advantages(len(shared.plan.update))
+        reward, scored = self.reward, bool(shared.summary.reward_parts)
+        silent = self._share_advantages(experience, len(shared.summary))
         metrics = iteration_metrics(shared, silent=silent, rewarded=reward is not None or scored)
         metrics["rollout/probe_difference"] = self.weight_synchronizer.difference
         if reward is not None:
@@ -307,10 +313,8 @@ class RolloutCallback(Callback):
             metrics |= staleness_metrics(shared.numbers, policy_version)
         return metrics
 
-    def _share_advantages(self, total: int) -> Tensor | None:
+    def _share_advantages(self, experience: Experience, total: int) -> Tensor | None:
         """Set :attr:`mean_advantages`; returns (N,) whether all advantages of a row are 0. A collective."""
-        experience = self.experience
-        assert experience is not None
         self.mean_advantages = None
         if experience.advantages is None:
             return None
@@ -440,7 +444,7 @@ class RolloutCallback(Callback):
         """Continue counting; raises ValueError inside an iteration if its micro-batches belong to another rank."""
         self.iteration = state_dict["iteration"]
         self._metrics = dict(state_dict["metrics"])
-        self.samples, self.experience = [], None  # those of an earlier fit are not this iteration's
+        self.samples, self._micro_batches = [], None  # those of an earlier fit are not this iteration's
         self._after = state_dict["after"]
         trainer, inside = self._trainer, state_dict.get("inside")
         self._inside_iteration = inside is not None

@@ -17,7 +17,7 @@ def iteration_metrics(
     """Metrics of one training iteration, over the samples of all ranks.
 
     Args:
-        shared: The iteration; its summary has the rewards as the module prepared them.
+        shared: The iteration.
         silent: (N,) whether the advantage of every token is 0; ``None``: there are no advantages.
         rewarded: Whether samples were scored.
 
@@ -25,7 +25,7 @@ def iteration_metrics(
         ``rollout/...``: means of rewards and their parts (if ``rewarded``), of lengths in tokens and of the numbers in
         ``Sample.info``; fractions of samples truncated at the length limit, not scored, or with advantage 0.
     """
-    summary, numbers = shared.experience.summary, shared.numbers
+    summary, numbers = shared.summary, shared.numbers
     rewards = summary.rewards[~summary.rewards.isnan()]
     metrics = {
         f"rollout/{name.removeprefix('info/')}": fmean(_known(values))

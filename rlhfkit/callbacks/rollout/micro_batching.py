@@ -22,6 +22,7 @@ from rlhfkit.data.packing import (
 )
 from rlhfkit.data.token_cap import PackedForward, PaddedForward, plan_capped_micro_batches
 from rlhfkit.data.types import Experience
+from rlhfkit.data.unpadded import UnpaddedRows
 from rlhfkit.distributed import all_reduce
 from rlhfkit.protocols import learner_of, prompts_of
 
@@ -139,12 +140,14 @@ class IterationPlanner:
 class MicroBatches(Sequence[Experience]):
     """This rank's micro-batches of an iteration, in training order; each is selected when it is asked for.
 
-    Making it is a collective: ``counts`` (2, updates) are the trained tokens, and the sequences that have some, of each
-    optimizer step on all ranks. ``averaged`` micro-batches on all ranks are averaged in an optimizer step.
+    Until then rows are kept without padding. Making it is a collective: ``counts`` (2, updates) are the trained tokens,
+    and the sequences that have some, of each optimizer step on all ranks. ``averaged`` micro-batches on all ranks are
+    averaged in an optimizer step.
     """
 
     def __init__(self, experience: Experience, planned: Sequence[MicroBatch], averaged: int, *, group: Any) -> None:
-        self._experience = experience
+        self.rows = UnpaddedRows(experience)
+        """All rows of this rank."""
         self._planned = planned
         self._averaged = averaged
         trained, updates = experience.action_mask, 1 + max(each.update for each in planned)
@@ -170,7 +173,7 @@ class MicroBatches(Sequence[Experience]):
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
         update = self._planned[number].update
-        batch = self._experience.select(self._places[number])
+        batch = self.rows.select(self._places[number])
         if not self._planned[number].trained:
             batch = dataclasses.replace(batch, action_mask=torch.zeros_like(batch.action_mask))
         tokens, sequences = self.counts[:, update].tolist()

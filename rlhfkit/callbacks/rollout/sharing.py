@@ -26,6 +26,8 @@ class SharedIteration:
 
     experience: Experience
     """The rows that this rank trains on."""
+    summary: IterationSummary
+    """All rows of the iteration."""
     plan: IterationPlan
     """Who trains on which row, and when."""
     averaged: int
@@ -89,7 +91,7 @@ def share_iteration(
             experience, summary, numbers[_RANK].long(), destination, token_rewards=earned, group=group
         )
     sources = _all_sources([each.sources for each in ranks])
-    return SharedIteration(experience, plan, averaged, samples, rows.tolist(), numbers, sources)
+    return SharedIteration(experience, summary, plan, averaged, samples, rows.tolist(), numbers, sources)
 
 
 class _Described(NamedTuple):
