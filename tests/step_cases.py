@@ -149,9 +149,9 @@ def train(
         }
         source = types[data](rows, micro_batch_size=size, shuffle=False)
     trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, callbacks=callbacks, use_distributed_sampler=False,
-        accumulate_grad_batches=STEP // (size * ranks), **({"devices": 1} | more),
+        accumulate_grad_batches=STEP // (size * ranks), **({"accelerator": "cpu", "devices": 1} | more),
     )  # fmt: skip
     trainer.fit(OneRate(**arguments), source)
     assert trainer.global_step == STEPS

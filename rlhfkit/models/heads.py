@@ -247,9 +247,10 @@ def _needs_head(config: Any, name: str, stepwise: bool, new_head: bool) -> bool:
 
 def _initialize(head: nn.Linear, std: float | None) -> None:
     std = 1.0 / (head.in_features + 1) if std is None else std
-    # Not in the default dtype: that is float64 in a Trainer(precision="64-true"), which draws other numbers.
+    # Not in the default dtype: that is float64 in a Trainer(precision="64-true"), which draws other numbers. Not on the
+    # default device: that is the GPU where Lightning builds models, which refuses the generator of the CPU.
     shape, generator = (head.out_features, head.in_features), torch.Generator().manual_seed(0)
-    noise = torch.randn(shape, generator=generator, dtype=torch.float32)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     with torch.no_grad(), full_parameters(head.parameters(), modifier_rank=0):
         head.weight.copy_(noise * std)
         if head.bias is not None:

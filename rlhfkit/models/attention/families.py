@@ -94,7 +94,8 @@ def _exact_attention(family: FamilyKey) -> str | None:
 def find_problem(trial: Callable[[], str | None]) -> str | None:
     """Run a test that returns a problem or ``None``; an error in it is a problem too, as one line."""
     try:
-        return trial()
+        with torch.device("cpu"):  # Lightning builds models with the GPU as the default device
+            return trial()
     except Exception as error:  # an unknown family may fail in any way
         first = next(iter(str(error).strip().splitlines()), "")[:160]
         return f"a tiny copy of it raises {type(error).__name__}: {first}"

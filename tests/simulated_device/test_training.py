@@ -1,0 +1,29 @@
+"""Every module trains on the simulated device as it does on the CPU: no tensors of two devices meet."""
+
+from typing import Any
+
+import pytest
+from step_cases import KINDS
+from strategies import ranks
+
+pytestmark = pytest.mark.distributed
+
+SETTINGS = [f"{kind} {setting}" for kind, (_, _, settings) in KINDS.items() for setting in range(len(settings))]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("modules")
+    return ranks.run("simulated_device.training_cases:every_module", ranks=1, folder=folder)[0]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_steps_are_those_of_the_cpu(found: dict[str, Any], setting: str) -> None:
+    """Up to rounding: PyTorch's attention on the device of another backend is the plain one, in another order."""
+    run = found["runs"][setting]
+    assert run["losses"][0] == pytest.approx(run["losses"][1], rel=1e-5, abs=1e-6)
+    assert run["weights"] < 5e-5
+
+
+def test_the_library_takes_no_slower_way_on_the_device(found: dict[str, Any]) -> None:
+    assert not [message for message in found["warnings"] if "slow" in message]
