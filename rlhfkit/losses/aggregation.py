@@ -71,6 +71,11 @@ def full_precision(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
+def scalar_like(value: Tensor | float, like: Tensor) -> Tensor:
+    """A detached scalar with the dtype and device of ``like``; a number is filled in there, a copy would wait."""
+    return value.detach().to(like) if isinstance(value, Tensor) else like.new_full((), value)
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of the selected entries, over ``dim`` or over all dimensions."""
     selected = select(values, mask)

@@ -94,9 +94,9 @@ def weighted_metric(value: Tensor | float, weight: Tensor | float) -> Tensor:
         weight: Scalar, number of items (tokens, pairs) in the mean. 1 for a share of a loss that has the
             ``denominator`` of its optimizer step: micro-batches then have equal weight.
     """
-    value, weight = torch.as_tensor(value), torch.as_tensor(weight)
-    value = full_precision(value.detach())
-    weight = weight.to(value.device)
+    value = full_precision(torch.as_tensor(value).detach())
+    # A number is filled in on the device: a copy would make the host wait.
+    weight = weight.to(value.device) if isinstance(weight, Tensor) else torch.full((), weight, device=value.device)
     return sums_metric(_ratio, select(value * weight, weight > 0), weight)
 
 

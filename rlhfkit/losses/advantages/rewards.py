@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.advantages.group import precise
-from rlhfkit.losses.aggregation import check_same_shape, full_precision, select
+from rlhfkit.losses.aggregation import check_same_shape, full_precision, scalar_like, select
 from rlhfkit.losses.arguments import ADVANTAGE_ARGUMENTS, share_arguments
 
 
@@ -245,6 +245,5 @@ def normalize_rewards(
         Tensor of the same shape, in at least float32.
     """
     values = full_precision(rewards)
-    mean = torch.as_tensor(mean, dtype=values.dtype, device=values.device)
-    std = torch.as_tensor(std, dtype=values.dtype, device=values.device)
+    mean, std = scalar_like(mean, values), scalar_like(std, values)
     return (values - mean if shift_mean else values) / std.clamp(min=eps)

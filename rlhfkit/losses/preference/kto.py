@@ -20,6 +20,7 @@ from rlhfkit.losses.aggregation import (
     full_precision,
     masked_mean,
     masked_sum,
+    scalar_like,
     select,
 )
 from rlhfkit.losses.arguments import PAIR_ARGUMENTS, share_arguments
@@ -126,9 +127,9 @@ def kto_loss(
     wanted = desirable.bool()
     policy = select(full_precision(logprobs), keep)
     logratio = policy - select(full_precision(ref_logprobs.detach()), keep)
-    anchor = _scalar(0.0 if kl is None else kl, logratio)
-    sign = torch.where(wanted, _scalar(1.0, logratio), _scalar(-1.0, logratio))
-    weight = torch.where(wanted, _scalar(desirable_weight, logratio), _scalar(undesirable_weight, logratio))
+    anchor = scalar_like(0.0 if kl is None else kl, logratio)
+    sign = torch.where(wanted, scalar_like(1.0, logratio), scalar_like(-1.0, logratio))
+    weight = torch.where(wanted, scalar_like(desirable_weight, logratio), scalar_like(undesirable_weight, logratio))
     losses = weight * torch.sigmoid(-sign * beta * (logratio - anchor))  # 1 - σ(x) = σ(-x)
     metrics = _metrics(beta * logratio.detach(), policy.detach(), wanted & keep, ~wanted & keep)
     if kl is not None:
@@ -179,7 +180,7 @@ def kto_paired_loss(
         chosen_kl = kto_kl_estimate(kto_kl_sums(chosen, ref_chosen, keep))
     if rejected_kl is None:
         rejected_kl = kto_kl_estimate(kto_kl_sums(rejected, ref_rejected, keep))
-    chosen_kl, rejected_kl = (_scalar(kl, chosen_ratio) for kl in (chosen_kl, rejected_kl))
+    chosen_kl, rejected_kl = (scalar_like(kl, chosen_ratio) for kl in (chosen_kl, rejected_kl))
     losses = desirable_weight * torch.sigmoid(-beta * (chosen_ratio - rejected_kl))
     losses = losses + undesirable_weight * torch.sigmoid(beta * (rejected_ratio - chosen_kl))
     rewards = beta * torch.cat([chosen_ratio, rejected_ratio]).detach()
@@ -200,11 +201,6 @@ def _check_arguments(logprobs: Tensor, beta: float, desirable_weight: float, und
         raise ValueError(f"beta must be positive, got {beta}")
     if not (desirable_weight >= 0.0 and undesirable_weight >= 0.0):
         raise ValueError(f"weights must not be negative, got {desirable_weight} and {undesirable_weight}")
-
-
-def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
-    """A 0-d constant on the device of ``like``, filled there: a copy would make the host wait."""
-    return value.detach().to(like) if isinstance(value, Tensor) else like.new_full((), value)
 
 
 def _metrics(rewards: Tensor, logprobs: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,144 @@
+"""Every public function of ``rlhfkit.losses`` on the CPU and on the simulated device."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rlhfkit import losses
+from simulated_device import SimulatedTensor, record_host_waits, register
+
+B, T, V, H = 4, 5, 7, 3
+"""Sequences, tokens, vocabulary and hidden size."""
+LEAVES = ("logprobs", "chosen", "rejected", "values", "logits", "student", "hidden", "weight", "entropy", "token_loss")
+"""Arguments that collect a gradient."""
+
+
+def examples() -> dict[str, Any]:
+    """A value for every required argument, by name: (B, T) tensors, unless :data:`OTHER_SHAPES` has another."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    mask = torch.arange(T) < torch.tensor([5, 3, 1, 4])[:, None]
+    tokens = {name: normal(B, T) for name in ("advantages", "values", "old_values", "returns", "token_loss")}
+    rows = {name: normal(B) for name in ("ref_chosen", "ref_rejected", "mismatched", "ref_mismatched", "logratio")}
+    # In the range of log-probs of sequences, so that odds and their logarithms are finite.
+    rows |= {name: -1 - normal(B).abs() for name in ("chosen", "rejected")}
+    names = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs")
+    tokens |= {name: -normal(B, T).abs() for name in names}
+    numbers = {"clip_low": 0.2, "clip_high": 0.2, "coef": 0.5, "k": 2, "max_length": 16, "buffer": 4, "threshold": 0.1}
+    numbers |= {
+        "alpha": 0.5,
+        "high": 2.0,
+        "level": "sequence-sum",
+        "mean": 0.5,
+        "std": 2.0,
+        "version": 3,
+        "weight": 2.0,
+    }
+    return (
+        numbers
+        | rows
+        | tokens
+        | {
+            "mask": mask,
+            "rewards": normal(B),
+            "group": torch.tensor([0, 0, 1, 1]),
+            "lengths": mask.sum(-1),
+            "chosen_lengths": mask.sum(-1),
+            "rejected_lengths": mask.sum(-1).flip(0),
+            "public_lengths": torch.ones(B, dtype=torch.int64),
+            "ratio": normal(B, T).exp(),
+            "entropy": normal(B, T).abs(),
+            "truncated": torch.tensor([True, False, False, True]),
+            "desirable": torch.tensor([True, False, True, False]),
+            "kl": torch.tensor(0.1),
+            "sums": torch.tensor([0.5, 4.0]),
+            "labels": torch.ones(B, T),
+            "versions": torch.full((B, T), 2),
+            "log_sum_squares": -normal(B, T).abs(),
+            "student": normal(B, T, V),
+            "teacher": normal(B, T, V),
+            "hidden": normal(B * T, H),
+            "targets": torch.randint(V, (B * T,), generator=generator),
+            "coefficients": normal(B * T),
+            "logits": normal(B, T),
+            "value": torch.tensor(1.5),
+        }
+    )
+
+
+def other_shapes() -> dict[str, dict[str, Any]]:
+    """Arguments that differ from :func:`examples`, and optional ones that matter, by function."""
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    sequences = {"logprobs": -normal(B).abs(), "ref_logprobs": -normal(B).abs()}
+    head = {"weight": normal(V, H)}
+    return {
+        "kto_loss": sequences,
+        "kto_kl_sums": {"mask": None},
+        "linear_logprobs": head | {"entropy": True},
+        "linear_cross_entropy": head | {"mask": torch.arange(B * T) % 3 > 0},
+        "linear_policy_gradient": head | {"entropy_coefficients": normal(B * T)},
+        "logits_logprobs": {"logits": normal(B * T, V), "entropy": True},
+        "gae": {"rewards": normal(B, T)},
+        "discounted_returns": {"rewards": normal(B, T)},
+        "reinforce_advantages": {"rewards": normal(B, T)},
+        "dr_grpo_loss": {"max_length": 16},
+        "gdpo_advantages": {"rewards": normal(B, 2)},
+        "dpo_loss": {"ref_chosen": -normal(B).abs(), "ref_rejected": -normal(B).abs()},
+    }
+
+
+def every_function(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Entry point: what differs from the CPU, and the host waits, forward and backward, of each function."""
+    register()
+    shared, special = examples(), other_shapes()
+    found: dict[str, Any] = {}
+    for name in names:
+        function = getattr(losses, name)
+        wanted = inspect.signature(function).parameters.values()
+        required = [one.name for one in wanted if one.default is one.empty]
+        arguments = {argument: shared[argument] for argument in required} | special.get(name, {})
+        expected = called(function, arguments)
+        moved = tree_map(lambda one: one.to("sim") if isinstance(one, Tensor) else one, arguments)
+        with record_host_waits() as waits:
+            problem = compared(function, moved, expected)
+        found[name] = {"problem": problem, "waits": dict(waits.lines), "tensors": len(expected)}
+    return found
+
+
+def compared(function: Callable[..., Any], arguments: dict[str, Any], expected: list[Tensor]) -> str | None:
+    """How the results of a function on the simulated device differ from those on the CPU."""
+    try:
+        tensors = called(function, arguments)
+        devices = {one.device.type for one in tensors}
+        values = [one.values for one in tensors if isinstance(one, SimulatedTensor)]
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if devices == {"sim"} else f"tensors on {devices}"
+
+
+def called(function: Callable[..., Any], arguments: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a function returns, and its gradients if it is differentiable."""
+    given = {
+        name: value.detach().clone().requires_grad_() if name in LEAVES and isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+    result = function(**given)
+    tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    differentiable = [one for one in tensors if one.requires_grad]
+    if differentiable:
+        torch.stack([one.sum() for one in differentiable]).sum().backward()
+    gradients = [one.grad for one in given.values() if isinstance(one, Tensor) and one.grad is not None]
+    return [one.detach() for one in [*tensors, *gradients]]

@@ -1,0 +1,26 @@
+"""Every public function of the losses gives on the simulated device what it gives on the CPU, and never waits."""
+
+import inspect
+from typing import Any
+
+import pytest
+from strategies import ranks
+
+from rlhfkit import losses
+
+pytestmark = pytest.mark.distributed
+
+COMPOSITE = {"policy_loss_output", "sum_losses", "sums_metric"}  # of what others give: part of every loss
+NAMES = sorted(n for n in losses.__all__ if inspect.isfunction(getattr(losses, n)) and n not in COMPOSITE)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return ranks.run("simulated_device.loss_cases:every_function", 1, tmp_path_factory.mktemp("losses"), names=NAMES)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_function_of_the_losses_stays_on_the_device_and_does_not_wait(found: dict[str, Any], name: str) -> None:
+    assert found[name]["problem"] is None
+    assert found[name]["tensors"]
+    assert found[name]["waits"] == {}
