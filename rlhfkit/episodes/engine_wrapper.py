@@ -1,6 +1,6 @@
 """``EngineWrapper``: base class of engines around another one, which is used for everything but sampling."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -90,6 +90,10 @@ class EngineWrapper(RolloutEngine):
     def load(self, weights: WeightSource, version: int) -> None:
         """Load weights; see :meth:`RolloutEngine.load`."""
         self.engine.load(weights, version)
+
+    def sync_metrics(self) -> Mapping[str, float]:
+        """Return metrics; see :meth:`RolloutEngine.sync_metrics`."""
+        return self.engine.sync_metrics()
 
     def sleep(self) -> None:
         """Free GPU memory; see :meth:`RolloutEngine.sleep`."""

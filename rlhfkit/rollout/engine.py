@@ -6,7 +6,7 @@ own engine (:class:`~rlhfkit.LocalEngine`) or all share one (:class:`~rlhfkit.VL
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -298,6 +298,10 @@ class RolloutEngine(Protocol):
             version: Becomes :attr:`version` once all weights have arrived.
         """
         ...
+
+    def sync_metrics(self) -> Mapping[str, float]:
+        """Return what is logged of the last :meth:`load`; that of rank 0 is used. Nothing by default."""
+        return {}
 
     def sleep(self) -> None:
         """Free memory that is not needed until :meth:`wake`; does nothing by default."""

@@ -102,7 +102,7 @@ def test_the_engines_of_this_library_are_seen_through_every_wrapper(wrapper: str
     assert len(seen) == len(engines)
 
 
-@pytest.mark.parametrize("method", ["start", "generate", "score", "load", "sleep", "wake", "close"])
+@pytest.mark.parametrize("method", ["start", "generate", "score", "load", "sync_metrics", "sleep", "wake", "close"])
 def test_engines_take_the_arguments_of_the_protocol(method: str) -> None:
     expected = inspect.signature(getattr(RolloutEngine, method))
     for kind in (LocalEngine, VLLMPool, ReplayEngine, EpisodeEngine, AgentEngine):

@@ -306,6 +306,7 @@ class RolloutCallback(Callback):
         silent = self._share_advantages(experience, len(shared.summary))
         metrics = iteration_metrics(shared, silent=silent, rewarded=reward is not None or scored)
         metrics["rollout/probe_difference"] = self.weight_synchronizer.difference
+        metrics |= self.weight_synchronizer.metrics
         if reward is not None:
             metrics |= mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
         metrics |= self.collector.metrics(collected) | self.phases.metrics()

@@ -1,5 +1,7 @@
 """``WeightSynchronizer``: copy the policy's weights to the engine, and prove that they arrived."""
 
+from collections.abc import Mapping
+
 import lightning as L
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ class WeightSynchronizer:
         self.tolerance = tolerance
         self.difference = 0.0
         """Largest difference of log-probs in the last probe."""
+        self.metrics: Mapping[str, float] = {}
+        """What the engine logs of the last sync, the same on every rank."""
 
     def sync(self, trainer: L.Trainer) -> None:
         """Load the weights of ``global_step`` into the engine unless it has them, and probe it. A collective.
@@ -54,17 +58,18 @@ class WeightSynchronizer:
                 ),
             )
             weights = DrainableWeights(ModuleWeights(module.policy, dtype=dtype))
-            run_on_all_ranks(lambda: self._load(weights, version))
+            self.metrics = run_on_all_ranks(lambda: self._load(weights, version))[0]
         expected = self._expected(module, dtype)
         self.phases.generate(trainer)
         if expected is not None:
             self._probe(trainer, *expected)
 
-    def _load(self, weights: DrainableWeights, version: int) -> None:
+    def _load(self, weights: DrainableWeights, version: int) -> Mapping[str, float]:
         try:
             self.engine.load(weights, version)
         finally:
             weights.drain()
+        return dict(self.engine.sync_metrics())
 
     def _expected(self, module: GenerativeModule, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
         """Token ids for the probe, the trainer's log-probs of them, and the tolerance; ``None``: no probe."""

@@ -9,7 +9,7 @@ engine has not finished is sampled again, with the same result.
 import itertools
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.supervision.router import EngineRouter
 from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
+from rlhfkit.rollout.weight_sync.delta import DeltaSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 from rlhfkit.validation import check_integer, check_number
 
@@ -110,6 +111,7 @@ class RemoteEnginePool(RolloutEngine):
         """The engines as this rank's requests see them, after :meth:`start`; on rank 0 the :attr:`manager`."""
         self.sender: WeightSender | None = None
         """This rank's part in sending weights, if it has one."""
+        self._sync_metrics: dict[str, float] = {}
         self._started = False
         self._loading = False
         self._asleep = False
@@ -312,6 +314,7 @@ class RemoteEnginePool(RolloutEngine):
                 if outcome.error is None:
                     self.version = version
                     self._update_router()
+                    self._count_bytes(weights)
                     if self.colocate and torch.cuda.is_available():
                         # Engines have closed the ranks' buffers when they finished the update.
                         cuda: Any = torch.cuda  # has no types
@@ -324,6 +327,15 @@ class RemoteEnginePool(RolloutEngine):
                 log.warning("engines died during the weight sync; the weights are sent again to the others")
         finally:
             self._loading = False
+
+    def _count_bytes(self, weights: WeightSource) -> None:
+        total = sum(info.num_bytes for info in weights.metadata())
+        sent = self.sender.sent_bytes if isinstance(self.sender, DeltaSender) else total
+        self._sync_metrics = {"rollout/sync_bytes": float(sent), "rollout/sync_bytes_saved": float(total - sent)}
+
+    def sync_metrics(self) -> Mapping[str, float]:
+        """Return ``rollout/sync_bytes``, what the last :meth:`load` sent to each engine, and how many were saved."""
+        return self._sync_metrics
 
     def _wait_for_engines(self) -> None:
         """Wait on the store until rank 0 has an engine that is up: a restart may take longer than a collective may."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed does not export their types
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.vllm.bucket_loader import BucketLoader
 from rlhfkit.rollout.weight_sync.gloo import GlooGroup, address_towards
 from rlhfkit.rollout.weight_sync.shared_memory import SharedBlocks
 from rlhfkit.rollout.weight_sync.source import plan_buckets
@@ -58,6 +59,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._transport: Transport | None = None
         self._bucket_bytes = 0
         self._packed: dict[nn.Module, Any] = {}
+        self._loader = BucketLoader(model, device)
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the trainer's group and leave any earlier one."""
@@ -117,30 +119,16 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         ]
         buckets = plan_buckets(infos, self._bucket_bytes)
         blocks = self._transport.receive_blocks([bucket.num_bytes for bucket in buckets])
+        self._loader.begin(infos)
         for bucket, block in zip(buckets, blocks, strict=True):
-            self.model.load_weights(bucket.views(block, infos))
-            _copy_pending_tensors(self.model, block)
+            self._loader.load(bucket.views(block, infos), block)
+        self._loader.finish()
 
     def shutdown(self) -> None:
         """Leave the group."""
         if self._transport is not None:
             self._transport.close()
             self._transport = None
-
-
-def _copy_pending_tensors(model: nn.Module, block: Tensor) -> None:
-    """Copy the tensors that vLLM keeps until their layer is complete, as the block is about to be overwritten.
-
-    A fused layer (query, key and value; gate and up) may span two buckets; layers with padding are completed last.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    first, last = block.data_ptr(), block.data_ptr() + block.numel()
-    for layer in model.modules():
-        for _, arguments in get_layerwise_info(layer).loaded_weights:
-            for name, value in arguments.arguments.items():
-                if isinstance(value, Tensor) and value.device.type == "cpu" and first <= value.data_ptr() < last:
-                    arguments.arguments[name] = value.clone()
 
 
 def _reset_expert_kernels(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment, sample_request
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
+from rlhfkit.rollout.weight_sync.delta import DeltaSender
 from rlhfkit.rollout.weight_sync.nccl import NcclSender
 from rlhfkit.rollout.weight_sync.sender import GlooSender, WeightSender
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
@@ -59,6 +60,9 @@ class VLLMPool(RemoteEnginePool):
         sync_timeout: Seconds for each step of a weight transfer.
         probe_tolerance: Largest difference between the engines' log-probs of one sequence that :meth:`score` accepts.
         bucket_bytes: Bytes per broadcast of a weight transfer.
+        delta_sync: Send only what has changed since the last sync; the engines end with the same bits. Costs a copy of
+            the weights in the main memory of rank 0 and of each process of an engine: for slow networks between them.
+            Not with ``colocate``.
         health: How engines are probed, and how often they are restarted.
 
     Raises:
@@ -85,6 +89,7 @@ class VLLMPool(RemoteEnginePool):
         sync_timeout: float = 300.0,
         probe_tolerance: float = 0.02,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        delta_sync: bool = False,
         health: HealthPolicy | None = None,
     ) -> None:
         super().__init__(
@@ -110,6 +115,11 @@ class VLLMPool(RemoteEnginePool):
                 f"VLLMPool(engine_arguments=...) must leave {', '.join(sizes)} out: devices and weight transfers are "
                 "laid out for VLLMPool(num_engines=..., tensor_parallel_size=...), and other sizes are not supported"
             )
+        if delta_sync and colocate:
+            raise ValueError(
+                "VLLMPool(delta_sync=True) saves bytes of a network, and with colocate=True none are sent: use one"
+            )
+        self.delta_sync = delta_sync
         self.max_model_len = max_model_len
         self.dtype = dtype
         self.gpu_memory_utilization = gpu_memory_utilization or (0.5 if colocate else 0.9)
@@ -166,7 +176,12 @@ class VLLMPool(RemoteEnginePool):
 
     def _make_sender(self, device: str) -> WeightSender:
         if device == "cpu":
-            return GlooSender(timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes)
+            gloo = GlooSender(timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes)
+            return DeltaSender(gloo) if self.delta_sync else gloo
+        if self.delta_sync:
+            raise ValueError(
+                "VLLMPool(delta_sync=True) needs a transfer through rlhfkit's plugin, and nccl is vLLM's own"
+            )
         if self.colocate:
             return IPCSender(bucket_bytes=self.bucket_bytes)
         return NcclSender(bucket_bytes=self.bucket_bytes)

@@ -1,0 +1,63 @@
+"""``BucketLoader``: what a vLLM worker does with the tensors of a transfer, whichever way they came.
+
+Weights are loaded at once; those of a delta transfer go to the worker's copy first.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.weight_sync.delta import HEADER, WeightCopy
+
+
+class BucketLoader:
+    """Loads the buckets of each transfer into a vLLM model, between the start and the finish of its reload."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model: Any = model  # torch types attributes of modules as tensors
+        self._device = device
+        self._copy: WeightCopy | None = None
+        self._is_delta = False
+
+    def begin(self, infos: Sequence[WeightInfo]) -> None:
+        """Begin a transfer of these tensors."""
+        self._is_delta = bool(infos) and infos[0].name == HEADER
+        if not self._is_delta:
+            self._copy = None
+        elif self._copy is None:
+            self._copy = WeightCopy(pinned=self._device.type == "cuda")
+
+    def load(self, named: Sequence[tuple[str, Tensor]], block: Tensor) -> None:
+        """Load the tensors of one bucket, which are views of ``block``; it is overwritten afterwards."""
+        if self._is_delta and self._copy is not None:
+            self._copy.receive(named)
+            return
+        self._model.load_weights(named)
+        _copy_pending_tensors(self._model, block)
+
+    def finish(self) -> None:
+        """Load what the end of the transfer completes."""
+        if self._is_delta and self._copy is not None:
+            # On a CPU vLLM 0.32 packs experts when their kernel is created, which an update has all do again.
+            experts = self._device.type == "cpu" and any(
+                hasattr(getattr(layer, "quant_method", None), "moe_kernel") for layer in self._model.modules()
+            )
+            self._model.load_weights(self._copy.finish(whole=experts))
+
+
+def _copy_pending_tensors(model: nn.Module, block: Tensor) -> None:
+    """Copy the tensors that vLLM keeps until their layer is complete, as the block is about to be overwritten.
+
+    A fused layer (query, key and value; gate and up) may span two buckets; layers with padding are completed last.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    first, last = block.data_ptr(), block.data_ptr() + block.numel()
+    for layer in model.modules():
+        for _, arguments in get_layerwise_info(layer).loaded_weights:
+            for name, value in arguments.arguments.items():
+                if isinstance(value, Tensor) and value.device.type == "cpu" and first <= value.data_ptr() < last:
+                    arguments.arguments[name] = value.clone()
