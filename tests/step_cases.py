@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,15 @@ def rows_of(data: str, order: int | None) -> list[dict[str, Any]]:
 
 
 def train(
-    folder: Path, kind: str, setting: int, *, size: int, attention: str | None, order: int | None, **more: Any
+    folder: Path,
+    kind: str,
+    setting: int,
+    *,
+    size: int,
+    attention: str | None,
+    order: int | None,
+    callbacks: Sequence[L.Callback] = (),
+    **more: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Two steps by SGD, whose steps are as long as the gradients.
 
@@ -119,6 +127,7 @@ def train(
         attention: Packed (``None``) or padded.
         order: Mixes the rows of each step; not of prompts, whose samples are drawn by their place, nor where the
             reference point of KTO pairs neighbours.
+        callbacks: More callbacks of the Trainer.
         **more: Of the Trainer.
 
     Returns:
@@ -135,10 +144,10 @@ def train(
     fixed = data == "prompts" or (kind == "kto" and setting == 0)
     rows, steps = rows_of(data, None if fixed else order), Steps()
     ranks = more.get("devices", 1)
-    callbacks: list[L.Callback] = [steps]
+    used: list[L.Callback] = [steps, *callbacks]
     if data == "prompts":
         sampling = SamplingSpec(group_size=2, max_new_tokens=4, stop_token_ids=tuple(range(64, 128)))
-        callbacks.insert(0, RolloutCallback(learning.scored, sampling=sampling, probe_tolerance=1e-3))
+        used.insert(0, RolloutCallback(learning.scored, sampling=sampling, probe_tolerance=1e-3))
         source: Any = PromptDataModule(rows[:STEP], rollout_batch_size=STEP, micro_batch_size=size, shuffle=False)
     else:
         types = {
@@ -150,7 +159,7 @@ def train(
         source = types[data](rows, micro_batch_size=size, shuffle=False)
     trainer = L.Trainer(
         max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, callbacks=callbacks, use_distributed_sampler=False,
+        enable_model_summary=False, default_root_dir=folder, callbacks=used, use_distributed_sampler=False,
         accumulate_grad_batches=STEP // (size * ranks), **({"accelerator": "cpu", "devices": 1} | more),
     )  # fmt: skip
     trainer.fit(OneRate(**arguments), source)

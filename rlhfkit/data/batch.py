@@ -36,6 +36,14 @@ def rows_field() -> Any:
     return field(default_factory=dict, metadata={"axis": "rows"})
 
 
+def copy_options(device: torch.device | str) -> dict[str, Any]:
+    """Arguments of :meth:`torch.Tensor.to` with which a batch is copied to a device without waiting for it.
+
+    Lightning passes them to plain tensors only. A copy to the CPU has to wait for the values.
+    """
+    return {"non_blocking": torch.device(device).type not in ("cpu", "mps")}
+
+
 @dataclass(kw_only=True)
 class PaddedBatch:
     """Sequences padded on the right, and the size of the optimizer step that the batch is part of."""
@@ -140,8 +148,9 @@ class PaddedBatch:
         return dataclasses.replace(padded[0], **updates)
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
-        """Move every tensor; ``kwargs`` (``non_blocking``) go to :meth:`torch.Tensor.to`. Dtypes are kept."""
-        return self.map_tensors(lambda tensor, _: tensor.to(device, **kwargs))
+        """Move every tensor, keeping dtypes; ``kwargs`` go to :meth:`torch.Tensor.to`. Copies to a GPU do not wait."""
+        options = copy_options(device) | kwargs
+        return self.map_tensors(lambda tensor, _: tensor.to(device, **options))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers, loadable with ``torch.load(weights_only=True)``."""

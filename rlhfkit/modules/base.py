@@ -428,8 +428,10 @@ class PolicyModule(CheckpointMixin):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log the metrics that :meth:`log_step` collected."""
+        # Lightning reads what is on the progress bar after every micro-batch, for which the host waits.
+        bar = self.trainer.progress_bar_callback is not None
         for name, value in self._step_metrics.take().items():
-            self.log(name, value, prog_bar=name == "loss", on_step=True, on_epoch=False, batch_size=1)
+            self.log(name, value, prog_bar=bar and name == "loss", on_step=True, on_epoch=False, batch_size=1)
 
 
 def freeze(model: nn.Module) -> nn.Module:

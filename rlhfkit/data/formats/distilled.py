@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, copy_options
 from rlhfkit.data.loaders.steps import TokenizedDataset
 
 
@@ -68,7 +68,8 @@ class DistilledBatch(TokenBatch):
     """(M, K) int64."""
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
-        """Move every tensor; ``kwargs`` (``non_blocking``) go to :meth:`torch.Tensor.to`."""
+        """Move every tensor; see :meth:`PaddedBatch.to`."""
+        kwargs = copy_options(device) | kwargs
         teacher = {name: getattr(self, name).to(device, **kwargs) for name in ("teacher_logprobs", "teacher_ids")}
         return dataclasses.replace(super().to(device, **kwargs), **teacher)
 

@@ -126,7 +126,7 @@ class UnpairedBatch(ReferencedBatch):
     """Mismatched pairs of each micro-batch of the step on this rank; empty in all but the first."""
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
-        """Move every tensor; ``kwargs`` (``non_blocking``) go to :meth:`torch.Tensor.to`."""
+        """Move every tensor; see :meth:`PaddedBatch.to`."""
         mismatched = tuple(batch.to(device, **kwargs) for batch in self.mismatched)
         return dataclasses.replace(super().to(device, **kwargs), mismatched=mismatched)
 

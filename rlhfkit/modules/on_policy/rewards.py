@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlhfkit.data.packing import packed_tokens, padded_tokens, split_groups_by_tokens
 from rlhfkit.data.token_cap import PackedForward, PaddedForward, capped_batches
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import all_reduce
+from rlhfkit.distributed import all_reduce, cpu_group
 from rlhfkit.losses import (
     KLEstimator,
     RewardMoments,
@@ -360,7 +360,7 @@ class RewardedModule(PolicyModule):
         last = () if columns is None else (columns,)
         results = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
         batches = self._forward_batches(model, experience, rows)
-        passes = int(all_reduce(torch.tensor(len(batches), device=self.device), "max"))
+        passes = int(all_reduce(torch.tensor(len(batches)), "max", group=cpu_group()))
         if not passes:
             return results.cpu()
         training = model.training
@@ -369,7 +369,7 @@ class RewardedModule(PolicyModule):
             batch = experience.select(batch_rows).to(self.device)
             with self.trainer.precision_plugin.forward_context():
                 values = compute(batch)
-            results[batch_rows.to(self.device), : values.shape[1]] = values.float()
+            results[batch_rows.to(self.device, non_blocking=True), : values.shape[1]] = values.float()
         if passes > len(batches):
             # A sharded model gathers its weights in each forward pass, so that all ranks must run equally many.
             shortest = experience.select(experience.lengths.argmin()[None]).to(self.device)

@@ -78,7 +78,7 @@ class PreferenceModule(PolicyModule):
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""
-        pairs = int(batch.pair_mask.sum())  # before the forward pass: afterwards this would wait for the device
+        pairs = batch.pair_mask.sum()
         batch = self.prepare(batch)
         out = self.policy_output(batch)
         result = self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask)
@@ -89,7 +89,7 @@ class PreferenceModule(PolicyModule):
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Log mean loss and metrics over the validation pairs."""
-        pairs = int(batch.pair_mask.sum())
+        pairs = batch.pair_mask.sum()
         batch = self.prepare(batch)
         result = self.loss(batch, self.policy_output(batch))
         self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)

@@ -81,6 +81,10 @@ class ScalarModule(PolicyModule):
         """(N,) predicted probabilities of events, and (N,) whether they happened."""
         raise NotImplementedError(f"{type(self).__name__} has to define predictions()")
 
+    def number_of_cases(self, batch: Any, out: Tensor) -> Tensor:
+        """Scalar, N of :meth:`predictions`; override it where N is known without waiting for the device."""
+        return torch.tensor(len(self.predictions(batch, out.detach())[0]), device=out.device)
+
     # ------------------------------------------------------------------ steps
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
@@ -88,9 +92,8 @@ class ScalarModule(PolicyModule):
         self._router_loss = None
         out = self.scores(batch)
         result = self.loss(batch, out)
-        count = len(self.predictions(batch, out.detach())[0])
-        learned = torch.tensor(count > 0, device=out.device)
-        result = self.with_router_loss(result, self._router_loss, learned)
+        count = self.number_of_cases(batch, out)
+        result = self.with_router_loss(result, self._router_loss, count > 0)
         self.log_step({"loss": result.loss.detach()})
         self.log_metrics(result.metrics, count)
         return result.loss

@@ -78,6 +78,10 @@ class ProcessRewardModule(ScalarModule):
         """Predicted probability that each step is good, and its label."""
         return out[batch.loss_mask].sigmoid(), batch.labels[batch.loss_mask]
 
+    def number_of_cases(self, batch: StepwiseBatch, out: Tensor) -> Tensor:
+        """Steps with a label."""
+        return batch.loss_mask.sum()
+
     def predict_step(self, batch: StepwiseBatch, batch_idx: int) -> list[Tensor]:
         """Probabilities that the steps of each sequence are good."""
         with torch.no_grad():

@@ -103,6 +103,10 @@ class RewardModule(ScalarModule):
         difference = (batch.chosen(out) - batch.rejected(out))[batch.pair_mask]
         return difference.abs().sigmoid(), difference > 0  # a tie is wrong
 
+    def number_of_cases(self, batch: PreferenceBatch, out: Tensor) -> Tensor:
+        """Pairs."""
+        return batch.pair_mask.sum()
+
     def predict_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """(B,) rewards, normalized by the configuration's mean and standard deviation."""
         with torch.no_grad():
