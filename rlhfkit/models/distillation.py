@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from rlhfkit.distributed import is_sharded
-from rlhfkit.models.forward import NO_ROUTER, TokenizedBatch, check_packing, model_inputs, replaced_head, unwrap
+from rlhfkit.models.forward import NO_ROUTER, TokenizedBatch, check_packing, next_token_inputs, replaced_head, unwrap
 from rlhfkit.models.output_logits import output_logits
 
 TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
@@ -36,7 +36,7 @@ class Comparison(NamedTuple):
 def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, packed: bool | None = None) -> TeacherRows:
     """Run a frozen model; the returned function gives the logits of a slice of the M tokens of ``mask`` (B, T-1)."""
     bare = unwrap(model)
-    inputs, positions = _inputs(bare, batch, mask, packed)
+    inputs, positions, *_ = next_token_inputs(bare, batch, mask, packed)
     known = output_logits(bare)
     if known is None:
         logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
@@ -80,10 +80,9 @@ def compare_logits(
     Raises:
         ValueError: If ``router_aux_loss`` is asked of a model without a router.
     """
-    bare, mask = unwrap(model), mask.bool()
+    bare = unwrap(model)
     known = output_logits(bare)
-    inputs, positions = _inputs(bare, batch, mask, packed)
-    targets = batch.input_ids[:, 1:][mask]
+    inputs, positions, targets, _ = next_token_inputs(bare, batch, mask, packed)
 
     def compared(rows: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         def one(rows: Tensor, part: slice) -> Tensor:
@@ -124,8 +123,3 @@ def _result(values: Tensor, output: Any, bare: nn.Module, router_aux_loss: bool)
     if balance is None:
         raise ValueError(NO_ROUTER.format(type(bare).__name__))
     return Comparison(values, balance)
-
-
-def _inputs(bare: nn.Module, batch: TokenizedBatch, mask: Tensor, packed: bool | None) -> tuple[dict[str, Any], Tensor]:
-    inputs, places = model_inputs(bare, batch, packed)
-    return inputs, places[:, :-1][mask.bool()]

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rlhfkit.losses.fused_head.logprobs import linear_logprobs, logits_logprobs
-from rlhfkit.models.attention.packed import PACKED_ATTENTION, PackedLayout
+from rlhfkit.models.attention.layout import PackedLayout, read_together, row_lengths, send_together
+from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.output_logits import output_logits
 
 VALUE_HEAD = "value_head"
@@ -77,11 +79,29 @@ def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
 def packs_batches(model: nn.Module) -> bool:
     """Whether a model, bare or wrapped, is a Hugging Face model with our packed attention, and pads no batches."""
     config: Any = getattr(unwrap(model), "config", None)
-    return config is not None and config.get_text_config()._attn_implementation == PACKED_ATTENTION
+    return config is not None and config.get_text_config()._attn_implementation in PACKED_ATTENTIONS.values()
 
 
-def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -> tuple[dict[str, Any], Tensor]:
-    """Arguments of the unwrapped model, and (B, T) int64: index of each token in their flattened ``input_ids``.
+class ModelInputs(NamedTuple):
+    """The result of :func:`model_inputs`.
+
+    Attributes:
+        arguments: Keyword arguments of the unwrapped model.
+        positions: (M,) int64, index of each wanted token in their flattened ``input_ids``.
+        wanted: (M,) int64, index of each wanted token in the flattened batch (B, T).
+    """
+
+    arguments: dict[str, Any]
+    positions: Tensor
+    wanted: Tensor
+
+
+def model_inputs(
+    model: nn.Module, batch: TokenizedBatch, wanted: Tensor | None = None, packed: bool | None = None
+) -> ModelInputs:
+    """What the unwrapped model is given, and where the ``wanted`` tokens are; one wait for the device.
+
+    ``wanted`` is (B, T) bool, all real tokens when ``None``.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention.
@@ -93,13 +113,45 @@ def model_inputs(model: nn.Module, batch: TokenizedBatch, packed: bool | None) -
             f"packed=True needs a model loaded with attention={PACKED_ATTENTION!r}, this one has {attention!r}"
         )
     real = batch.attention_mask.bool()
+    wanted = real if wanted is None else wanted.bool()
     if ours if packed is None else packed:
-        layout, tokens = PackedLayout.from_batch(batch.input_ids, real)
-        packed_inputs = {"input_ids": tokens, "position_ids": layout.position_ids, "packed_layout": layout}
-        return packed_inputs, layout.places
+        lengths, prefixes, chosen = read_together(*row_lengths(batch.input_ids, real), wanted)
+        layout = PackedLayout.from_lengths(lengths.tolist(), real.device, prefixes.tolist(), real.shape[1])
+        index = chosen.flatten().nonzero()[:, 0]
+        positions, index = send_together([layout.places.flatten()[index], index], real.device)
+        arguments: dict[str, Any] = {
+            "input_ids": layout.row_of(batch.input_ids),
+            "position_ids": layout.position_ids,
+            "packed_layout": layout,
+        }
+        return ModelInputs(arguments, positions, index)
     # Padding on the right is invisible to causal attention: ours needs no mask, others build one from attention_mask.
-    inputs = {"input_ids": batch.input_ids} if ours else {"input_ids": batch.input_ids, "attention_mask": real.long()}
-    return inputs, torch.arange(real.numel(), device=real.device).view(real.shape)
+    arguments = {"input_ids": batch.input_ids} | ({} if ours else {"attention_mask": real.long()})
+    index = wanted.flatten().nonzero()[:, 0]
+    return ModelInputs(arguments, index, index)
+
+
+class NextTokenInputs(NamedTuple):
+    """The result of :func:`next_token_inputs`.
+
+    Attributes:
+        arguments: Keyword arguments of the unwrapped model.
+        positions: (M,) int64, index in their flattened ``input_ids`` of the token before each selected one.
+        targets: (M,) int64, the selected tokens.
+        places: (M,) int64, index of each selected token on the flattened (B, T-1) next-token axis.
+    """
+
+    arguments: dict[str, Any]
+    positions: Tensor
+    targets: Tensor
+    places: Tensor
+
+
+def next_token_inputs(model: nn.Module, batch: TokenizedBatch, mask: Tensor, packed: bool | None) -> NextTokenInputs:
+    """:func:`model_inputs` for the tokens that ``mask`` (B, T-1) selects on the next-token axis."""
+    arguments, positions, before = model_inputs(model, batch, pad(mask.bool(), (0, 1)), packed)
+    rows = before.div(batch.input_ids.shape[1], rounding_mode="floor")
+    return NextTokenInputs(arguments, positions, batch.input_ids.flatten()[before + 1], before - rows)
 
 
 def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -146,17 +198,15 @@ def policy_output(
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
     """
-    bare, mask = unwrap(model), mask.bool()
-    inputs, places = model_inputs(bare, batch, packed)
-    positions = places[:, :-1][mask]  # (M,): positions that predict the selected tokens
-    targets = batch.input_ids[:, 1:][mask]
+    bare = unwrap(model)
+    inputs, positions, targets, places = next_token_inputs(bare, batch, mask, packed)
     if router_aux_loss:
         inputs["output_router_logits"] = True
     chosen, balance = _chosen(model, bare, inputs, positions, targets, temperature, entropy, values)
     if router_aux_loss and balance is None:
         raise ValueError(NO_ROUTER.format(type(bare).__name__))
-    empty = torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device)
-    columns = [empty.masked_scatter(mask, column) for column in chosen.unbind(-1)]
+    empty = torch.zeros(mask.numel(), dtype=chosen.dtype, device=mask.device)
+    columns = [empty.index_copy(0, places, column).view(mask.shape) for column in chosen.unbind(-1)]
     return PolicyOutput(
         columns[0],
         columns[1] if entropy else None,

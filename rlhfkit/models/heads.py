@@ -280,12 +280,12 @@ def scalar_forward(
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
     """
-    wanted = batch.attention_mask.bool() if mask is None else mask.bool()
-    inputs, places = model_inputs(unwrap(model), batch, packed)
-    found = model(positions=places[wanted], router_aux_loss=router_aux_loss, **inputs)
+    inputs, positions, wanted = model_inputs(unwrap(model), batch, mask, packed)
+    found = model(positions=positions, router_aux_loss=router_aux_loss, **inputs)
     chosen, balance = found if router_aux_loss else (found, None)
-    empty = torch.zeros(wanted.shape, dtype=chosen.dtype, device=wanted.device)
-    return ScalarOutput(empty.masked_scatter(wanted, chosen), balance)
+    shape = batch.input_ids.shape
+    empty = torch.zeros(shape.numel(), dtype=chosen.dtype, device=chosen.device)
+    return ScalarOutput(empty.index_copy(0, wanted, chosen).view(shape), balance)
 
 
 def last_tokens(batch: TokenizedBatch) -> Tensor:

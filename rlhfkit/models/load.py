@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from rlhfkit.models.attention.families import use_packed_attention
-from rlhfkit.models.attention.packed import PACKED_ATTENTION
+from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
+from rlhfkit.models.attention.varlen import FLASH_2, FLASH_3
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora, load_adapter
 
 Quantization = Literal["nf4"]
@@ -104,15 +105,48 @@ def context_length(config: Any) -> int | None:
     return next((int(length) for length in named if length), None)
 
 
-def require_attention(attention: str | None) -> None:
-    """Raise ImportError if ``attention`` is flash attention and its package is not installed."""
-    from transformers.utils import is_flash_attn_2_available
+TRANSFORMERS_ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_4")
+"""Attention of Transformers, on padded rows."""
 
-    if attention == "flash_attention_2" and not is_flash_attn_2_available():
-        raise ImportError(
-            "attention='flash_attention_2' needs a GPU and the package flash-attn (pip install 'rlhfkit[flash]'); "
-            "attention=None takes our packed attention, which runs everywhere"
+
+def check_attention(attention: str | None) -> None:
+    """Check the name of an attention: ours, Transformers', registered with Transformers, or a kernel's on its hub.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if attention is None or attention in (*PACKED_ATTENTIONS, PACKED_ATTENTION, *TRANSFORMERS_ATTENTIONS):
+        return
+    if isinstance(attention, str) and "/" in attention:
+        return
+    from transformers import AttentionInterface
+
+    if attention not in AttentionInterface():
+        raise ValueError(
+            f"attention must be None, one of {', '.join((*PACKED_ATTENTIONS, *TRANSFORMERS_ATTENTIONS))}, a kernel on "
+            f"the hub (organization/name) or registered with transformers.AttentionInterface, got {attention!r}"
         )
+
+
+def require_attention(attention: str | None) -> None:
+    """Check that what an attention needs is installed, before Transformers says so in its own way.
+
+    Raises:
+        ValueError: If the name is unknown, or ``varlen`` is asked for without a GPU.
+        ImportError: If flash attention is asked for without its package or a GPU.
+    """
+    check_attention(attention)
+    everywhere = "; attention='auto' takes the best packed attention that can run, which exists everywhere"
+    if attention == "varlen" and not torch.cuda.is_available():
+        raise ValueError(f"attention='varlen' needs a GPU{everywhere}")
+    if attention not in ("flash_attention_2", "flash_attention_3"):
+        return
+    from transformers import utils
+
+    if not getattr(utils, f"is_flash_attn_{attention[-1]}_available")():
+        package = FLASH_2 if attention == "flash_attention_2" else FLASH_3
+        gpu = "there is no GPU, and " if not torch.cuda.is_available() else ""
+        raise ImportError(f"attention={attention!r} cannot be used: {gpu}{package}{everywhere}")
 
 
 def pretrained_arguments(
@@ -125,6 +159,7 @@ def pretrained_arguments(
     """Turn arguments of :func:`load_causal_lm` into those of any ``from_pretrained``; ``config`` may be changed.
 
     Raises:
+        ValueError: If the attention is unknown.
         ImportError: If flash attention or bitsandbytes is asked for and not installed.
     """
     from transformers import AutoConfig
@@ -134,12 +169,15 @@ def pretrained_arguments(
     arguments = {
         "config": config,
         "dtype": dtype,
-        "attn_implementation": None if attention == PACKED_ATTENTION else attention,  # see choose_attention
+        "attn_implementation": None if attention in _NOT_TRANSFORMERS else attention,  # see choose_attention
         "trust_remote_code": trust_remote_code,
     }
     if quantization is not None:
         arguments["quantization_config"] = quantization_config(quantization, dtype)
     return arguments
+
+
+_NOT_TRANSFORMERS = ("auto", "varlen", "buckets", PACKED_ATTENTION)
 
 
 def choose_attention(model: nn.Module, attention: str | None) -> None:
@@ -148,8 +186,8 @@ def choose_attention(model: nn.Module, attention: str | None) -> None:
     Raises:
         ValueError: If packed attention is asked for and would be wrong.
     """
-    if attention in (None, PACKED_ATTENTION):
-        use_packed_attention(model, required=attention is not None)
+    if attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS):
+        use_packed_attention(model, attention)
 
 
 def load_causal_lm(
@@ -169,7 +207,9 @@ def load_causal_lm(
     Args:
         name: Folder or hub name.
         dtype: Of the weights.
-        attention: Transformers' ``attn_implementation``; ``None``: our packed attention where the model allows it.
+        attention: ``auto`` or ``None``: packed attention where the model allows it, with the first kernel that can run.
+            ``varlen`` (torch's), ``flash_attention_2``, ``flash_attention_3`` or ``buckets``: packed with this one.
+            Else Transformers' ``attn_implementation``, padded.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Freeze the weights and train new adapters.
         quantization: Hold the frozen weights in 4 bits (``nf4``: QLoRA, Dettmers et al., 2023, arXiv:2305.14314). Needs
@@ -181,7 +221,8 @@ def load_causal_lm(
 
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
-        ValueError: If ``lora`` is given for a folder that holds an adapter, or ``quantization`` without adapters.
+        ValueError: If ``lora`` is given for a folder that holds an adapter, or ``quantization`` without adapters; if
+            ``attention`` is unknown, or cannot be used.
         ImportError: If flash attention or bitsandbytes is asked for and not installed.
     """
     from transformers import AutoModelForCausalLM

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhfkit.data import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.models import load_causal_lm, policy_output
-from rlhfkit.models.attention.packed import PackedLayout
+from rlhfkit.models.attention.layout import PackedLayout
 
 LENGTHS = [5, 17, 3, 9, 16]
 

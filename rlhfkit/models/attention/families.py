@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhfkit.models.attention.packed import PACKED_ATTENTION, PackedLayout, register_packed_attention
+from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, register_packed_attention
 from rlhfkit.models.attention.tiny_config import tiny_config
 
 log = logging.getLogger(__name__)
@@ -220,21 +221,24 @@ def _randomize(model: nn.Module) -> None:
             parameter.copy_(1.5 * parameter.shape[-1] ** -0.5 * noise)
 
 
-def use_packed_attention(model: nn.Module, *, required: bool = False) -> None:
+def use_packed_attention(model: nn.Module, attention: str | None = None) -> None:
     """Switch a model's text part in place to packed attention if supported, else, with a log message, to an exact one.
 
+    ``attention`` is a key of ``PACKED_ATTENTIONS``, :data:`PACKED_ATTENTION`, or ``None``, which is ``auto``. A family
+    that cannot be packed keeps the flash attention that it was loaded with.
+
     Raises:
-        ValueError: If ``required`` and the family cannot be packed.
+        ValueError: If ``varlen``, ``buckets`` or :data:`PACKED_ATTENTION` is asked for and the family cannot be packed.
     """
     register_packed_attention()
     name, why = type(model).__name__, packing_problem(model)
     text = cast(Any, model).config.get_text_config()
     if why is None:
-        text._attn_implementation = PACKED_ATTENTION
-    elif required:
-        raise ValueError(f"attention={PACKED_ATTENTION!r} would be wrong for {name}: {why}; leave attention out")
+        text._attn_implementation = PACKED_ATTENTIONS.get(attention or "auto", PACKED_ATTENTION)
+    elif attention in ("varlen", "buckets", PACKED_ATTENTION):
+        raise ValueError(f"attention={attention!r} would be wrong for {name}: {why}; leave attention out")
     else:
-        exact = exact_attention(model)
+        exact = exact_attention(model) if attention in (None, "auto") else None
         if exact is not None:
             text._attn_implementation = exact
         _warn_once(

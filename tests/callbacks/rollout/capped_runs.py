@@ -52,7 +52,7 @@ class Watch(L.Callback):
             self.lengths.append(trainer.num_training_batches)
             if trainer.progress_bar_callback is not None:
                 self.bars.append(trainer.progress_bar_callback.train_progress_bar.total)
-        self.tokens[-1].append(model_inputs(unwrap(pl_module.policy), batch, None)[0]["input_ids"].numel())
+        self.tokens[-1].append(model_inputs(unwrap(pl_module.policy), batch).arguments["input_ids"].numel())
         self.rows.append(list(zip(batch.group.tolist(), batch.sample_index.tolist(), strict=True)))
         self.counts.append((batch.step_tokens, batch.step_micro_batches))
         self.steps.append(trainer.global_step)

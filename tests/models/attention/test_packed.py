@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlhfkit.models.attention.packed import PackedLayout, packed_attention
+from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.packed import packed_attention
 
 
 def packed(lengths: list[int], heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple[torch.Tensor, ...]:

@@ -149,5 +149,5 @@ def test_forward_passes_over_an_iteration_are_within_their_limit_however_long_it
     batches = module._forward_batches(module.policy, rows, None)
     assert sorted(torch.cat(batches).tolist()) == list(range(12))
     for batch in batches:
-        inputs, _ = model_inputs(module.policy, rows.select(batch), None)
+        inputs = model_inputs(module.policy, rows.select(batch)).arguments
         assert inputs["input_ids"].numel() <= 40 or len(batch) == 1

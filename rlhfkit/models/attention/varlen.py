@@ -1,0 +1,276 @@
+"""Kernels for sequences of different lengths in one row, without padding, and the choice of one.
+
+PyTorch's ``varlen_attn`` (with a sliding window from torch 2.11) and the packages flash-attn 2 and 3 need CUDA and half
+precision. None has a CPU build, so none is trusted: before its first use for a device, dtype and head size a kernel
+must give, on a few tokens, the outputs and gradients of :mod:`~rlhfkit.models.attention.buckets`, which runs where none
+passes.
+"""
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlhfkit.models.attention.buckets import bucket_attention
+from rlhfkit.models.attention.layout import CumulativeLengths, PackedLayout
+
+log = logging.getLogger(__name__)
+
+DEVICES = ("cuda",)
+"""Types of device that have kernels."""
+HALF = (torch.float16, torch.bfloat16)
+TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.01}
+"""Largest relative difference (of norms) to float32 of outputs and gradients in the trial. Rounding every product to
+bfloat16 gives 0.005, to float16 0.0007; a causal mask at the wrong corner or mixed-up heads give 0.9."""
+
+
+class VarlenFunction(Protocol):
+    """A kernel: causal attention of (N, heads, D) to (K, key heads, D) by the sequences of ``lengths``.
+
+    ``window`` includes the position itself, ``None``: no window. Returns (N, heads, D).
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: CumulativeLengths,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that may be installed."""
+
+    title: str
+    """As messages name it."""
+    load: Callable[[], VarlenFunction]
+    """Raises ImportError, saying what to do, where it is missing."""
+    dropout: bool
+    """Whether it can drop attention probabilities."""
+
+
+def _torch_varlen() -> VarlenFunction:
+    try:
+        module = importlib.import_module("torch.nn.attention.varlen")
+    except ImportError:
+        raise ImportError(f"torch {torch.__version__} has no varlen_attn: it needs torch 2.11 or later") from None
+    function = module.varlen_attn
+    known = inspect.signature(function).parameters
+    if not {"window_size", "scale"} <= set(known):
+        raise ImportError(f"varlen_attn of torch {torch.__version__} has no windows: it needs torch 2.11 or later")
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: CumulativeLengths,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+    ) -> Tensor:
+        # Kernels without the argument take fewer key heads unasked.
+        grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and "enable_gqa" in known else {}
+        places = (lengths.queries, lengths.keys, lengths.longest_query, lengths.longest_key)
+        found: Tensor = function(query, key, value, *places, scale=scale, window_size=_band(window), **grouped)
+        return found
+
+    return run
+
+
+def _flash_attention(package: str, said: str) -> VarlenFunction:
+    try:
+        function = importlib.import_module(package).flash_attn_varlen_func
+    except ModuleNotFoundError:
+        raise ImportError(said) from None
+    except (ImportError, AttributeError) as error:  # built for another torch, or of another version
+        raise ImportError(f"the installed {package} does not work: {error}") from None
+    drops = "dropout_p" in inspect.signature(function).parameters
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: CumulativeLengths,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+    ) -> Tensor:
+        more: dict[str, Any] = {"dropout_p": dropout} if drops else {}
+        found: Any = function(
+            query,
+            key,
+            value,
+            cu_seqlens_q=lengths.queries,
+            cu_seqlens_k=lengths.keys,
+            max_seqlen_q=lengths.longest_query,
+            max_seqlen_k=lengths.longest_key,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_band(window),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **more,
+        )
+        out: Tensor = found[0] if isinstance(found, tuple) else found  # flash-attn 3 before 2025-10 adds log-sum-exps
+        return out
+
+    return run
+
+
+def _band(window: int | None) -> tuple[int, int]:
+    """Keys before and after its own that a query sees; -1: all."""
+    return (-1 if window is None else window - 1, 0)
+
+
+FLASH_2 = "flash-attn is not installed: pip install 'rlhfkit[flash]'"
+FLASH_3 = "flash-attn 3 is not installed: build it from the folder hopper of github.com/Dao-AILab/flash-attention"
+
+KERNELS = {
+    "flash_attention_3": Kernel("flash-attn 3", lambda: _flash_attention("flash_attn_interface", FLASH_3), False),
+    "varlen": Kernel("torch's varlen_attn", _torch_varlen, False),
+    "flash_attention_2": Kernel("flash-attn 2", lambda: _flash_attention("flash_attn", FLASH_2), True),
+}
+"""By the names of :data:`~rlhfkit.models.attention.packed.PACKED_ATTENTIONS`; the first that passes is taken."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What decides whether a kernel can be used."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    key_heads: int
+    size: int
+    """Of queries and keys."""
+    value_size: int
+    dropout: bool
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> "Case":
+        """The case of queries, keys and values of shapes (heads, N, D)."""
+        return cls(query.device, query.dtype, query.shape[0], key.shape[0], query.shape[2], value.shape[2], dropout > 0)
+
+    def __str__(self) -> str:
+        groups = "" if self.heads == self.key_heads else f" for {self.key_heads} key heads"
+        sizes = f"{self.size}" if self.size == self.value_size else f"{self.size} and {self.value_size}"
+        said = f"{self.device}, {str(self.dtype).removeprefix('torch.')}, {self.heads} heads{groups} of size {sizes}"
+        return f"{said}, dropout" if self.dropout else said
+
+
+@cache
+def choose_kernel(case: Case, name: str) -> VarlenFunction | None:
+    """The kernel for a case, chosen and logged once; ``None``: the buckets.
+
+    ``name`` forces one of :data:`KERNELS`, or ``buckets``; ``auto`` takes the first that passes.
+
+    Raises:
+        RuntimeError: If a kernel is forced that cannot be used.
+    """
+    if name == "buckets" or (name == "auto" and (case.device.type not in DEVICES or case.dtype not in HALF)):
+        log.info("packed attention runs in buckets of PyTorch's own attention (%s)", case)
+        return None
+    problems = []
+    for candidate, kernel in KERNELS.items():
+        if name not in ("auto", candidate):
+            continue
+        found, problem = _usable(kernel, case)
+        if found is not None:
+            log.info("packed attention runs with %s (%s)", kernel.title, case)
+            return found
+        problems.append(f"{kernel.title}: {problem}")
+    if name != "auto":
+        raise RuntimeError(
+            f"attention={name!r} cannot be used ({case}). {'; '.join(problems)}. "
+            "attention='auto' takes a kernel that can"
+        )
+    log.warning(
+        "packed attention runs in padded buckets, which is slower, as no kernel can be used for %s. %s",
+        case,
+        "; ".join(problems),
+    )
+    return None
+
+
+def _usable(kernel: Kernel, case: Case) -> tuple[VarlenFunction | None, str]:
+    """A kernel, or why it cannot be used."""
+    if case.device.type not in DEVICES:
+        return None, "needs a CUDA device"
+    if case.dtype not in HALF:
+        return None, "needs bfloat16 or float16 (precision='bf16-true' or 'bf16-mixed')"
+    if case.dropout and not kernel.dropout:
+        return None, "has no attention dropout"
+    try:
+        function = kernel.load()
+        problem = trial(function, case)
+    except Exception as error:  # kernels refuse devices and head sizes by errors of any type
+        first = next(iter(str(error).strip().splitlines()), "")[:200]
+        return None, first if isinstance(error, ImportError) else f"{type(error).__name__}: {first}"
+    return (function, "") if problem is None else (None, problem)
+
+
+def varlen_attention(
+    function: VarlenFunction,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention within each sequence of a packed row by a kernel: (N, heads, D) from (heads, N, D).
+
+    Kernels take one head size, a multiple of 8: zeros are appended to smaller ones, which changes nothing.
+    """
+    size, value_size = query.shape[2], value.shape[2]
+    width = -(-max(size, value_size) // 8) * 8
+    lengths = layout.cumulative
+    query, key, value = (pad(x, (0, width - x.shape[2])).transpose(0, 1) for x in (query, key, value))
+    if lengths.gather is not None:
+        key, value = key[lengths.gather], value[lengths.gather]
+    scale = size**-0.5 if scaling is None else scaling
+    out = function(query, key, value, lengths, scale=scale, window=window, dropout=dropout)
+    return out[..., :value_size]
+
+
+def trial(function: VarlenFunction, case: Case) -> str | None:
+    """Compare a kernel with the buckets in float32, outputs and gradients; returns a problem, or ``None``.
+
+    Four short sequences, of which two share prefixes with their neighbour, without and with a window of 4.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(case.device.type, enabled=False):
+        layout = PackedLayout.from_lengths([5, 9, 20, 1], case.device, [0, 3, 7, 0])
+        row, generator = int(layout.tokens.numel()), torch.Generator().manual_seed(0)
+        sizes = ((case.heads, case.size), (case.key_heads, case.size), (case.key_heads, case.value_size))
+        tensors = [torch.randn((heads, row, size), generator=generator).to(case.dtype) for heads, size in sizes]
+        weights = torch.randn((row, case.heads, case.value_size), generator=generator).to(case.device)
+        for window in (None, 4):
+            results = []
+            for exact in (True, False):
+                dtype = torch.float32 if exact else case.dtype
+                query, key, value = (tensor.to(case.device, dtype).requires_grad_() for tensor in tensors)
+                if exact:
+                    out = bucket_attention(query, key, value, layout, None, 0.0, window)
+                else:
+                    out = varlen_attention(function, query, key, value, layout, None, 0.0, window)
+                gradients = torch.autograd.grad((out.float() * weights).sum(), (query, key, value))
+                results.append([out.detach(), *gradients])
+            far = max(float((mine.float() - other).norm() / other.norm()) for other, mine in zip(*results, strict=True))
+            if not far <= TOLERANCE[case.dtype]:
+                return f"its results on a few tokens are {far:.0%} away from PyTorch's own attention, window {window}"
+    return None

@@ -1,0 +1,323 @@
+"""What kernels for sequences of different lengths are given, against attention to one sequence at a time.
+
+They have no CPU build. ``varlen_reference.py`` takes their place with their signatures; on a GPU, the tests marked
+``cuda`` and ``make gpu-check`` run them. Covers buckets.py and layout.py too.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_model
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from models.attention import varlen_reference
+from models.attention.varlen_reference import plug_in
+from models.test_forward import experience
+from rlhfkit.data import Experience, Prompt, Sample
+from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models.attention import buckets, varlen
+from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.packed import PACKED_ATTENTIONS, packed_attention
+
+KERNELS = list(varlen.KERNELS)
+
+
+@pytest.fixture(autouse=True)
+def fresh_choice() -> Iterator[None]:
+    yield
+    varlen.choose_kernel.cache_clear()
+
+
+@st.composite
+def batches(draw: Any) -> tuple[list[list[int]], int, int, int, int, int | None, float | None]:
+    """Rows of tokens that may begin like the row before them, heads, key heads, two head sizes, window, scaling."""
+    rows: list[list[int]] = []
+    for _ in range(draw(st.integers(1, 6))):
+        shared = rows[-1][: draw(st.integers(0, len(rows[-1])))] if rows and draw(st.booleans()) else []
+        fresh = draw(st.integers(0 if shared else 1, 12))
+        rows.append(shared + draw(st.lists(st.integers(1, 3), min_size=fresh, max_size=fresh)))
+    key_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    window, scaling = draw(st.none() | st.integers(1, 9)), draw(st.none() | st.floats(0.05, 1.0))
+    return rows, key_heads * groups, key_heads, draw(st.integers(1, 17)), draw(st.integers(1, 17)), window, scaling
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """(1, T, heads, D) of one sequence."""
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+    mask = (distance >= 0) & (distance < (window or query.shape[2]))
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "buckets"])
+@given(case=batches())
+@settings(max_examples=40, deadline=None)
+def test_every_sequence_attends_to_itself_alone_forward_and_backward(kernel: str, case: Any) -> None:
+    rows, heads, key_heads, size, value_size, window, scaling = case
+    width = max(map(len, rows))
+    input_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    layout, tokens = PackedLayout.from_batch(input_ids, input_ids != 0)
+    generator = torch.Generator().manual_seed(len(rows))
+    shapes = [(heads, size), (key_heads, size), (key_heads, value_size)]
+    leaves = [
+        torch.randn((1, head, tokens.shape[1], wide), dtype=torch.float64, generator=generator, requires_grad=True)
+        for head, wide in shapes
+    ]
+    weights = torch.randn((1, tokens.shape[1], heads, value_size), dtype=torch.float64, generator=generator)
+    expected = torch.zeros_like(weights)
+    for row, ids in enumerate(rows):
+        places = layout.places[row, : len(ids)]
+        assert tokens[0, places].tolist() == ids
+        expected = expected.index_copy(1, places, alone(*(leaf[:, :, places] for leaf in leaves), scaling, window))
+    with pytest.MonkeyPatch.context() as patch:
+        plug_in(patch, *({kernel} - {"buckets"}))
+        found, _ = packed_attention(
+            torch.nn.Identity(),
+            *leaves,
+            None,
+            scaling=scaling,
+            sliding_window=window,
+            packed_layout=layout,
+            kernel=kernel,
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for mine, theirs in zip(
+        torch.autograd.grad((found * weights).sum(), leaves),
+        torch.autograd.grad((expected * weights).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def group_batch() -> Experience:
+    """Rows that share prompts, one of which another contains, and one of a single prompt token."""
+    prompts = [[7, 8, 9, 10]] * 3 + [[7, 8], [20], [7, 8, 9, 10, 30]]
+    answers = [[30, 31, 32], [30, 40], [30, 40], [9, 50], [30], [5] * 20]
+    return Experience.from_samples(
+        [
+            Sample(Prompt(row, prompt), 0, answer, [0.0] * len(answer), [0] * len(answer), "stop", reward=0.0)
+            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        ]
+    )
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "buckets"])
+def test_a_model_gives_what_the_padded_model_gives(folder: Path, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, *KERNELS)
+    for batch in (group_batch(), experience([(3, 5), (7, 1), (1, 9)]), experience([(1, 1)])):
+        results = []
+        for packed in (True, False):
+            model: Any = load_causal_lm(str(folder), dtype=torch.float64)
+            model.config._attn_implementation = PACKED_ATTENTIONS[kernel]
+            out = policy_output(model, batch, batch.action_mask, packed=packed, entropy=True)
+            (out.logprobs + out.entropy).sum().backward()
+            results.append([out.logprobs, out.entropy, *(parameter.grad for parameter in model.parameters())])
+        for mine, padded in zip(*results, strict=True):
+            torch.testing.assert_close(mine, padded, rtol=1e-5, atol=1e-6)  # log-probs are float32
+
+
+def test_the_installed_varlen_attn_takes_what_it_is_given() -> None:
+    """Its shapes are checked by PyTorch's own function on the device that has no numbers."""
+    layout = PackedLayout.from_lengths([5, 9, 20], torch.device("meta"), [0, 3, 0])
+    query, key, value = (torch.empty((heads, 31, 24), dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    function = varlen.KERNELS["varlen"].load()
+    for window in (None, 4):
+        out = varlen.varlen_attention(function, query, key, value, layout, None, 0.0, window)
+        assert out.shape == (31, 4, 24)
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    mine = inspect.signature(varlen_reference.varlen_attn).parameters
+    assert [known[name].kind for name in mine] == [parameter.kind for parameter in mine.values()]
+
+
+def top_left(function: Any) -> Any:
+    """A kernel whose first query belongs to the first key, as in flash-attn 2.0: the row in reverse."""
+
+    @functools.wraps(function)
+    def run(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *more: Any, **kwargs: Any) -> Tensor:
+        keys, ends = [], cu_k.tolist()
+        for first, queries in zip(ends, cu_q.diff().tolist(), strict=False):
+            keys += range(first, first + queries)
+        options = (more[0], more[0])
+        return function(query, key[keys], value[keys], cu_q, cu_q, *options, **kwargs)
+
+    return run
+
+
+def wide_window(function: Any) -> Any:
+    """A kernel whose window sees one key more."""
+
+    @functools.wraps(function)
+    def run(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> Tensor:
+        before = window_size[0]
+        return function(*args, window_size=(before + (before >= 0), 0), **kwargs)
+
+    return run
+
+
+def other_heads(function: Any) -> Any:
+    """A kernel in which query heads read the key heads in turn."""
+
+    @functools.wraps(function)
+    def run(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return function(
+            query.unflatten(1, (-1, key.shape[1])).transpose(1, 2).flatten(1, 2), key, value, *args, **kwargs
+        )
+
+    return run
+
+
+def refusing(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nat line 3")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("wrap", "why"),
+    [
+        (top_left, "away from PyTorch's own attention, window None"),
+        (wide_window, "away from PyTorch's own attention, window 4"),
+        (other_heads, "away from PyTorch's own attention, window None"),
+        (refusing, "RuntimeError: FlashAttention only supports Ampere GPUs or newer."),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_fails_its_trial_is_not_used_and_one_line_says_why(
+    wrap: Any, why: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plug_in(monkeypatch, "varlen", wrap=wrap)
+    case = varlen.Case(torch.device("cpu"), dtype, 4, 2, 16, 16, dropout=False)
+    with caplog.at_level(logging.INFO, logger="rlhfkit"):
+        assert [varlen.choose_kernel(case, "auto") for _ in range(2)] == [None, None]
+    (line,) = caplog.messages
+    assert line.startswith("packed attention runs in padded buckets")
+    assert why in line
+    assert "flash-attn is not installed: pip install 'rlhfkit[flash]'" in line
+    with pytest.raises(RuntimeError, match=r"attention='varlen' cannot be used.*attention='auto' takes"):
+        varlen.choose_kernel(case, "varlen")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 256])
+def test_rounding_in_half_precision_passes_the_trial(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference rounds every product, more than kernels do, which keep sums in float32."""
+    plug_in(monkeypatch, "varlen")
+    case = varlen.Case(torch.device("cpu"), dtype, 4, 2, size, size, dropout=False)
+    assert varlen.trial(varlen.KERNELS["varlen"].load(), case) is None
+    monkeypatch.setitem(varlen.TOLERANCE, dtype, varlen.TOLERANCE[dtype] / 2)
+    assert varlen.trial(varlen.KERNELS["varlen"].load(), case) is None  # by a margin
+
+
+def test_the_first_kernel_that_can_run_is_chosen_and_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(varlen, "DEVICES", ("cuda",))
+    titles = {name: kernel.title for name, kernel in varlen.KERNELS.items()}
+    case = varlen.Case(torch.device("cpu"), torch.bfloat16, 4, 4, 8, 8, dropout=False)
+    dropping = varlen.Case(torch.device("cpu"), torch.bfloat16, 4, 4, 8, 8, dropout=True)
+    for installed, expected in ((KERNELS, "flash_attention_3"), (KERNELS[1:], "varlen"), (KERNELS[2:], KERNELS[2])):
+        plug_in(monkeypatch, *installed)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="rlhfkit"):
+            for _ in range(2):
+                assert varlen.choose_kernel(case, "auto") is not None
+        assert caplog.messages == [f"packed attention runs with {titles[expected]} (cpu, bfloat16, 4 heads of size 8)"]
+        monkeypatch.undo()
+    plug_in(monkeypatch, *KERNELS)
+    with caplog.at_level(logging.INFO, logger="rlhfkit"):
+        assert varlen.choose_kernel(dropping, "auto") is not None
+    assert caplog.messages[-1].startswith("packed attention runs with flash-attn 2 ")
+    with pytest.raises(RuntimeError, match="has no attention dropout"):
+        varlen.choose_kernel(dropping, "varlen")
+
+
+def test_padding_of_a_bucket_points_at_the_same_sequence_and_nowhere_often() -> None:
+    lengths, shared = [5, 6, 7, 8, 3, 4], [0, 2, 2, 2, 0, 0]
+    layout = PackedLayout.from_lengths(lengths, torch.device("cpu"), shared)
+    for bucket in layout.buckets:
+        for row in bucket.gather.tolist():
+            own = next(
+                places for places in layout.places.tolist() if places[: len(set(row))] == list(dict.fromkeys(row))
+            )
+            assert set(row) <= set(own)
+            assert max(row.count(place) for place in row) <= 2
+
+
+def test_fewer_key_heads_are_repeated_where_fused_kernels_would_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device without numbers, as CUDA would: with a mask, or in float32."""
+    given: list[tuple[int, bool]] = []
+
+    def note(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, **kwargs: Any) -> Tensor:
+        given.append((key.shape[1], enable_gqa))
+        return scaled_dot_product_attention(query, key, value, enable_gqa=enable_gqa, **kwargs)
+
+    monkeypatch.setattr(buckets, "scaled_dot_product_attention", note)
+    for device, dtype, window in [
+        ("meta", torch.bfloat16, None),
+        ("meta", torch.bfloat16, 3),
+        ("meta", torch.float32, None),
+        ("cpu", torch.float32, 3),
+    ]:
+        q, k, v = (torch.empty((2, heads, 9, 8), dtype=dtype, device=device) for heads in (4, 2, 2))
+        assert buckets.attend(q, k, v, None, None, 0.0, window).shape == q.shape
+    assert given == [(2, True), (4, False), (4, False), (2, True)]
+    keys = torch.randn(2, 3, 5, 4)
+    assert torch.equal(buckets._repeated(keys, 6), keys.repeat_interleave(2, 1))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", [*KERNELS, "buckets", "auto"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_on_a_gpu_equal_float32_on_the_cpu(kernel: str, dtype: torch.dtype) -> None:
+    if kernel in KERNELS:
+        if dtype not in varlen.HALF:
+            pytest.skip("half precision only")
+        try:
+            varlen.KERNELS[kernel].load()
+        except ImportError as error:
+            pytest.skip(str(error))
+    lengths, shared = [300, 411, 7, 500, 1, 130, 64], [0, 200, 7, 3, 0, 0, 64]
+    generator = torch.Generator().manual_seed(0)
+    for heads, key_heads, size in [(4, 4, 64), (8, 2, 128), (4, 1, 80), (4, 2, 256)]:
+        shapes = [(1, count, sum(lengths) - sum(shared), size) for count in (heads, key_heads, key_heads)]
+        values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        weights = torch.randn((1, shapes[0][2], heads, size), generator=generator)
+        for window in (None, 50):
+            results = []
+            for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+                layout = PackedLayout.from_lengths(lengths, torch.device(device), shared)
+                leaves = [value.to(device, kind).requires_grad_() for value in values]
+                out, _ = packed_attention(
+                    torch.nn.Identity(),
+                    *leaves,
+                    None,
+                    sliding_window=window,
+                    packed_layout=layout,
+                    kernel="buckets" if device == "cpu" else kernel,
+                )
+                gradients = torch.autograd.grad((out.float() * weights.to(device)).sum(), leaves)
+                results.append([tensor.detach().float().cpu() for tensor in (out, *gradients)])
+            tolerance = varlen.TOLERANCE.get(dtype, 5e-3)  # TF32 has the 11 bits of float16
+            for exact, found in zip(*results, strict=True):
+                assert (found - exact).norm() <= tolerance * exact.norm()
