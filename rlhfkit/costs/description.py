@@ -19,6 +19,7 @@ from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
 from rlhfkit.data.packing import capped_iteration_shape, iteration_shape
 from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
 from rlhfkit.episodes.engine_wrapper import EngineWrapper
+from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.modules import (
     DistillationModule,
     OnPolicyDistillationModule,
@@ -79,7 +80,7 @@ def described_run(
         "sharding": sharding,
         "precision": Precision.of(precision, deepspeed=sharding.stage is not None),
         "gradient_checkpointing": policy.gradient_checkpointing,
-        "attention": policy.attention or "packed",
+        "attention": "packed" if policy.attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS) else policy.attention,
         "score_seconds": score_seconds,
         "efficiency": efficiency,
         "gpus_per_machine": gpus_per_machine,

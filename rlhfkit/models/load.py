@@ -12,7 +12,7 @@ from torch import nn
 
 from rlhfkit.models.attention.families import use_packed_attention
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
-from rlhfkit.models.attention.varlen import FLASH_2, FLASH_3
+from rlhfkit.models.attention.varlen import FLASH_PACKAGES
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora, load_adapter
 
 Quantization = Literal["nf4"]
@@ -132,21 +132,21 @@ def require_attention(attention: str | None) -> None:
     """Check that what an attention needs is installed, before Transformers says so in its own way.
 
     Raises:
-        ValueError: If the name is unknown, or ``varlen`` is asked for without a GPU.
-        ImportError: If flash attention is asked for without its package or a GPU.
+        ValueError: If the name is unknown.
+        ImportError: If a GPU or the package of flash attention is missing.
     """
     check_attention(attention)
-    everywhere = "; attention='auto' takes the best packed attention that can run, which exists everywhere"
-    if attention == "varlen" and not torch.cuda.is_available():
-        raise ValueError(f"attention='varlen' needs a GPU{everywhere}")
-    if attention not in ("flash_attention_2", "flash_attention_3"):
+    if attention not in ("varlen", *FLASH_PACKAGES):
         return
-    from transformers import utils
-
-    if not getattr(utils, f"is_flash_attn_{attention[-1]}_available")():
-        package = FLASH_2 if attention == "flash_attention_2" else FLASH_3
-        gpu = "there is no GPU, and " if not torch.cuda.is_available() else ""
-        raise ImportError(f"attention={attention!r} cannot be used: {gpu}{package}{everywhere}")
+    missing = [] if torch.cuda.is_available() else ["there is no GPU"]
+    if attention in FLASH_PACKAGES:
+        package, how = FLASH_PACKAGES[attention]
+        missing += [] if find_spec(package) else [how]
+    if missing:
+        raise ImportError(
+            f"attention={attention!r} cannot be used: {', and '.join(missing)}. attention='auto' takes the fastest "
+            "packed attention that can run, and one can run everywhere"
+        )
 
 
 def pretrained_arguments(

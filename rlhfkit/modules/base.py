@@ -28,7 +28,7 @@ from rlhfkit.models import (
     unwrap,
 )
 from rlhfkit.models.forward import UnpaddedBatch
-from rlhfkit.models.load import Quantization, context_length, load_config, precision_dtype
+from rlhfkit.models.load import Quantization, check_attention, context_length, load_config, precision_dtype
 from rlhfkit.models.lora import save_initial_adapter
 from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
@@ -51,7 +51,9 @@ class PolicyModule(CheckpointMixin):
         betas: AdamW's two averaging factors (0.9 and 0.95: OpenRLHF's default).
         warmup_steps: Optimizer steps of linear warm-up.
         lr_schedule: After warm-up: ``constant``, or ``linear`` or ``cosine`` decay to 0 at the end of training.
-        attention: Transformers' ``attn_implementation``; ``None``: packed attention where the model allows it.
+        attention: Packed with the kernel of this name (``auto``, ``varlen``, ``flash_attention_2``,
+            ``flash_attention_3``, ``buckets``), or Transformers' ``attn_implementation``, padded. ``None`` is ``auto``:
+            the first kernel that can run, where the model can be packed.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters and freeze the policy's own weights; checkpoints hold the adapters only.
         quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA); needs ``lora``.
@@ -95,6 +97,7 @@ class PolicyModule(CheckpointMixin):
         if lr_schedule not in SCHEDULES:
             raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
         check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 leaves the loss out")
+        check_attention(attention)
         self.save_hyperparameters()
         self.model_name = model
         self.lr = lr

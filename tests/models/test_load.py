@@ -1,17 +1,60 @@
-"""Weights in 4 bits, and the decoding of tokens."""
+"""Names of attention, weights in 4 bits, and the decoding of tokens."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
 from models.test_forward import experience
-from rlhfkit.models import LoRA, load_causal_lm, policy_output
-from rlhfkit.models.load import text_decoder
+from rlhfkit import SFTModule
+from rlhfkit.models import LoRA, load_causal_lm, packs_batches, policy_output
+from rlhfkit.models.load import choose_attention, text_decoder
 from rlhfkit.rollout import ModuleWeights
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+@pytest.mark.parametrize(
+    ("attention", "missing"),
+    [
+        ("flash_attention_2", "there is no GPU, and flash-attn is not installed: pip install 'rlhfkit[flash]'"),
+        ("flash_attention_3", "there is no GPU, and flash-attn 3 is not installed: build it from the folder hopper"),
+        ("varlen", "there is no GPU"),
+    ],
+)
+def test_attention_that_cannot_run_is_refused_before_transformers_does(
+    tmp_path: Path, attention: str, missing: str
+) -> None:
+    with pytest.raises(ImportError, match=re.escape(missing) + ".*attention='auto'"):
+        load_causal_lm(str(tiny_model(tmp_path)), attention=attention)
+
+
+def test_an_unknown_attention_is_refused_when_a_module_is_made_and_when_a_model_is_loaded(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path))
+    for make in (load_causal_lm, SFTModule):
+        with pytest.raises(ValueError, match=r"attention must be None, one of auto, varlen, .*, got 'flash'"):
+            make(folder, attention="flash")
+
+
+def test_flash_attention_packs_the_families_that_can_be_and_leaves_the_others_as_they_were_loaded(
+    tmp_path: Path,
+) -> None:
+    """What :func:`load_causal_lm` does once Transformers has loaded a model with flash attention, which needs a GPU."""
+    packed: Any = load_causal_lm(str(tiny_model(tmp_path)), attention="sdpa")
+    recurrent: Any = MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1))
+    for model, name in ((packed, "rlhfkit_packed_fa2"), (recurrent, "flash_attention_2")):
+        model.config._attn_implementation_internal = "flash_attention_2"
+        choose_attention(model, "flash_attention_2")
+        assert model.config._attn_implementation == name
+        assert packs_batches(model) == (model is packed)
+    with pytest.raises(ValueError, match="attention='buckets' would be wrong for MambaForCausalLM"):
+        choose_attention(recurrent, "buckets")
+    buckets = load_causal_lm(str(tmp_path), attention="buckets")
+    assert packs_batches(buckets)
 
 
 def test_a_forward_pass_in_eval_mode_changes_neither_weights_nor_training(tmp_path: Path) -> None:

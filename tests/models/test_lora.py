@@ -93,8 +93,6 @@ class TestTraining:
             load_causal_lm(folder, lora=LoRA(targets=(target,)))
 
     def test_what_does_not_go_together_says_so(self, folder: str) -> None:
-        with pytest.raises(ImportError, match="attention=None takes our packed attention"):
-            load_causal_lm(folder, attention="flash_attention_2")
         with pytest.raises(ValueError, match="give lora=LoRA"):
             load_causal_lm(folder, quantization="nf4")
 

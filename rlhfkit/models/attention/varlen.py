@@ -91,11 +91,12 @@ def _torch_varlen() -> VarlenFunction:
     return run
 
 
-def _flash_attention(package: str, said: str) -> VarlenFunction:
+def _flash_attention(name: str) -> VarlenFunction:
+    package, missing = FLASH_PACKAGES[name]
     try:
         function = importlib.import_module(package).flash_attn_varlen_func
     except ModuleNotFoundError:
-        raise ImportError(said) from None
+        raise ImportError(missing) from None
     except (ImportError, AttributeError) as error:  # built for another torch, or of another version
         raise ImportError(f"the installed {package} does not work: {error}") from None
     drops = "dropout_p" in inspect.signature(function).parameters
@@ -136,13 +137,19 @@ def _band(window: int | None) -> tuple[int, int]:
     return (-1 if window is None else window - 1, 0)
 
 
-FLASH_2 = "flash-attn is not installed: pip install 'rlhfkit[flash]'"
-FLASH_3 = "flash-attn 3 is not installed: build it from the folder hopper of github.com/Dao-AILab/flash-attention"
+FLASH_PACKAGES = {
+    "flash_attention_3": (
+        "flash_attn_interface",
+        "flash-attn 3 is not installed: build it from the folder hopper of github.com/Dao-AILab/flash-attention",
+    ),
+    "flash_attention_2": ("flash_attn", "flash-attn is not installed: pip install 'rlhfkit[flash]'"),
+}
+"""The module of each package, and what to say where it is missing."""
 
 KERNELS = {
-    "flash_attention_3": Kernel("flash-attn 3", lambda: _flash_attention("flash_attn_interface", FLASH_3), False),
+    "flash_attention_3": Kernel("flash-attn 3", lambda: _flash_attention("flash_attention_3"), False),
     "varlen": Kernel("torch's varlen_attn", _torch_varlen, False),
-    "flash_attention_2": Kernel("flash-attn 2", lambda: _flash_attention("flash_attn", FLASH_2), True),
+    "flash_attention_2": Kernel("flash-attn 2", lambda: _flash_attention("flash_attention_2"), True),
 }
 """By the names of :data:`~rlhfkit.models.attention.packed.PACKED_ATTENTIONS`; the first that passes is taken."""
 
