@@ -1,14 +1,21 @@
 """``DevicePhases``: who has the memory of the ranks' devices, training or engines, from phase to phase.
 
-The order of an iteration whose engines share the devices of the training ranks:
+The order of an iteration whose engines share the devices of the training ranks, with the calls of vLLM 0.32 and 0.33:
 
 1. **learn**: weights, gradients and optimizer states are on the device, engines sleep. Preparing, updating, saving.
-2. **sync**: gradients and optimizer states go to CPU memory. Engines allocate memory for their weights and are sent the
-   policy's, which are still on the device; the trainer computes its log-probs for the probe.
-3. **generate**: all weights go to CPU memory, except those of a reward model that scores samples. Engines allocate
-   their caches of keys and values, generate, and samples are scored. Several batches of validation are one such phase.
-4. Engines sleep; then everything comes back to the device, and the next phase is learn.
+2. **sync**: gradients and optimizer states go to CPU memory. Every rank collects garbage and gives torch's cache back
+   to the driver, of which engines take memory. Engines allocate that of their weights (``wake_up(["weights"])``, which
+   first restores what level 1 kept) and are sent the policy's, which are still on the device: each chunk is copied
+   before the rank overwrites the buffer, and the end of the update closes it. Only then can every rank free it
+   (garbage, ``ipc_collect``). The trainer computes its log-probs for the probe.
+3. **generate**: all weights go to CPU memory, except those of a reward model that scores samples. Every rank frees its
+   cache again. Engines allocate the rest, their caches of keys and values (``wake_up()``), whose end lets requests run.
+   They generate, and samples are scored, in as many rounds as dynamic sampling takes. Several batches of validation are
+   one such phase.
+4. Engines sleep, and everything comes back to the device: the next phase is learn.
 
+If engines have the weights of this step already (``sleep_level=1``, validation before or after), 2 is left out and they
+wake wholly in 3. At ``sleep_level=2`` they forget their version when they sleep, and so are always sent the weights.
 Engines start in phase 3, once, and sleep before they are sent weights. Every step is taken by all ranks together, and
 caches of torch's allocator are emptied on all of them before engines allocate. Engines that lose their weights while
 they generate begin again at 2. After an error engines are closed first, then the states come back

@@ -31,6 +31,7 @@ from rlhfkit.rollout.remote.placement import (
     locate_rank,
     start_ray_for_engines,
 )
+from rlhfkit.rollout.remote.rank_memory import free_cached_memory, release_exported_buffers
 from rlhfkit.rollout.remote.stream import PoolStream
 from rlhfkit.rollout.supervision.directory import EngineDirectory, EnginePoolInfo, EnginePublisher
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
@@ -281,8 +282,8 @@ class RemoteEnginePool(RolloutEngine):
 
     def _free_rank_memory(self) -> None:
         """Have every rank free torch's cache before colocated engines allocate memory. A collective."""
-        if self.colocate and torch.cuda.is_available():
-            run_on_all_ranks(torch.cuda.empty_cache, error_type=EngineError)  # also waits for the last rank
+        if self.colocate:
+            run_on_all_ranks(free_cached_memory, error_type=EngineError)  # also waits for the last rank
 
     def _on_rank_0(self, step: Callable[[EngineManager], None]) -> None:
         """Call something with rank 0's manager; errors are raised on every rank. A collective."""
@@ -311,14 +312,12 @@ class RemoteEnginePool(RolloutEngine):
                 self._wait_for_engines()
                 self._free_rank_memory()
                 outcome = attempt_sync(weights, version, self.sender, self._sync)
+                if self.colocate:
+                    release_exported_buffers()  # engines have closed them when they finished the update
                 if outcome.error is None:
                     self.version = version
                     self._update_router()
                     self._count_bytes(weights)
-                    if self.colocate and torch.cuda.is_available():
-                        # Engines have closed the ranks' buffers when they finished the update.
-                        cuda: Any = torch.cuda  # has no types
-                        cuda.ipc_collect()
                     return
                 if not outcome.started and attempt == 1:
                     self.version = before

@@ -193,6 +193,12 @@ class EngineHandles:
         """Processes that hold weights, of all engines."""
         return len(self.handles) * self.workers_per_engine
 
+    @property
+    def worker_numbers(self) -> tuple[int, ...]:
+        """Number of each of these processes among those of all engines: colocated, the rank whose GPU it uses."""
+        each = self.workers_per_engine
+        return tuple(handle.number * each + index for handle in self.handles for index in range(each))
+
     def submit(
         self,
         method: str,

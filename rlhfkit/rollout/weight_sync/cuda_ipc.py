@@ -1,7 +1,8 @@
 """``IPCSender``: weights for engines on the ranks' GPUs, by handles to GPU memory.
 
-Each rank fills a buffer on its GPU, which the engine's worker there opens. The messages are those of vLLM 0.32's
-``ipc`` engine in packed mode (``vllm/distributed/weight_transfer/ipc_engine.py``). Not run on a GPU yet.
+Each rank fills a buffer on its GPU, which the engine's worker there opens. The messages are those of the ``ipc`` engine
+of vLLM 0.32 and 0.33 in packed mode (``vllm/distributed/weight_transfer/ipc_engine.py``; its workers' part is the same
+in both). Its readers have run on a CPU with memory that both processes map from a file; nothing has run on a GPU yet.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,18 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.distributed import gather_objects, run_on_all_ranks
+from rlhfkit.distributed import gather_objects, get_rank, run_on_all_ranks
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.weight_sync.sender import Receivers, verified
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 
+_NO_TRANSFER: tuple[int, ...] = (-1,)
+"""What rank 0 tells the others, in place of the ranks whose workers read, if it could not begin."""
+
 
 def split_into_chunks(infos: Sequence[WeightInfo], capacity: int) -> list[range]:
-    """Split tensors into chunks of at most ``capacity`` bytes; a larger tensor is a chunk of its own."""
+    """Split tensors into chunks of at most ``capacity`` bytes; a larger tensor is a chunk of its own.
+
+    vLLM reads the tensors of a chunk without gaps, and torch refuses a view whose first byte is no multiple of the
+    type's size, so a tensor of a wider type begins a chunk where it would be out of line (float32 after 3 x int8).
+    """
     cuts, filled = [0], 0
     for index, info in enumerate(infos):
-        if filled and filled + info.num_bytes > capacity:
+        if filled and (filled + info.num_bytes > capacity or filled % info.dtype.itemsize):
             cuts.append(index)
             filled = 0
         filled += info.num_bytes
@@ -50,43 +58,45 @@ class IPCSender:
     def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
         """Send rank 0's part; EngineError on every rank if an engine fails. A collective with :meth:`contribute`."""
         self._announced = True
-        gather_objects(True)
-        self._transfer(infos, weights, receivers)
+        readers = gather_objects(receivers.worker_numbers)[0]
+        self._transfer(infos, weights, readers, receivers)
 
     def contribute(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
         """Send another rank's part; returns at once if there is no transfer. A collective with :meth:`send`."""
-        if gather_objects(None)[0]:
-            self._transfer(infos, weights, None)
+        readers = gather_objects(_NO_TRANSFER)[0]
+        if readers != _NO_TRANSFER:
+            self._transfer(infos, weights, readers, None)
 
     def end(self) -> None:
         """Tell the other ranks if there is no transfer; called on rank 0 after each attempt."""
         if not self._announced:
-            gather_objects(False)
+            gather_objects(_NO_TRANSFER)
         self._announced = False
 
     def _transfer(
-        self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], receivers: Receivers | None
+        self,
+        infos: Sequence[WeightInfo],
+        weights: Iterator[tuple[str, Tensor]],
+        readers: Sequence[int],
+        receivers: Receivers | None,
     ) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        """Fill this rank's buffer chunk by chunk; ``readers`` are the ranks whose GPU has a worker that will read."""
         parts = split_into_chunks(infos, self.bucket_bytes)
         size = max(sum(infos[index].num_bytes for index in part) for part in parts)
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        # One handle for all chunks: the worker opens it once and closes it when the update is finished.
-        reduce: Any = reduce_tensor  # has no types
-        handle = {uuid: reduce(buffer)[1]}
+        # A buffer that is exported and that nobody opens is never freed: torch waits for its reader to close it.
+        buffer, handle = self._export(size) if get_rank() in readers else (None, {})
         handles = {name: one for rank in gather_objects(handle) for name, one in rank.items()}
         stream = verified(infos, weights)
 
         def fill(part: range) -> None:
             end = 0
             for _ in part:
-                flat = next(stream)[1].detach().contiguous().view(-1).view(torch.uint8)
-                buffer[end : end + flat.numel()].copy_(flat)
-                end += flat.numel()
-            torch.cuda.current_stream().synchronize()
+                tensor = next(stream)[1]
+                if buffer is not None:
+                    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                    buffer[end : end + flat.numel()].copy_(flat)
+                    end += flat.numel()
+            self._finish_writing()
 
         def announce(part: range) -> None:
             if receivers is not None:
@@ -96,6 +106,22 @@ class IPCSender:
             run_on_all_ranks(partial(fill, part), error_type=EngineError)  # then every worker may read
             run_on_all_ranks(partial(announce, part), error_type=EngineError)  # then every worker has read
         run_on_all_ranks(lambda: next(stream, None), error_type=EngineError)
+
+    def _export(self, size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Allocate (size,) uint8 on this rank's GPU; also returns the arguments to open it, by the GPU's UUID.
+
+        One handle serves all chunks: the worker opens it once and closes it when the update is finished.
+        """
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        reduce: Any = reduce_tensor  # has no types
+        return buffer, {str(torch.cuda.get_device_properties(device).uuid): reduce(buffer)[1]}
+
+    def _finish_writing(self) -> None:
+        """Wait until the GPU has written the buffer."""
+        torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         """Do nothing: nothing is held between transfers."""

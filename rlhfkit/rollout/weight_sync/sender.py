@@ -41,6 +41,11 @@ class Receivers(Protocol):
         ...
 
     @property
+    def worker_numbers(self) -> tuple[int, ...]:
+        """Number of each receiving process among those of all engines, dead ones included; colocated: its rank."""
+        ...
+
+    @property
     def address(self) -> str:
         """Address at which they reach this process."""
         ...

@@ -17,6 +17,7 @@ from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
 from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Request
 from rlhfkit.rollout.weight_sync.sender import GlooSender
+from rollout.remote import sleeping_engines
 from rollout.toy_engines import request, toy_manager
 
 SPEC = SamplingSpec(group_size=2, max_new_tokens=8)
@@ -85,9 +86,20 @@ def each_asks(folder: Path | None = None) -> dict[str, Any]:
 class RankOnRay:
     """A rank that Ray has started."""
 
-    def run(self, rank: int, port: int) -> dict[str, Any]:
-        os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    def __init__(self, rank: int, port: int) -> None:
+        self.place = {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def ask(self) -> dict[str, Any]:
+        """Ask an engine for samples."""
+        os.environ |= self.place
         return each_asks()
+
+    def train(self, folder: Path, port: int) -> dict[str, Any]:
+        """Train beside an engine that sleeps meanwhile."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ |= self.place | {"MASTER_PORT": str(port)}
+        return sleeping_engines.on_ranks(folder)
 
 
 def other_rank_dies(folder: Path) -> dict[str, Any]:

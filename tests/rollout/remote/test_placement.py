@@ -72,17 +72,29 @@ def test_one_gpu_is_known_by_its_uuid_else_by_machine_and_id() -> None:
 
 
 @given(
-    sizes=st.lists(st.integers(min_value=1, max_value=50), min_size=1, max_size=20),
+    tensors=st.lists(
+        st.tuples(
+            st.integers(min_value=1, max_value=50), st.sampled_from([torch.int8, torch.bfloat16, torch.float32])
+        ),
+        min_size=1,
+        max_size=20,
+    ),
     capacity=st.integers(min_value=1, max_value=200),
 )
-def test_what_travels_by_handle_is_every_tensor_once_in_order_and_fits(sizes: list[int], capacity: int) -> None:
-    infos = [WeightInfo(str(number), (size,), torch.float32) for number, size in enumerate(sizes)]
+def test_what_travels_by_handle_is_every_tensor_once_in_order_in_line_and_fits(
+    tensors: list[tuple[int, torch.dtype]], capacity: int
+) -> None:
+    infos = [WeightInfo(str(number), (size,), dtype) for number, (size, dtype) in enumerate(tensors)]
     parts = split_into_chunks(infos, capacity)
-    assert [index for part in parts for index in part] == list(range(len(sizes)))
-    for part in parts:
-        assert len(part) == 1 or sum(infos[index].num_bytes for index in part) <= capacity
-    for part, following in itertools.pairwise(parts):  # none was closed with room for the next tensor
-        assert sum(infos[index].num_bytes for index in [*part, following[0]]) > capacity
+    assert [index for part in parts for index in part] == list(range(len(tensors)))
+    sizes = [[infos[index].num_bytes for index in part] for part in parts]
+    for part, own in zip(parts, sizes, strict=True):
+        assert len(part) == 1 or sum(own) <= capacity
+        assert all(sum(own[:place]) % infos[index].dtype.itemsize == 0 for place, index in enumerate(part))
+    for (_, following), own in zip(itertools.pairwise(parts), sizes, strict=False):
+        # None was closed with room for the next tensor in line.
+        after = infos[following[0]]
+        assert sum(own) + after.num_bytes > capacity or sum(own) % after.dtype.itemsize
 
 
 @pytest.mark.ray

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from strategies import ranks
 
 from rollout.remote.pool_ranks import RankOnRay
+from rollout.remote.sleeping_engines import merged, phases_of_a_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.ray]
 
@@ -27,22 +29,41 @@ def report_of(scenario: str, survivor: int, folder: Path) -> dict[str, Any]:
     return dict(json.loads(result.read_text()))
 
 
-def test_ranks_that_ray_has_started_ask_for_themselves(ray_session: None) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(ray_session: None) -> Iterator[list[Any]]:
+    """Two training ranks that Ray has started."""
     import ray
 
-    port = ranks.free_port()
     path = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     kind = ray.remote(RankOnRay).options(num_cpus=0, runtime_env={"env_vars": path})
-    actors = [kind.remote() for _ in range(2)]
-    try:
-        reports = ray.get([actor.run.remote(rank, port) for rank, actor in enumerate(actors)], timeout=120)
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+    port = ranks.free_port()
+    actors = [kind.remote(rank, port) for rank in range(2)]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_ranks_that_ray_has_started_ask_for_themselves(two_ranks: list[Any]) -> None:
+    import ray
+
+    reports = ray.get([actor.ask.remote() for actor in two_ranks], timeout=120)
     for rank, report in enumerate(reports):
         assert report["tokens"] == [[1 + rank] * 3] * 2
         assert report["scores"] == [[-1.0, -1.0]]
         assert "the engines are not running" in report["closed"]
+
+
+def test_every_rank_frees_memory_before_an_engine_takes_it(two_ranks: list[Any], tmp_path: Path) -> None:
+    """Two ranks and one engine, on the first one's device: the other exports nothing, and frees its own memory."""
+    import ray
+
+    port = ranks.free_port()
+    first, second = ray.get([actor.train.remote(tmp_path, port) for actor in two_ranks], timeout=120)
+    assert first["digest"] == second["digest"]
+    assert (first["exported"], second["exported"]) == (5, 0)
+    for rank in (first, second):
+        seen = merged(rank["log"], first["engine"])
+        assert seen[-len(phases_of_a_run(2)) :] == phases_of_a_run(2)
 
 
 def test_requests_of_a_rank_that_died_end_harmlessly_and_leave_nothing(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.supervision.handle import EngineHandles
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender, _announcement
 from rlhfkit.rollout.weight_sync.sender import GlooSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rollout.vllm.test_pool import load_trainer_model
+from rollout.weight_sync import mapped_ipc
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
@@ -124,53 +124,87 @@ def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
         assert torch.equal(beside, apart)
 
 
-def test_what_each_sender_announces_is_what_vllm_takes(vllm_pool: SharedPool) -> None:
-    """Every transfer's handshake and announcement, read by vLLM's own classes in a process that has vLLM."""
+class Listening(EngineHandles):
+    """Two engines of two processes each that write down what they are told."""
+
+    told: list[tuple[str, list[tuple[Any, ...]]]]
+
+    def submit(self, method: str, *args: Any, each: Any = None, **ignored: Any) -> Any:
+        self.told.append((method, list(each) if each is not None else [args] * 2))
+        return SimpleNamespace(result=list, poll=lambda: None)
+
+
+def test_what_the_gloo_sender_announces_is_what_vllm_takes(vllm_pool: SharedPool) -> None:
+    """Its handshake, read by vLLM's own classes in a process that has vLLM."""
     import ray
 
     assert vllm_pool.manager is not None
     handle = vllm_pool.manager.handles[0]
-    infos = [WeightInfo("a", (2, 3), torch.float32), WeightInfo("b", (4,), torch.bfloat16)]
-
-    class Listening(EngineHandles):
-        """Two engines of two processes each that write down what they are told."""
-
-        @property
-        def num_workers(self) -> int:
-            return 4
-
-        def submit(self, method: str, *args: Any, each: Any = None, **ignored: Any) -> Any:
-            told.append((method, list(each) if each is not None else [args] * 2))
-            return SimpleNamespace(result=list, poll=lambda: None)
-
-    told: list[tuple[str, list[tuple[Any, ...]]]] = []
     listening = Listening((handle, handle), 2, "127.0.0.1", 5.0)
-    IPCSender().connect(listening)
-    listening.update(_announcement(infos, {"GPU-0": (1, 2)}))
+    object.__setattr__(listening, "told", [])
     gloo = GlooSender(timeout=5.0)
     gloo.connect(listening)
     gloo.close()
 
-    def understood(actor: Any, told: Any) -> list[Any]:
+    def understood(actor: Any, rows: Any) -> list[Any]:
         """Runs where vLLM is."""
-        from types import SimpleNamespace
+        from rlhfkit.rollout.vllm.plugin import GlooWeightTransferEngine as Engine
 
-        from vllm.distributed.weight_transfer import ipc_engine
+        return [Engine.parse_init_info(object.__new__(Engine), *row).rank_offset for row in rows]
 
-        from rlhfkit.rollout.vllm.plugin import GlooWeightTransferEngine
+    ((_, rows),) = listening.told
+    assert ray.get(handle.actor.__ray_call__.remote(understood, rows)) == [1, 3]
 
-        # As engine_environment() has it for this transfer; vLLM reads its variables once.
-        ipc_engine.envs = SimpleNamespace(VLLM_ALLOW_INSECURE_SERIALIZATION=True)
-        read = []
-        for engine, method, rows in told:
-            kind = {"ipc": ipc_engine.IPCWeightTransferEngine, "gloo": GlooWeightTransferEngine}[engine]
-            take = {"connect": kind.parse_init_info, "update": kind.parse_update_info}[method]
-            read += [vars(take(object.__new__(kind), *row)) for row in rows]
-        return read
 
-    sent = [(engine, *what) for engine, what in zip(("ipc", "ipc", "gloo"), told, strict=True)]
-    first, second, update, _, *rendezvous = ray.get(handle.actor.__ray_call__.remote(understood, sent))
-    assert first == second == {"packed": True}
-    assert update["ipc_handles"] == {"GPU-0": (1, 2)}
-    assert (update["names"], update["tensor_sizes"]) == (["a", "b"], [24, 8])
-    assert [one["rank_offset"] for one in rendezvous] == [1, 3]
+@pytest.mark.parametrize("bucket_bytes", [100, 2**20])
+def test_vllm_reads_from_memory_what_the_trainer_wrote(
+    vllm_pool: SharedPool, tmp_path: Path, bucket_bytes: int
+) -> None:
+    """Every message through vLLM's own parsers and unpacking; only opening the memory is a stand-in (mapped_ipc.py).
+
+    Types of 1 to 8 bytes in an order in which they are out of line, a scalar, nothing, a transposed view, and a tensor
+    that is larger than a bucket.
+    """
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(mapped_ipc)
+    assert vllm_pool.manager is not None
+    handle = vllm_pool.manager.handles[0]
+    torch.manual_seed(0)
+    weights = {
+        "norm": torch.randn(3).bfloat16(),
+        "router.correction": torch.randn(5),  # float32 after 6 bytes
+        "packed": torch.randint(-128, 127, (3, 3), dtype=torch.int8),
+        "scale": torch.tensor(2.5),  # float32 after 9 bytes
+        "quantized": torch.randn(4, 5).to(torch.float8_e4m3fn),
+        "exact": torch.randn(2, dtype=torch.float64),
+        "flags": torch.tensor([True, False, True]),
+        "nothing": torch.zeros(0, 4, dtype=torch.float16),
+        "transposed": torch.randn(6, 7).T,
+        "large": torch.randn(11, 13, dtype=torch.float16),
+    }
+    infos = [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()]
+    sizes: list[int] = []
+    received: list[Any] = []
+
+    class Reader(EngineHandles):
+        """Gives each message to vLLM at once, as the buffer holds the next chunk afterwards."""
+
+        def submit(self, method: str, *args: Any, each: Any = None, **ignored: Any) -> Any:
+            message = args[0] if each is None else each[0][0]
+            sizes.extend([sum(message["tensor_sizes"])] if method == "update" else [])
+            read = handle.actor.__ray_call__.remote(mapped_ipc.read_with_vllm, method, message)
+            received.extend(ray.get(read))
+            return SimpleNamespace(result=list)
+
+    sender = mapped_ipc.MappedSender(tmp_path / "buffer", bucket_bytes=bucket_bytes)
+    reader = Reader((handle,), 1, "127.0.0.1", 5.0)
+    sender.connect(reader)
+    sender.send(reader, infos, iter(weights.items()))
+    expected = [
+        (name, str(one.dtype), list(one.shape), one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, one in weights.items()
+    ]
+    assert received == expected
+    assert sizes == ([6, 29, 43, 168, 286] if bucket_bytes == 100 else [6, 29, 43, 454])
+    assert sender.exported == [max(sizes)]

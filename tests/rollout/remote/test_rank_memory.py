@@ -1,0 +1,143 @@
+"""Sleep and wake-up of engines beside training, at both levels, with stand-ins for engines that refuse without memory.
+
+Covers ``rank_memory.py`` and the sleep of ``pool.py``, with the callback's ``device_phases.py`` and ``weight_sync.py``.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfkit import DynamicSampling
+from rlhfkit.rollout.errors import RequestError
+from rlhfkit.rollout.supervision.health import State
+from rollout.remote.sleeping_engines import (
+    Each,
+    Recorder,
+    SleepingPool,
+    events,
+    merged,
+    parity,
+    phases_of_a_run,
+    rarely,
+    run,
+)
+
+pytestmark = [pytest.mark.ray]
+
+LEVELS = pytest.mark.parametrize("level", [1, 2])
+
+
+@pytest.fixture(scope="module")
+def shared(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SleepingPool]:
+    """One engine for all runs of this file."""
+    pool = SleepingPool(tmp_path_factory.mktemp("pool"))
+    yield pool
+    pool.really_close()
+
+
+@pytest.fixture
+def pool(shared: SleepingPool, monkeypatch: pytest.MonkeyPatch, request: Any) -> SleepingPool:
+    monkeypatch.setattr(shared, "sleep_level", request.getfixturevalue("level"))
+    return shared
+
+
+@pytest.fixture(scope="module")
+def apart(shared: SleepingPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What is learned from an engine that has memory of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "colocate", False)
+        return run(tmp_path_factory.mktemp("apart"), shared)
+
+
+@LEVELS
+def test_everything_happens_in_the_order_that_device_phases_documents(
+    pool: SleepingPool, tmp_path: Path, apart: dict[str, Any], level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One recorded order of the rank's calls and the engine's; what is learned is what an engine apart gives."""
+    recorder = Recorder(monkeypatch)
+    events(pool)
+    found = run(tmp_path, pool, offload_training=True)
+    assert all(found[name] == apart[name] for name in ("digest", "tokens"))
+    assert found["metrics"]["val/reward"] == apart["metrics"]["val/reward"]
+    seen, expected = merged(recorder.log, events(pool)), phases_of_a_run(level)
+    assert seen[-len(expected) :] == expected
+    # All of the device is free when engines start; one that runs already frees it.
+    start = [one for one in seen[: -len(expected)] if "sleep" not in one]
+    assert start == ["rank: all states leave", "rank: states are back"]
+
+
+@LEVELS
+def test_rounds_of_dynamic_sampling_are_one_generating_phase(
+    pool: SleepingPool, tmp_path: Path, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sampled(**arguments: Any) -> dict[str, Any]:
+        return run(tmp_path, pool, dynamic_sampling=DynamicSampling(max_rounds=8), reward=rarely, **arguments)
+
+    pool.wake()
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "colocate", False)
+        expected = sampled()
+    found = sampled(offload_training=True)
+    assert found["metrics"]["rollout/accepted_fraction"] < 0.5  # so one round was not enough
+    assert all(found[name] == expected[name] for name in ("digest", "tokens"))
+
+
+@LEVELS
+@pytest.mark.parametrize("where", ["generation", "reward"])
+def test_after_an_error_the_next_run_begins_as_the_first(
+    pool: SleepingPool, tmp_path: Path, apart: dict[str, Any], level: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def broken(samples: Any) -> list[float]:
+        calls.append(len(samples))
+        if where == "reward" and len(calls) == 2:  # in the first iteration, after the validation
+            raise ArithmeticError("the reward is broken")
+        return parity(samples)
+
+    def break_engine() -> None:
+        pool.fails = where == "generation"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "fails", False)
+        with pytest.raises(ArithmeticError if where == "reward" else RequestError):
+            run(tmp_path, pool, reward=broken, offload_training=True, callbacks=[Each(break_engine)])
+    assert pool.version is None
+    found = run(tmp_path, pool, offload_training=True)
+    assert all(found[name] == apart[name] for name in ("digest", "tokens"))
+
+
+@LEVELS
+def test_an_engine_that_restarts_asleep_gets_the_weights_that_the_pool_thinks_it_has(
+    pool: SleepingPool, tmp_path: Path, apart: dict[str, Any], level: int
+) -> None:
+    """It sleeps again at once, wakes without weights, and is sent them before the next sample."""
+    import ray
+
+    assert pool.manager is not None
+    manager, killed = pool.manager, []
+
+    def kill_once() -> None:
+        if killed:
+            return
+        killed.append(manager.handles[0].restarts)
+        ray.kill(manager.handles[0].actor)
+        deadline = time.monotonic() + 60
+        while not (manager.handles[0].restarts > killed[0] and manager.handles[0].state is State.ASLEEP):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    found = run(tmp_path, pool, offload_training=True, callbacks=[Each(kill_once)])
+    assert killed
+    assert all(found[name] == apart[name] for name in ("digest", "tokens"))
+
+
+@pytest.mark.parametrize("level", [2])
+def test_engines_that_sleep_during_training_cannot_sample_during_training(
+    pool: SleepingPool, tmp_path: Path, level: int
+) -> None:
+    with pytest.raises(ValueError, match=r"gives its memory to training .* use one"):
+        run(tmp_path, pool, max_staleness=1)
