@@ -64,6 +64,7 @@ class Engine:
     """One vLLM engine in this process, as :class:`rlhfkit.rollout.weight_sync.sender.Receivers` sees it."""
 
     num_workers = 1
+    worker_numbers = (0,)
     address = "127.0.0.1"
 
     def __init__(self, folder: Path) -> None:

@@ -73,9 +73,7 @@ def test_one_gpu_is_known_by_its_uuid_else_by_machine_and_id() -> None:
 
 @given(
     tensors=st.lists(
-        st.tuples(
-            st.integers(min_value=1, max_value=50), st.sampled_from([torch.int8, torch.bfloat16, torch.float32])
-        ),
+        st.tuples(st.integers(min_value=1, max_value=50), st.sampled_from([torch.int8, torch.bfloat16, torch.float32])),
         min_size=1,
         max_size=20,
     ),

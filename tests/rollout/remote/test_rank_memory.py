@@ -1,6 +1,6 @@
 """Sleep and wake-up of engines beside training, at both levels, with stand-ins for engines that refuse without memory.
 
-Covers ``rank_memory.py`` and the sleep of ``pool.py``, with the callback's ``device_phases.py`` and ``weight_sync.py``.
+Callback, Trainer and pool are real: what they do in which order is documented in ``callbacks/rollout/device_phases``.
 """
 
 import time
