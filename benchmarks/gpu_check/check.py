@@ -13,6 +13,8 @@ T = TypeVar("T")
 MODULES = (
     "benchmarks.gpu_check.correctness.losses",
     "benchmarks.gpu_check.correctness.heads",
+    "benchmarks.gpu_check.correctness.attention",
+    "benchmarks.gpu_check.correctness.training",
 )
 """Modules with checks, in the order of running: cheap checks of correctness first, measurements last."""
 
