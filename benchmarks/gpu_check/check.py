@@ -15,6 +15,9 @@ MODULES = (
     "benchmarks.gpu_check.correctness.heads",
     "benchmarks.gpu_check.correctness.attention",
     "benchmarks.gpu_check.correctness.training",
+    "benchmarks.gpu_check.correctness.generation",
+    "benchmarks.gpu_check.correctness.resume",
+    "benchmarks.gpu_check.correctness.deepspeed",
 )
 """Modules with checks, in the order of running: cheap checks of correctness first, measurements last."""
 
@@ -78,6 +81,8 @@ class Check:
     """Number of GPUs that it needs; 0: it runs on a CPU too."""
     alone: bool = False
     """Run in a process of its own: it changes the process, such as its environment or process groups."""
+    simulated: bool = True
+    """Whether it runs on the simulated device, which has no compiler, no process groups and no storages."""
     environment: tuple[tuple[str, str], ...] = ()
     """Environment variables of that process."""
 
@@ -98,13 +103,16 @@ def check(
     packages: Sequence[str] = (),
     gpus: int = 0,
     alone: bool = False,
+    simulated: bool = True,
     environment: dict[str, str] | None = None,
 ) -> Callable[[Callable[[Setting], Iterator[Figure]]], Callable[[Setting], Iterator[Figure]]]:
     """Register a function as a check; the arguments are the fields of :class:`Check`."""
 
     def register(function: Callable[[Setting], Iterator[Figure]]) -> Callable[[Setting], Iterator[Figure]]:
         variables = tuple((environment or {}).items())
-        CHECKS[name] = Check(name, function, seconds, tuple(packages), gpus, alone or bool(variables), variables)
+        CHECKS[name] = Check(
+            name, function, seconds, tuple(packages), gpus, alone or bool(variables), simulated, variables
+        )
         return function
 
     return register

@@ -90,6 +90,8 @@ class Runner:
 
     def _obstacle(self, each: Check) -> str | None:
         """Why a check cannot run here; ``None``: it can."""
+        if self.setting.device == "sim" and not each.simulated:
+            return "cannot run on the simulated device"
         absent = missing(each.packages)
         if absent:
             return f"not installed: {', '.join(absent)}"

@@ -25,6 +25,10 @@ DIGIT = 3 + ord("0") - 32
 def trainer(setting: Setting, folder: Path, **arguments: Any) -> L.Trainer:
     """A quiet Trainer on one device."""
     place: dict[str, Any] = {"accelerator": "gpu" if setting.on_gpu else "cpu", "devices": 1}
+    if setting.device == "sim":
+        from simulated_device import trainer_arguments  # of the tests; the worker has put them on the path
+
+        place = trainer_arguments()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     plain = {"enable_checkpointing": False, "max_epochs": 1, "default_root_dir": str(folder)}
     return L.Trainer(**place | quiet | plain | arguments)

@@ -34,9 +34,11 @@ class Lines:
 
 def work(checks: Sequence[Check], setting: Setting, path: Path) -> None:
     """Run the checks and exit; a check that raises does not stop the others unless the device is unusable."""
+    if setting.device == "sim":
+        register_simulated_device()
     lines = Lines(path)
     lines.write(machine=describe(setting.device))
-    if setting.device == "cpu":
+    if not setting.on_gpu:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     for each in checks:
         lines.write(begin=each.name)
@@ -56,6 +58,14 @@ def work(checks: Sequence[Check], setting: Setting, path: Path) -> None:
         if "error" in outcome and not _usable(setting):
             _exit(BROKEN)
     _exit(CLEAN)
+
+
+def register_simulated_device() -> None:
+    """Add the device ``sim`` of the tests: the CPU's numbers and the errors of a GPU where devices mix."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+    from simulated_device import register
+
+    register()
 
 
 def _exit(status: int) -> None:

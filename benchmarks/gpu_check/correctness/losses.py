@@ -171,7 +171,7 @@ def every_function(setting: Setting) -> Iterator[Figure]:
             yield Figure(name, f"{type(error).__name__}: {error}"[:300], BOUND)
 
 
-@check("losses/compiled", seconds=90)
+@check("losses/compiled", seconds=90, simulated=False)
 def compiled(setting: Setting) -> Iterator[Figure]:
     """Losses inside ``torch.compile`` without graph breaks."""
     values = Values(*setting.size((64, 512), (6, 40)))

@@ -1,0 +1,66 @@
+"""A run that was stopped and resumed is bit for bit the straight one, with the device's random numbers in it."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.check import Figure, Setting, check
+from benchmarks.gpu_check.models import tiny_model
+
+
+class SaveAfter(L.Callback):
+    """Saves a checkpoint after a number of batches."""
+
+    def __init__(self, path: Path, batches: int) -> None:
+        self.path, self.batches = path, batches
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save."""
+        self.batches -= 1
+        if self.batches == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def run(setting: Setting, folder: Path, kind: str, save: SaveAfter | None, resume: Path | None) -> Tensor:
+    """The weights after a run of adapters with dropout, or of GRPO."""
+    from benchmarks.gpu_check.runs import Answers, Prompts, digits, trainer, weights_of
+    from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTModule
+
+    L.seed_everything(1, verbose=False)
+    callbacks: list[L.Callback] = [] if save is None else [save]
+    model = str(folder / "model")
+    if kind == "tokens":
+        module: Any = SFTModule(model, lr=1e-2, lora=LoRA(rank=4, dropout=0.3))
+        data: Any = Answers("tokens")
+    else:
+        module, data = GRPOModule(model, lr=1e-3, kl_coef=0.05), Prompts()
+        sampling = SamplingSpec(group_size=4, max_new_tokens=8)
+        callbacks.insert(0, RolloutCallback(digits, sampling=sampling))
+    fit = trainer(setting, folder, max_epochs=3, accumulate_grad_batches=2, callbacks=callbacks)
+    fit.fit(module, data, ckpt_path=None if resume is None else str(resume))
+    return weights_of(module)
+
+
+@check("resume/bitwise", seconds=90, environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+def resumed_is_straight(setting: Setting) -> Iterator[Figure]:
+    """Stopped inside an epoch, and inside an iteration of GRPO; kernels are deterministic where torch has such."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for kind, batches in (("tokens", 6), ("prompts", 6)):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            tiny_model(folder / "model")
+            save = SaveAfter(folder / "saved.ckpt", batches)
+            straight = run(setting, folder, kind, save, None)
+            again = run(setting, folder, kind, None, None)
+            resumed = run(setting, folder, kind, None, folder / "saved.ckpt")
+        name = {"tokens": "adapters with dropout", "prompts": "GRPO"}[kind]
+        noise = float((straight - again).abs().max())
+        yield Figure(f"{name}: largest difference of two straight runs", noise)
+        # No run can be nearer to another than the device's kernels are to themselves.
+        yield Figure(f"{name}: largest difference when resumed", float((straight - resumed).abs().max()), 2 * noise)
+        yield Figure(f"{name}: weights that are not finite", int((~straight.isfinite()).sum()), 0)
