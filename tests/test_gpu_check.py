@@ -16,19 +16,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks are no part of 
 
 from benchmarks.gpu_check.check import CHECKS, Check, Figure, Setting, load_checks
 from benchmarks.gpu_check.report import rows, summary, table
-from benchmarks.gpu_check.runner import Result
+from benchmarks.gpu_check.runner import Result, next_group
 
 ROOT = Path(__file__).parents[1]
-BLOCKED = ("vllm", "ray", "deepspeed", "datasets", "jsonargparse")
+BLOCKED = ("vllm", "ray", "datasets", "jsonargparse", "deepspeed")
 """What a machine with little more than torch, Transformers, Lightning and peft does not have."""
-BLOCKER = f"""
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {BLOCKED!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Blocked())
-"""
+
+
+def without(folder: Path, *packages: str) -> dict[str, str]:
+    """Environment variables of a Python in which packages are not installed."""
+    (folder / "sitecustomize.py").write_text(f"""
+from importlib.machinery import PathFinder
+found = PathFinder.find_spec
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in {packages!r} else found(name, path, target)
+PathFinder.find_spec = staticmethod(find_spec)
+""")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def command(
@@ -51,25 +55,28 @@ def command(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_whole_list_runs_and_passes_on_a_cpu(tmp_path: Path) -> None:
-    status, output, (machine, *lines) = command(tmp_path)
+def test_the_whole_list_runs_on_a_cpu_without_vllm_ray_datasets_and_jsonargparse(tmp_path: Path) -> None:
+    status, output, (machine, *lines) = command(tmp_path, variables=without(tmp_path, *BLOCKED[:4]))
     assert status == 0, output
-    assert machine["machine"]["packages"]["torch"]
+    packages = machine["machine"]["packages"]
+    assert packages["torch"]
+    assert not any(packages[name] for name in BLOCKED[:4])
     assert [line["check"] for line in lines] == list(load_checks())
     assert [line for line in lines if "error" in line] == []
-    needing_a_gpu = {line["check"] for line in lines if "skipped" in line}
-    assert needing_a_gpu == {name for name, each in CHECKS.items() if each.gpus} | {"measure/trl"} & set(CHECKS)
+    skipped = {line["check"]: line["skipped"] for line in lines if "skipped" in line}
+    assert {name for name, reason in skipped.items() if "GPU" in reason} == {n for n, c in CHECKS.items() if c.gpus}
+    assert all("GPU" in reason or reason.startswith("not installed: ") for reason in skipped.values())
     assert "| check" in (tmp_path / "report.md").read_text()
 
 
-def test_it_needs_no_vllm_ray_deepspeed_datasets_or_jsonargparse(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    status, output, (machine, *lines) = command(tmp_path, "--only", "losses", "heads", variables={"PYTHONPATH": path})
+def test_the_core_needs_no_deepspeed_either(tmp_path: Path) -> None:
+    status, output, (_, *lines) = command(
+        tmp_path, "--only", "training/sft", "deepspeed/stages", variables=without(tmp_path, *BLOCKED)
+    )
     assert status == 0, output
-    assert all(machine["machine"]["packages"][name] is None for name in BLOCKED)
-    assert "missing: flash_attn, datasets, jsonargparse" in output
-    assert [line["check"] for line in lines if line["passed"] is not True] == []
+    assert "missing: flash_attn, datasets, jsonargparse, deepspeed, ray, vllm" in output
+    assert [line["passed"] for line in lines] == [True, None]
+    assert lines[1]["skipped"] == "not installed: deepspeed"
 
 
 def test_a_figure_passes_within_its_bound_only() -> None:
@@ -78,6 +85,15 @@ def test_a_figure_passes_within_its_bound_only() -> None:
     assert Figure("a", float("nan"), 1.0).passed is False
     assert Figure("a", "an error", 1.0).passed is False
     assert Figure("a", 5.0).passed is None
+
+
+def test_checks_of_one_process_run_together_up_to_the_next_of_another() -> None:
+    names = ["", "", "fresh", "", "deepspeed", "deepspeed"]
+    checks = [Check(str(number), failing, 1.0, process=name) for number, name in enumerate(names)]
+    assert [each.name for each in next_group(checks, together=False)] == ["0", "1"]
+    assert [each.name for each in next_group(checks[2:], together=False)] == ["2"]
+    assert [each.name for each in next_group(checks[4:], together=False)] == ["4", "5"]
+    assert next_group(checks, together=True) == checks
 
 
 def failing(setting: Setting) -> Any:
@@ -119,9 +135,6 @@ def dies(setting):
 def skips(setting):
     raise check.SkippedError("for a reason")
     yield
-@check.check("a/alone", seconds=20, environment={"ITS_OWN": "7"})
-def alone(setting):
-    yield check.Figure("variable", float(os.environ["ITS_OWN"]), 7.0)
 @check.check("measure/last", seconds=20)
 def last(setting):
     yield check.Figure("rate", 5.0)
@@ -139,5 +152,4 @@ def test_checks_that_hang_die_or_raise_do_not_stop_the_others(tmp_path: Path) ->
     assert by_name["a/raises"]["error"] == "ValueError: of its own"
     assert "ended with status -11" in by_name["a/dies"]["error"]
     assert by_name["a/skips"]["skipped"] == "for a reason"
-    assert by_name["a/alone"]["passed"]
     assert by_name["measure/last"]["figures"][0]["value"] == 5.0

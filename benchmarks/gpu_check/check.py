@@ -79,12 +79,10 @@ class Check:
     packages: tuple[str, ...] = ()
     gpus: int = 0
     """Number of GPUs that it needs; 0: it runs on a CPU too."""
-    alone: bool = False
-    """Run in a process of its own: it changes the process, such as its environment or process groups."""
+    process: str = ""
+    """Checks of one name share a process. Others than ``""`` change theirs, or need a fresh one."""
     simulated: bool = True
     """Whether it runs on the simulated device, which has no compiler, no process groups and no storages."""
-    environment: tuple[tuple[str, str], ...] = ()
-    """Environment variables of that process."""
 
     @property
     def measures(self) -> bool:
@@ -102,17 +100,13 @@ def check(
     seconds: float,
     packages: Sequence[str] = (),
     gpus: int = 0,
-    alone: bool = False,
+    process: str = "",
     simulated: bool = True,
-    environment: dict[str, str] | None = None,
 ) -> Callable[[Callable[[Setting], Iterator[Figure]]], Callable[[Setting], Iterator[Figure]]]:
     """Register a function as a check; the arguments are the fields of :class:`Check`."""
 
     def register(function: Callable[[Setting], Iterator[Figure]]) -> Callable[[Setting], Iterator[Figure]]:
-        variables = tuple((environment or {}).items())
-        CHECKS[name] = Check(
-            name, function, seconds, tuple(packages), gpus, alone or bool(variables), simulated, variables
-        )
+        CHECKS[name] = Check(name, function, seconds, tuple(packages), gpus, process, simulated)
         return function
 
     return register

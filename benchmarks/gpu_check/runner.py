@@ -83,7 +83,7 @@ class Runner:
                 self._finish(result)
         left = [each for each in checks if not results[each.name].done]
         while left:
-            group = _next_group(left)
+            group = next_group(left, together=self.setting.quick)
             self._run_group(group, results)
             left = [each for each in left if not results[each.name].done]
         return list(results.values())
@@ -105,7 +105,7 @@ class Runner:
         self._processes += 1
         lines, log = self.folder / f"worker{self._processes}.jsonl", self.folder / f"worker{self._processes}.log"
         lines.write_text("")
-        process = self._start([each.name for each in group], lines, log, dict(group[0].environment))
+        process = self._start([each.name for each in group], lines, log)
         reader = _Reader(lines, results, self)
         limit, late = time.monotonic() + START_SECONDS, ""
         try:
@@ -155,19 +155,20 @@ class Runner:
         result.error, result.done = error, True
         self.report(result)
 
-    def _start(
-        self, names: Sequence[str], lines: Path, log: Path, variables: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, names: Sequence[str], lines: Path, log: Path) -> subprocess.Popen[bytes]:
         """Start a process, the leader of a group, so that its own children can be ended with it."""
         words = ["--worker", str(lines), "--only", *names, "--device", self.setting.device]
         words += ["--modules", *self.modules]
         command = [sys.executable, "-m", "benchmarks.gpu_check", *words, *(["--quick"] if self.setting.quick else [])]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # What torch takes on an H100 anyway; without it cuBLAS is not deterministic.
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         with log.open("wb") as output:
             return subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | variables,
+                env=os.environ | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -208,16 +209,10 @@ class _Reader:
             self._runner.report(result)
 
 
-def _next_group(left: Sequence[Check]) -> list[Check]:
-    """The next checks that can share a process."""
-    if left[0].alone:
-        return [left[0]]
-    group: list[Check] = []
-    for each in left:
-        if each.alone:
-            break
-        group.append(each)
-    return group
+def next_group(left: Sequence[Check], *, together: bool) -> list[Check]:
+    """The next checks that share a process: those up to the first of another one, or all with ``together``."""
+    end = next((place for place, each in enumerate(left) if each.process != left[0].process), len(left))
+    return list(left if together else left[:end])
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

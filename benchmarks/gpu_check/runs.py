@@ -157,3 +157,34 @@ class FirstWeights(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Copy them."""
         self.weights = weights_of(pl_module)
+
+
+class SaveAfter(L.Callback):
+    """Saves a checkpoint after a number of batches."""
+
+    def __init__(self, path: Path, batches: int) -> None:
+        self.path, self.batches = path, batches
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save."""
+        self.batches -= 1
+        if self.batches == 0:
+            trainer.save_checkpoint(self.path)
+
+
+class Published(L.Callback):
+    """Keeps the first and the last weights as an engine would get them."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Copy the first."""
+        self.start = _published(pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Copy the last."""
+        self.end = _published(pl_module)
+
+
+def _published(module: Any) -> dict[str, Tensor]:
+    from rlhfkit.rollout import ModuleWeights
+
+    return {name: tensor.detach().cpu().double().clone() for name, tensor in ModuleWeights(module.policy)}

@@ -171,7 +171,7 @@ def autocast_is_its_dtype(setting: Setting) -> Iterator[Figure]:
     yield Figure("bf16-mixed", distance(got, exact), BOUNDS[torch.bfloat16])
 
 
-@check("heads/backward_thread", seconds=90, alone=True)
+@check("heads/backward_thread", seconds=90, process="fresh")
 def compiles_in_the_backward_thread(setting: Setting) -> Iterator[Figure]:
     """Kernels of the gradient are first compiled in autograd's own thread, which must work in a fresh process."""
     import threading

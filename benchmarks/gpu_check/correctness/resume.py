@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
@@ -13,21 +12,10 @@ from benchmarks.gpu_check.check import Figure, Setting, check
 from benchmarks.gpu_check.models import tiny_model
 
 
-class SaveAfter(L.Callback):
-    """Saves a checkpoint after a number of batches."""
-
-    def __init__(self, path: Path, batches: int) -> None:
-        self.path, self.batches = path, batches
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save."""
-        self.batches -= 1
-        if self.batches == 0:
-            trainer.save_checkpoint(self.path)
-
-
-def run(setting: Setting, folder: Path, kind: str, save: SaveAfter | None, resume: Path | None) -> Tensor:
+def run(setting: Setting, folder: Path, kind: str, save: Any, resume: Path | None) -> Tensor:
     """The weights after a run of adapters with dropout, or of GRPO."""
+    import lightning as L
+
     from benchmarks.gpu_check.runs import Answers, Prompts, digits, trainer, weights_of
     from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTModule
 
@@ -46,10 +34,19 @@ def run(setting: Setting, folder: Path, kind: str, save: SaveAfter | None, resum
     return weights_of(module)
 
 
-@check("resume/bitwise", seconds=90, environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+@check("resume/bitwise", seconds=90, process="deterministic")
 def resumed_is_straight(setting: Setting) -> Iterator[Figure]:
     """Stopped inside an epoch, and inside an iteration of GRPO; kernels are deterministic where torch has such."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield from _resume(setting)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _resume(setting: Setting) -> Iterator[Figure]:
+    from benchmarks.gpu_check.runs import SaveAfter
+
     for kind, batches in (("tokens", 6), ("prompts", 6)):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
