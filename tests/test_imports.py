@@ -24,6 +24,8 @@ FLOORS = {
     "rank_store": 1,
     "training_states": 1,
     "ray_session": 1,
+    "gpus": 1,
+    "gpu_checks": 1,
     "serving": 1,
     "models": 2,
     "rollout": 2,
@@ -40,7 +42,7 @@ MOST_FILES = 12
 # These meet in the Trainer only.
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 FOR_STRATEGIES = {
-    *("strategies", "checkpoints", "distributed", "protocols", "rank_store", "ray_session"),
+    *("strategies", "checkpoints", "distributed", "gpu_checks", "gpus", "protocols", "rank_store", "ray_session"),
     *("training_states", "validation"),
 }
 LIGHT = ("distributed", "losses", "data", "rewards", "rollout.vllm.pool", "rollout.vllm.actor")

@@ -310,7 +310,7 @@ def engine_shape(
     large = gpu.memory >= 70 * GIB and not gpu.name.startswith("A100")  # vLLM 0.32's defaults depend on it
     return EngineShape(
         count=engine.num_engines,
-        tensor_parallel=engine.tensor_parallel_size,
+        tensor_parallel=engine.parallelism.tensor,
         memory_share=engine.gpu_memory_utilization,
         cache_bytes=None if engine.kv_cache_gib is None else engine.kv_cache_gib * GIB,
         itemsize=sizes.get(str(engine.dtype), precision.compute),

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -25,7 +26,7 @@ from rlhfkit.checkpoints.resume import attach_exact_resume
 from rlhfkit.distributed import full_parameters, is_sharded
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.checkpoint.snapshot import require_plain_writers
-from rlhfkit.strategies.deepspeed import rendezvous
+from rlhfkit.strategies.deepspeed import gpu_setup, rendezvous
 from rlhfkit.strategies.deepspeed.engines import (
     EngineOptimizer,
     backward_through,
@@ -123,6 +124,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         kwargs.setdefault("accelerator", self._ray_options.accelerator)
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read once, when DeepSpeed is first imported
+            gpu_setup.warn_if_cuda_is_missing()
         require_unmanaged_accumulation()
         kwargs.setdefault("exclude_frozen_parameters", True)
         kwargs.setdefault("logging_batch_size_per_gpu", 1)  # "auto" would ask the dataloader for a batch size
@@ -149,9 +151,18 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
     # ----------------------------------------------------------------------------------------------------- start-up
 
     def setup_environment(self) -> None:
-        """Join the other ranks; unlike Lightning's version, on CPUs too."""
+        """Join the other ranks; unlike Lightning's version, on CPUs too.
+
+        Raises:
+            MisconfigurationException: If this machine has more ranks than they see GPUs.
+        """
         assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
+        try:
+            device = self.root_device
+        except IndexError:
+            count = len(self.parallel_devices or ())
+            raise MisconfigurationException(gpu_setup.too_few_devices(self.local_rank, count)) from None
+        self.accelerator.setup_device(device)
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
@@ -173,16 +184,32 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         self._set_node_environment_variables()
         self._process_group_backend = self._get_process_group_backend()
         if not torch.distributed.is_initialized():
-            rendezvous.join_process_group(
-                self._process_group_backend,
+            self._join_ranks(self.cluster_environment.main_address, self.cluster_environment.main_port)
+        deepspeed.init_distributed(self._process_group_backend, verbose=False, timeout=self._timeout)
+
+    def _join_ranks(self, address: str, port: int) -> None:
+        """Create the process group; on GPUs check first that they can work together, then that NCCL connects them."""
+        assert self._process_group_backend is not None
+        on_gpu = self.root_device.type == "cuda"
+        rendezvous.join_process_group(
+            self._process_group_backend,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            address=address,
+            port=port,
+            init_timeout=self.init_timeout,
+            timeout=self._timeout,
+            description=gpu_setup.describe_rank(self.global_rank, self.root_device) if on_gpu else "",
+            examine=partial(gpu_setup.examine_ranks, dtype=self._training_dtype or torch.float32) if on_gpu else None,
+        )
+        if on_gpu and self.world_size > 1 and self._process_group_backend == "nccl":
+            gpu_setup.connect_over_nccl(
+                self.root_device,
                 rank=self.global_rank,
                 world_size=self.world_size,
-                address=self.cluster_environment.main_address,
-                port=self.cluster_environment.main_port,
-                init_timeout=self.init_timeout,
-                timeout=self._timeout,
+                address=f"{address}:{port}",
+                seconds=self.init_timeout,
             )
-        deepspeed.init_distributed(self._process_group_backend, verbose=False, timeout=self._timeout)
 
     @property
     def precision_plugin(self) -> Precision:

@@ -20,6 +20,8 @@ TABLE: dict[type, Rows] = {
     VLLMPool: {
         "num_engines": Change(2),
         "tensor_parallel_size": Change(2),
+        "pipeline_parallel_size": Change(2),
+        "data_parallel_size": Change(2, refused=True),  # the model has no experts
         "colocate": Change(True),
         "sleep_level": Change(1, given=BESIDE),
         "max_model_len": Change(32),

@@ -1,12 +1,13 @@
 """``GPUHolder``: an actor that holds one GPU, and which GPUs Ray has assigned to a worker.
 
-Ray's workers are sent this file's source, so that they start without importing torch: it imports the standard library
-only.
+Ray's workers are sent the source of this file and of ``gpus.py``, so that they start without importing torch.
 """
 
+import os
 import socket
-import subprocess
 from typing import Any
+
+from rlhfkit.gpus import VARIABLE, ask_driver
 
 
 class GPUHolder:
@@ -20,22 +21,16 @@ class GPUHolder:
 def assigned_gpus() -> list[dict[str, Any]]:
     """Return the GPUs that Ray has assigned to this worker.
 
-    Each has ``host``, ``gpu`` (the id for ``CUDA_VISIBLE_DEVICES``) and ``uuid`` (``None`` if the driver reports none).
+    Each has ``host``, ``gpu`` (the id for ``CUDA_VISIBLE_DEVICES``), ``uuid`` (``None`` if the driver reports none) and
+    ``kind`` (its name).
     """
     import ray
 
     names = [str(name) for name in ray.get_gpu_ids()]
-    known = _uuids() if names else {}
-    return [{"host": socket.gethostname(), "gpu": name, "uuid": known.get(name)} for name in names]
-
-
-def _uuids() -> dict[str, str]:
-    """Return the UUIDs of this machine's GPUs, by number and by ``GPU-<uuid>``; creates no CUDA context."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    rows = [[part.strip() for part in line.split(",")] for line in listed.splitlines() if "," in line]
-    found = {index: uuid.removeprefix("GPU-") for index, uuid in rows}
-    return found | {f"GPU-{uuid}": uuid for uuid in found.values()}
+    known = ask_driver({**os.environ, VARIABLE: ",".join(names)}).gpus if names else ()
+    if len(known) != len(names):  # no driver, or not NVIDIA's
+        return [{"host": socket.gethostname(), "gpu": name, "uuid": None, "kind": ""} for name in names]
+    return [
+        {"host": socket.gethostname(), "gpu": name, "uuid": gpu.uuid, "kind": gpu.name}
+        for name, gpu in zip(names, known, strict=True)
+    ]

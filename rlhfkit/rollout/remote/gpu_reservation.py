@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rlhfkit import gpus
 from rlhfkit.rollout.remote import gpu_holder
 from rlhfkit.rollout.remote.placement import RankLocation
 
@@ -43,7 +44,8 @@ class GPUReservation:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        ray.cloudpickle.register_pickle_by_value(gpu_holder)
+        for module in (gpus, gpu_holder):
+            ray.cloudpickle.register_pickle_by_value(module)
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         kind = ray.remote(gpu_holder.GPUHolder).options(num_cpus=0, num_gpus=1, scheduling_strategy=there)
         claims = {holder.gpus.remote(): holder for holder in [kind.remote() for _ in range(count)]}
@@ -53,7 +55,7 @@ class GPUReservation:
                 log.warning("%d GPU(s) that Ray counted as free could not be claimed within %g s", len(late), timeout)
             for ref in ready:
                 (gpu,) = ray.get(ref)
-                found = RankLocation(gpu["host"], gpu["gpu"], on_ray=True, uuid=gpu["uuid"])
+                found = RankLocation(**gpu, on_ray=True)
                 if any(found.has_same_gpu(rank) for rank in ranks):
                     self._holders.append(claims.pop(ref))
                     self.gpus.append(found)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhfkit.gpus import VARIABLE, name_of_uuid, uuid_of_name, visible_names
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.rollout.errors import EngineError
 
@@ -27,7 +28,9 @@ class RankLocation:
     on_ray: bool
     """Whether Ray has assigned the GPU to the rank, as it has for ranks that are Ray actors."""
     uuid: str | None = None
-    """UUID of the GPU; ``None`` if the driver reports none."""
+    """UUID of the GPU or MIG instance; ``None`` if the driver reports none."""
+    kind: str = ""
+    """What the driver calls it, such as ``NVIDIA H100 80GB HBM3``."""
 
     def __str__(self) -> str:
         return f"GPU {self.gpu} of {self.host}"
@@ -39,8 +42,9 @@ class RankLocation:
         """
         if self.gpu is None or other.gpu is None:
             return False
-        if self.uuid and other.uuid:
-            return self.uuid == other.uuid
+        mine, others = self.uuid or uuid_of_name(self.gpu), other.uuid or uuid_of_name(other.gpu)
+        if mine and others:
+            return mine == others
         return (self.host, self.gpu) == (other.host, other.gpu)
 
 
@@ -54,6 +58,8 @@ class ActorPlacement:
     """Set in the engine's process before anything else."""
     excluded: tuple[RankLocation, ...] = ()
     """Training ranks whose GPUs the engine must not have."""
+    shared: tuple[RankLocation, ...] = ()
+    """Training ranks whose GPUs the engine must have, and no others."""
 
 
 # ---------------------------------------------------------------- ranks and their GPUs
@@ -67,22 +73,40 @@ def locate_rank(*, colocate: bool = False) -> RankLocation:
     """
     import torch
 
-    gpu = uuid = None
     cuda: Any = torch.cuda  # has no types
-    if cuda.is_available() and (colocate or cuda.is_initialized()):
-        index = cuda.current_device()
-        gpu, uuid = visible_gpus()[index], _uuid(index)
-    return RankLocation(socket.gethostname(), gpu, on_ray=gpu in _gpus_from_ray(), uuid=uuid)
+    if not (cuda.is_available() and (colocate or cuda.is_initialized())):
+        return RankLocation(socket.gethostname(), None, on_ray=False)
+    index = cuda.current_device()
+    gpu, kind = visible_gpus()[index], str(cuda.get_device_properties(index).name)
+    return RankLocation(socket.gethostname(), gpu, on_ray=gpu in _gpus_from_ray(), uuid=_uuid(index), kind=kind)
 
 
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process sees, as in ``CUDA_VISIBLE_DEVICES``, in CUDA's order."""
     import torch
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return [str(index) for index in range(torch.cuda.device_count())]
-    return [name.strip() for name in named.split(",") if name.strip()]
+    count, value = torch.cuda.device_count(), os.environ.get(VARIABLE)
+    # The number of GPUs of the machine is not known here, but how many CUDA shows.
+    return visible_names(value, count if value is None else sys.maxsize)[:count]
+
+
+def check_locations(ranks: Sequence[RankLocation]) -> None:
+    """Raise EngineError if ranks share a GPU, or nobody can tell which GPUs they have."""
+    first: dict[Any, int] = {}
+    for number, rank in enumerate(ranks):
+        if rank.gpu is None:
+            continue
+        uuid = rank.uuid or uuid_of_name(rank.gpu)
+        other = first.setdefault(uuid or (rank.host, rank.gpu), number)
+        if other == number:
+            continue
+        if uuid:
+            raise EngineError(f"ranks {other} and {number} are both on {rank}: give every rank a GPU of its own")
+        raise EngineError(
+            f"ranks {other} and {number} both call their GPU {rank.gpu!r} on {rank.host}, and the driver reports no "
+            "UUIDs, so it is unknown which GPUs engines may have: have every rank see all of its machine's GPUs (srun "
+            "--gpu-bind=none), or number them machine-wide in CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _uuid(index: int) -> str | None:
@@ -136,64 +160,73 @@ def gpus_without_ranks(ranks: Sequence[RankLocation]) -> list[str] | None:
     return free
 
 
+def why_ray_has_few_gpus(ranks: Sequence[RankLocation]) -> str:
+    """Say which GPUs a Ray that was started here has; nothing if ranks use none."""
+    if all(rank.gpu is None for rank in ranks):
+        return ""
+    seen, value = visible_gpus(), os.environ.get(VARIABLE)
+    return (
+        f". Rank 0 has started Ray with the GPUs that it sees and no rank uses: it sees {len(seen)} "
+        f"({'all' if value is None else f'CUDA_VISIBLE_DEVICES={value}'}). If the machine has more, have rank 0 see "
+        "them (srun --gpu-bind=none), or start Ray before the run (ray start --head) and set RAY_ADDRESS"
+    )
+
+
 @contextlib.contextmanager
 def _only_visible(gpus: list[str] | None) -> Iterator[None]:
     """Let processes started inside the context see these GPUs only; ``None``: all."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    before = os.environ.get(VARIABLE)
     if gpus is None:
         yield
         return
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    os.environ[VARIABLE] = ",".join(gpus)
     try:
         yield
     finally:
         if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
+            del os.environ[VARIABLE]
         else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+            os.environ[VARIABLE] = before
 
 
 # ---------------------------------------------------------------- colocated engines
 
 
-def assign_ranks(
-    ranks: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int
-) -> list[list[RankLocation]]:
-    """Return the ranks whose devices each colocated engine shares: engine i has ranks i * T to (i + 1) * T - 1.
+def assign_ranks(ranks: Sequence[RankLocation], num_engines: int, processes: int) -> list[list[RankLocation]]:
+    """Return the ranks whose devices each colocated engine shares: engine i has ranks i * P to (i + 1) * P - 1.
 
-    T is ``tensor_parallel_size``. Raises EngineError if there are fewer ranks than devices needed, or those of one
-    engine are on several machines.
+    P is ``processes``, the devices of an engine. Raises EngineError if there are fewer ranks than devices needed, or
+    those of one engine are on several machines.
     """
-    wanted = num_engines * tensor_parallel_size
+    wanted = num_engines * processes
     if wanted > len(ranks) and any(rank.gpu is not None for rank in ranks):
         raise EngineError(
-            f"VLLMPool(colocate=True) puts {num_engines} engine(s) of {tensor_parallel_size} GPU(s) on the GPUs of the "
-            f"training ranks, of which there are {len(ranks)}: lower num_engines or tensor_parallel_size, or train on "
-            "more devices"
+            f"VLLMPool(colocate=True) puts {num_engines} engine(s) of {processes} GPU(s) on the GPUs of the training "
+            f"ranks, of which there are {len(ranks)}: lower num_engines or tensor_parallel_size, or train on more "
+            "devices"
         )
     shares = []
     for engine in range(num_engines):
-        first = engine * tensor_parallel_size
+        first = engine * processes
         # Without GPUs several engines may share the machine of one rank.
-        own = [ranks[(first + index) % len(ranks)] for index in range(tensor_parallel_size)]
+        own = [ranks[(first + index) % len(ranks)] for index in range(processes)]
         hosts = {rank.host for rank in own}
         if len(hosts) > 1:
             raise EngineError(
                 f"engine {engine} would share the GPUs of ranks that are on {len(hosts)} machines; an engine lives on "
-                f"one: choose a tensor_parallel_size that divides the ranks of a machine, not {tensor_parallel_size}"
+                f"one: choose sizes (tensor_parallel_size, ...) whose product divides the ranks of a machine, not "
+                f"{processes}"
             )
         shares.append(own)
     return shares
 
 
-def colocated_placements(
-    ranks: Sequence[RankLocation], num_engines: int, tensor_parallel_size: int
-) -> list[ActorPlacement]:
+def colocated_placements(ranks: Sequence[RankLocation], num_engines: int, processes: int) -> list[ActorPlacement]:
     """Return the placements of colocated engines; EngineError also if a rank's machine is not in Ray's cluster."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     placements = []
-    for own in assign_ranks(ranks, num_engines, tensor_parallel_size):
+    for own in assign_ranks(ranks, num_engines, processes):
         options: dict[str, Any] = {
             # Cores are shared as well. GPUs are named in the environment: Ray has assigned them to the rank, or holds
             # them for it (gpu_reservation.py), so that it assigns them to no other process.
@@ -201,10 +234,21 @@ def colocated_placements(
             "num_gpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_of(own[0].host), soft=False),
         }
-        on_gpu = own[0].gpu is not None
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(str(rank.gpu) for rank in own)} if on_gpu else {}
-        placements.append(ActorPlacement(options, environment))
+        if own[0].gpu is None:
+            placements.append(ActorPlacement(options))
+            continue
+        environment = {VARIABLE: ",".join(map(_name_in_other_processes, own))}
+        placements.append(ActorPlacement(options, environment, shared=tuple(own)))
     return placements
+
+
+def _name_in_other_processes(rank: RankLocation) -> str:
+    """Return the rank's GPU as ``CUDA_VISIBLE_DEVICES`` of a process that Ray starts.
+
+    The number of a GPU may be another one there: Slurm and containers give processes numbers of their own.
+    """
+    assert rank.gpu is not None
+    return rank.gpu if rank.uuid is None or not rank.gpu.isdecimal() else name_of_uuid(rank.uuid, rank.kind)
 
 
 def _node_of(host: str) -> str:
@@ -229,7 +273,8 @@ class DedicatedPlacement:
     A bundle is never divided, so the GPUs of an engine are on one machine. ``SPREAD`` prefers different machines for
     different engines. A restarted engine gets its bundle again; if the machine is gone, Ray moves the bundle. No engine
     is started on a GPU of ``ranks`` (all training ranks); ``held`` counts Ray's GPUs that are reserved for ranks
-    unknown to Ray. EngineError if the cluster is too small, or busy for ``timeout`` seconds.
+    unknown to Ray. EngineError if the cluster or its largest machine is too small, or busy for ``timeout`` seconds;
+    ``note`` is added to the first of these.
     """
 
     def __init__(
@@ -241,6 +286,7 @@ class DedicatedPlacement:
         *,
         ranks: Sequence[RankLocation] = (),
         held: int = 0,
+        note: str = "",
     ) -> None:
         import ray
 
@@ -257,7 +303,14 @@ class DedicatedPlacement:
                     cure += ", train on fewer GPUs, or share them: VLLMPool(colocate=True)"
                 raise EngineError(
                     f"{num_engines} engine(s) need {each * num_engines:g} {name}(s), but Ray's cluster has "
-                    f"{total.get(name, 0):g}{used}: {cure}"
+                    f"{total.get(name, 0):g}{used}: {cure}{note}"
+                )
+            largest = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
+            if largest < each:
+                raise EngineError(
+                    f"an engine is on one machine and needs {each:g} {name}(s) there, but the largest machine of Ray's "
+                    f"cluster has {largest:g}: lower the product of VLLMPool(tensor_parallel_size=..., "
+                    "pipeline_parallel_size=..., data_parallel_size=...)"
                 )
         self._bundle = bundle
         self._group = ray.util.placement_group([bundle] * num_engines, strategy="SPREAD")

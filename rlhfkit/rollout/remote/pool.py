@@ -27,9 +27,11 @@ from rlhfkit.rollout.remote.placement import (
     ActorPlacement,
     DedicatedPlacement,
     RankLocation,
+    check_locations,
     colocated_placements,
     locate_rank,
     start_ray_for_engines,
+    why_ray_has_few_gpus,
 )
 from rlhfkit.rollout.remote.rank_memory import free_cached_memory, release_exported_buffers
 from rlhfkit.rollout.remote.stream import PoolStream
@@ -69,7 +71,7 @@ class RemoteEnginePool(RolloutEngine):
     def __init__(
         self,
         num_engines: int,
-        tensor_parallel_size: int,
+        processes_per_engine: int,
         *,
         colocate: bool,
         sleep_level: int,
@@ -83,7 +85,7 @@ class RemoteEnginePool(RolloutEngine):
         health: HealthPolicy | None,
     ) -> None:
         check_integer("num_engines", num_engines, minimum=1)
-        check_integer("tensor_parallel_size", tensor_parallel_size, minimum=1)
+        check_integer("processes_per_engine", processes_per_engine, minimum=1)
         check_integer("cpus_per_engine", cpus_per_engine, minimum=1)
         check_integer("bucket_bytes", bucket_bytes, minimum=1)
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
@@ -94,7 +96,8 @@ class RemoteEnginePool(RolloutEngine):
         if device not in (None, "cpu", "cuda"):
             raise ValueError(f"device must be None, 'cpu' or 'cuda', got {device!r}")
         self.num_engines = num_engines
-        self.tensor_parallel_size = tensor_parallel_size
+        self.processes_per_engine = processes_per_engine
+        """Processes of an engine that hold weights, each with a device of its own."""
         self.colocate = colocate
         self.sleep_level = sleep_level
         self.cpus_per_engine = cpus_per_engine
@@ -119,6 +122,7 @@ class RemoteEnginePool(RolloutEngine):
         self._sync: WeightSyncCoordinator | None = None
         self._dedicated: DedicatedPlacement | None = None
         self._reservation: GPUReservation | None = None
+        self._gpu_note = ""  # for an error about too few GPUs
         self._publisher: EnginePublisher | None = None  # on rank 0, if there are others
         self._joined: JoinedRay | None = None  # on other ranks
         self._store: RankStore | None = None
@@ -198,7 +202,7 @@ class RemoteEnginePool(RolloutEngine):
         assert self.sender is not None
         # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and
         # takes them for those of later calls, so an engine of several processes cannot be used any more.
-        recoverable = self.sender.recoverable and self.tensor_parallel_size == 1
+        recoverable = self.sender.recoverable and self.processes_per_engine == 1
         self._sync = WeightSyncCoordinator(self.manager, self.sender, recoverable=recoverable)
         self.router = self.manager
         if log.store.world_size > 1:
@@ -224,23 +228,27 @@ class RemoteEnginePool(RolloutEngine):
         """Join or start Ray, keep it from assigning the ranks' GPUs, and return the device, ``"cpu"`` or ``"cuda"``."""
         import ray
 
-        processes = self.num_engines * self.tensor_parallel_size
+        check_locations(ranks)
+        processes = self.num_engines * self.processes_per_engine
         started_here = start_ray_for_engines(num_cpus=processes * self.cpus_per_engine, ranks=ranks)
         gpus = ray.cluster_resources().get("GPU", 0) or any(rank.gpu is not None for rank in ranks)
         device = self.device or ("cuda" if gpus else "cpu")
         if device == "cuda" and not started_here:
             self._reservation = GPUReservation(ranks, self.start_timeout)
+        self._gpu_note = why_ray_has_few_gpus(ranks) if started_here and device == "cuda" else ""
         return device
 
     def placements(self, device: str, ranks: list[RankLocation]) -> list[ActorPlacement]:
         """Return where each engine runs; EngineError if the devices have no room."""
-        processes = self.tensor_parallel_size
+        processes = self.processes_per_engine
         if self.colocate:
             return colocated_placements(ranks, self.num_engines, processes)
         cpus = self.cpus_per_engine * (processes if device == "cpu" else 1)
         gpus = processes if device == "cuda" else 0
         held = 0 if self._reservation is None else len(self._reservation.gpus)
-        self._dedicated = DedicatedPlacement(self.num_engines, cpus, gpus, self.start_timeout, ranks=ranks, held=held)
+        self._dedicated = DedicatedPlacement(
+            self.num_engines, cpus, gpus, self.start_timeout, ranks=ranks, held=held, note=self._gpu_note
+        )
         return self._dedicated.placements()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rlhfkit.gpus import VARIABLE, ask_driver
 from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.remote.gpu_holder import assigned_gpus
 from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation
@@ -79,14 +80,16 @@ class ActorLauncher:
             max_concurrency=10_000,
             runtime_env={"env_vars": self.environment},
         )
-        return actor_class.remote(self.arguments, self.in_process, placement.environment, placement.excluded)
+        return actor_class.remote(
+            self.arguments, self.in_process, placement.environment, placement.excluded, placement.shared
+        )
 
 
 class VLLMActor(RemoteEngine):
     """One vLLM engine in a process of its own, as it changes global state of torch.
 
     ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` overrides variables set by Ray; ``excluded`` are
-    training ranks whose GPUs this engine must not have.
+    training ranks whose GPUs this engine must not have, ``shared`` those whose GPUs it must have.
     """
 
     def __init__(
@@ -95,9 +98,11 @@ class VLLMActor(RemoteEngine):
         in_process: bool,
         environment: dict[str, str] | None = None,
         excluded: Sequence[RankLocation] = (),
+        shared: Sequence[RankLocation] = (),
     ) -> None:
         os.environ.update(environment or {})
         self._excluded = tuple(excluded)
+        self._shared = tuple(shared)
         self._arguments = arguments
         self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
         self._numbers = itertools.count()
@@ -116,6 +121,8 @@ class VLLMActor(RemoteEngine):
 
         self._check_gpus()
         config = await self._backend.start(self._arguments)
+        if config.parallel_config.pipeline_parallel_size > 1:
+            await self._backend.rpc("allocate_pipeline_buffers")
         await self._backend.set_version("0")
         this = psutil.Process()
         return {
@@ -127,9 +134,9 @@ class VLLMActor(RemoteEngine):
         }
 
     def _check_gpus(self) -> None:
-        """Raise RuntimeError if Ray has assigned a training rank's GPU to this engine in spite of all reservations."""
+        """Raise RuntimeError if this engine has a training rank's GPU in spite of all reservations, or not its own."""
         for gpu in assigned_gpus() if self._excluded else ():
-            mine = RankLocation(gpu["host"], gpu["gpu"], on_ray=True, uuid=gpu["uuid"])
+            mine = RankLocation(**gpu, on_ray=True)
             for rank, location in enumerate(self._excluded):
                 if mine.has_same_gpu(location):
                     raise RuntimeError(
@@ -137,6 +144,14 @@ class VLLMActor(RemoteEngine):
                         "the ranks' machines with the GPUs that they leave free (CUDA_VISIBLE_DEVICES=... ray start), "
                         "let Ray start the ranks (launcher='ray'), or share GPUs with VLLMPool(colocate=True)"
                     )
+        seen = [gpu.uuid for gpu in ask_driver().gpus] if self._shared else []
+        wanted = [rank.uuid for rank in self._shared]
+        if seen and all(wanted) and set(seen) != set(wanted):
+            raise RuntimeError(
+                f"this engine shares {', '.join(map(str, self._shared))} with training ranks (UUIDs {wanted}), but "
+                f"with CUDA_VISIBLE_DEVICES={os.environ.get(VARIABLE)} it sees {seen}: Ray on that machine must be "
+                "started where all of its GPUs are visible, in the same container as the ranks"
+            )
 
     @plain_errors
     async def health(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
 from rlhfkit.rollout.supervision.remote_engine import Request
+from rlhfkit.rollout.vllm.parallelism import Parallelism
 
 
 def engine_arguments(
@@ -15,7 +16,7 @@ def engine_arguments(
     *,
     dtype: str | torch.dtype,
     trust_remote_code: bool,
-    tensor_parallel_size: int,
+    parallelism: Parallelism,
     max_model_len: int | None,
     gpu_memory_utilization: float,
     kv_cache_gib: float | None,
@@ -35,7 +36,7 @@ def engine_arguments(
         "model": model,
         "dtype": str(dtype).removeprefix("torch."),
         "trust_remote_code": trust_remote_code,
-        "tensor_parallel_size": tensor_parallel_size,
+        **parallelism.arguments(),
         "max_model_len": max_model_len,
         "gpu_memory_utilization": gpu_memory_utilization,
         "seed": 0,
@@ -56,8 +57,6 @@ def engine_arguments(
         arguments["enable_chunked_prefill"] = False
     elif sleeps:
         arguments["enable_sleep_mode"] = True
-    if tensor_parallel_size > 1:
-        arguments["distributed_executor_backend"] = "mp"
     if not load_weights:
         arguments["load_format"] = "dummy"
     return arguments

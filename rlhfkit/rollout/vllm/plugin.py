@@ -179,7 +179,19 @@ def register() -> None:
 
 
 class WorkerExtension:
-    """An empty ``worker_extension_cls``, so that vLLM's workers import this module."""
+    """Our ``worker_extension_cls``: a base class that vLLM adds to its workers, which therefore import this module."""
+
+    def allocate_pipeline_buffers(self) -> None:
+        """Allocate what later stages of a pipeline receive, where vLLM has not.
+
+        Workaround for vLLM 0.32: it allocates them when it warms up, which it leaves out on CPUs with
+        ``enforce_eager``, and the first request fails.
+        """
+        runner: Any = cast(Any, self).model_runner
+        if runner.intermediate_tensors is None and hasattr(runner.model, "make_empty_intermediate_tensors"):
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
 
 register()

@@ -15,6 +15,7 @@ from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment, sample_request
+from rlhfkit.rollout.vllm.parallelism import Parallelism
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.delta import DeltaSender
 from rlhfkit.rollout.weight_sync.nccl import NcclSender
@@ -24,8 +25,6 @@ from rlhfkit.validation import check_integer, check_number
 
 # vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.
 _TEMPERATURES = (0.01, 2.0)
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local")
-"""Arguments of vLLM that say how many processes an engine has, which the pool has to know."""
 
 
 class VLLMPool(RemoteEnginePool):
@@ -40,7 +39,11 @@ class VLLMPool(RemoteEnginePool):
 
     Args:
         num_engines: Number of engines.
-        tensor_parallel_size: GPUs (on a CPU: processes) per engine.
+        tensor_parallel_size: Processes, each on a GPU of its own, that divide every layer of an engine.
+        pipeline_parallel_size: Stages of consecutive layers, each of ``tensor_parallel_size`` processes.
+        data_parallel_size: Of mixtures of experts: replicas of the attention layers, each of ``tensor_parallel_size *
+            pipeline_parallel_size`` processes, that share the experts. Needs GPUs. All processes of an engine are on
+            one machine.
         max_model_len: Tokens of prompt and completion; ``None``: the model's context.
         colocate: Engines share the training ranks' GPUs: weights pass as handles to GPU memory, and engines
             :meth:`sleep` during training (``RolloutCallback`` calls it). Else engines have devices of their own.
@@ -53,7 +56,8 @@ class VLLMPool(RemoteEnginePool):
             GiB on a CPU.
         cpus_per_engine: Cores of an engine; on a CPU also its number of threads.
         device: ``"cpu"`` or ``"cuda"``; ``None``: GPUs if Ray's cluster has any.
-        engine_arguments: Other arguments of ``vllm.EngineArgs``, except process counts; they override ours.
+        engine_arguments: Other arguments of ``vllm.EngineArgs``, except those on numbers of processes; they override
+            ours.
         environment: Environment variables of the engines.
         start_timeout: Seconds for all engines to be ready.
         generate_timeout: Seconds without any request of a batch being finished.
@@ -74,6 +78,8 @@ class VLLMPool(RemoteEnginePool):
         num_engines: int = 1,
         tensor_parallel_size: int = 1,
         *,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int = 1,
         colocate: bool = False,
         sleep_level: int = 2,
         max_model_len: int | None = None,
@@ -92,9 +98,10 @@ class VLLMPool(RemoteEnginePool):
         delta_sync: bool = False,
         health: HealthPolicy | None = None,
     ) -> None:
+        self.parallelism = Parallelism(tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
         super().__init__(
             num_engines,
-            tensor_parallel_size,
+            self.parallelism.processes,
             colocate=colocate,
             sleep_level=sleep_level,
             cpus_per_engine=cpus_per_engine,
@@ -109,12 +116,7 @@ class VLLMPool(RemoteEnginePool):
         check_integer("max_model_len", max_model_len, minimum=2, optional=True)
         check_number("gpu_memory_utilization", gpu_memory_utilization, above=0, maximum=1, optional=True)
         check_number("kv_cache_gib", kv_cache_gib, above=0, optional=True)
-        sizes = [name for name in _SIZES if (engine_arguments or {}).get(name, 1) not in (1, None)]
-        if sizes:
-            raise ValueError(
-                f"VLLMPool(engine_arguments=...) must leave {', '.join(sizes)} out: devices and weight transfers are "
-                "laid out for VLLMPool(num_engines=..., tensor_parallel_size=...), and other sizes are not supported"
-            )
+        self.parallelism.check_engine_arguments(engine_arguments or {})
         if delta_sync and colocate:
             raise ValueError(
                 "VLLMPool(delta_sync=True) saves bytes of a network, and with colocate=True none are sent: use one"
@@ -134,8 +136,9 @@ class VLLMPool(RemoteEnginePool):
     ) -> None:
         """Set :attr:`manager`, with started vLLM actors, and :attr:`sender`; called on rank 0."""
         device = self.connect_to_ray(ranks)
+        self.parallelism.check_device(device)
         self.sender = self._make_sender(device)
-        in_process = device == "cpu" and self.tensor_parallel_size == 1
+        in_process = device == "cpu" and self.processes_per_engine == 1
         environment = engine_environment(
             device=device,
             cpus_per_engine=self.cpus_per_engine,
@@ -146,7 +149,7 @@ class VLLMPool(RemoteEnginePool):
             model,
             dtype=self.dtype or dtype,
             trust_remote_code=trust_remote_code,
-            tensor_parallel_size=self.tensor_parallel_size,
+            parallelism=self.parallelism,
             max_model_len=self.max_model_len,
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_gib=self.kv_cache_gib,
@@ -165,7 +168,7 @@ class VLLMPool(RemoteEnginePool):
         self.manager = EngineManager(
             self.num_engines,
             create_actor,
-            workers_per_engine=self.tensor_parallel_size,
+            workers_per_engine=self.processes_per_engine,
             sync_timeout=self.sync_timeout,
             start_timeout=self.start_timeout,
             policy=self.health,
@@ -189,9 +192,17 @@ class VLLMPool(RemoteEnginePool):
     # ---------------------------------------------------------------- sampling
 
     def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
-        """Read the model's end-of-sequence tokens; ImportError if Ray or vLLM is missing."""
+        """Read the model's end-of-sequence tokens.
+
+        Raises:
+            ImportError: If Ray or vLLM is missing.
+            EngineError: If the model cannot be divided over an engine's processes.
+        """
         _require_packages()
-        from rlhfkit.models.load import load_tokenizer, stop_token_ids
+        from rlhfkit.models.load import load_config, load_tokenizer, stop_token_ids
+
+        if self.processes_per_engine > 1:
+            self.parallelism.check_model(load_config(model, trust_remote_code=trust_remote_code))
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._stop_token_ids = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)

@@ -4,6 +4,7 @@ import ipaddress
 import os
 import socket
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,13 +16,25 @@ _POLL_SECONDS = 0.1
 
 
 def join_process_group(
-    backend: str, *, rank: int, world_size: int, address: str, port: int, init_timeout: float, timeout: timedelta | None
+    backend: str,
+    *,
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    init_timeout: float,
+    timeout: timedelta | None,
+    description: str = "",
+    examine: Callable[[Sequence[str]], str | None] | None = None,
 ) -> None:
     """Create the default process group, or raise TimeoutError naming the ranks that did not join.
 
     Every rank first announces itself in the store at ``address`` and ``port`` of rank 0 and waits up to
     ``init_timeout`` seconds for the others there, because the error of ``init_process_group`` gives only their number.
     ``timeout`` is the time limit of collectives; ``None``: the default of the backend.
+
+    ``examine``, if given, is called on rank 0 with the ``description`` of every rank, by rank; what it returns is a
+    RuntimeError on all of them.
     """
     # Under torchrun the agent already serves a store at this address.
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -43,13 +56,20 @@ def join_process_group(
         raise TimeoutError(f"{here} {reason} {address}:{port}: {error}") from error
     # The agent's store outlives a restart of the workers, so the attempt is part of the key.
     store = PrefixStore(f"rlhfkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    store.set(f"joined/{rank}", str(os.getpid()))
+    store.set(f"joined/{rank}", description)
     missing = wait_for_ranks(store, world_size, init_timeout)
     if missing:
         raise TimeoutError(
             f"{here} waited {init_timeout:.0f} s at {address}:{port} for rank(s) {', '.join(map(str, missing))}"
             " to join. Look at their logs; if they only start slowly, raise RLHFDeepSpeedStrategy(init_timeout=...)."
         )
+    if examine is not None:
+        if rank == 0:
+            found = [store.get(f"joined/{number}").decode() for number in range(world_size)]
+            store.set("problem", examine(found) or "")
+        problem = store.get("problem").decode()
+        if problem:
+            raise RuntimeError(problem)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

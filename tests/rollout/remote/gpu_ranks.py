@@ -13,14 +13,17 @@ import torch
 ENGINES = 4
 
 
-def pretend_gpus() -> None:
-    """Have torch see the GPUs that ``CUDA_VISIBLE_DEVICES`` names, else eight; this rank uses that of its number."""
+def pretend_gpus(uuid: str | None = None) -> None:
+    """Have torch see the GPUs that ``CUDA_VISIBLE_DEVICES`` names, else eight; this rank uses that of its number.
+
+    The driver reports no UUIDs but this one.
+    """
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",") if name]
     cuda: Any = torch.cuda
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: len(named)
     cuda.current_device = lambda: int(os.environ["LOCAL_RANK"]) % len(named)
-    cuda.get_device_properties = lambda index: SimpleNamespace(name="pretended")
+    cuda.get_device_properties = lambda index: SimpleNamespace(name="pretended", uuid=uuid)
 
 
 def place_engines() -> dict[str, Any]:
@@ -46,6 +49,7 @@ def place_engines() -> dict[str, Any]:
         tasks = [ray.remote(assigned).options(**place.options, max_retries=0).remote() for place in placements]
         report["engines"] = [name for names in ray.get(tasks, timeout=100) for name in names]
         report["excluded"] = [rank.gpu for rank in placements[0].excluded]
+        report["held"] = [] if pool._reservation is None else [rank.gpu for rank in pool._reservation.gpus]
         if "RAY_ADDRESS" not in os.environ and not locations[0].on_ray:
             report["refusal"] = refusal(dataclasses.replace(locations[1], gpu=report["engines"][0]), placements[0])
         if pool._dedicated is not None:
@@ -75,13 +79,14 @@ def refusal(rank: Any, place: Any) -> str:
     return ""
 
 
-def place(folder: Path, address: str | None = None, own_gpu_only: bool = False) -> dict[str, Any]:
+def place(folder: Path, address: str | None = None, own_gpu: str | None = None) -> dict[str, Any]:
     """A rank that Ray has not started; rank 0 joins the cluster, or starts Ray where there is no address.
 
     Args:
         folder: Not used.
         address: Of the cluster.
-        own_gpu_only: Each rank sees its own GPU and no other, as Slurm may have it.
+        own_gpu: Each rank sees its own GPU and no other, as Slurm may have it: by its ``number``; or (``uuid``) rank 0
+            by UUID, and rank 1 as number 0 of a container, with a driver that tells UUIDs. ``None``: all.
     """
     import torch.distributed as dist
 
@@ -90,9 +95,15 @@ def place(folder: Path, address: str | None = None, own_gpu_only: bool = False) 
     os.environ.pop("RAY_ADDRESS", None)
     if address is not None:
         os.environ["RAY_ADDRESS"] = address
-    if own_gpu_only:
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
-    pretend_gpus()
+    uuid = None
+    if own_gpu is not None:
+        from simulated_driver import simulated_uuid
+
+        rank = int(os.environ["RANK"])
+        names = [f"GPU-{simulated_uuid(0)}", "0"] if own_gpu == "uuid" else ["0", "1"]
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[rank]
+        uuid = simulated_uuid(1) if (own_gpu, rank) == ("uuid", 1) else None
+    pretend_gpus(uuid)
     dist.init_process_group("gloo")
     try:
         report = place_engines()

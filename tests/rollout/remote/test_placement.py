@@ -17,11 +17,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from simulated_driver import simulated_driver, simulated_uuid
 from strategies import ranks
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.remote.placement import RankLocation, assign_ranks
+from rlhfkit.rollout.remote.placement import RankLocation, assign_ranks, check_locations
 from rlhfkit.rollout.weight_sync.cuda_ipc import split_into_chunks
 
 
@@ -71,6 +72,32 @@ def test_one_gpu_is_known_by_its_uuid_else_by_machine_and_id() -> None:
     assert not RankLocation("a", None, on_ray=False).has_same_gpu(RankLocation("a", None, on_ray=True))
 
 
+def test_a_uuid_in_the_variable_is_known_without_the_driver() -> None:
+    uuid = simulated_uuid(3)
+    by_name = RankLocation("a", f"GPU-{uuid}", on_ray=False)
+    assert by_name.has_same_gpu(RankLocation("b", "5", on_ray=True, uuid=uuid))
+    assert by_name.has_same_gpu(RankLocation("a", f"GPU-{uuid}", on_ray=True))
+    assert not by_name.has_same_gpu(RankLocation("a", "3", on_ray=True, uuid=simulated_uuid(4)))
+
+
+class TestRanksThatShareGPUs:
+    """Refused before Ray is asked for anything."""
+
+    def test_two_ranks_on_one_gpu(self) -> None:
+        same = [RankLocation("a", str(gpu), on_ray=False, uuid="x") for gpu in (0, 3)]
+        with pytest.raises(EngineError, match="ranks 0 and 1 are both on GPU 3 of a: give every rank"):
+            check_locations(same)
+
+    def test_ranks_whose_numbers_say_nothing(self) -> None:
+        """Each in a container that calls its GPU 0, and no driver that tells them apart."""
+        with pytest.raises(EngineError, match=r"ranks 1 and 2 both call their GPU '0' on a, .* no UUIDs"):
+            check_locations([RankLocation("b", "0", on_ray=False), *[RankLocation("a", "0", on_ray=False)] * 2])
+
+    def test_ranks_on_cpus_and_on_gpus_of_their_own_are_fine(self) -> None:
+        check_locations([*machines([4, 4]), *machines([2], gpus=False)])
+        check_locations([RankLocation("a", "0", on_ray=False, uuid=uuid) for uuid in "xyz"])
+
+
 @given(
     tensors=st.lists(
         st.tuples(st.integers(min_value=1, max_value=50), st.sampled_from([torch.int8, torch.bfloat16, torch.float32])),
@@ -115,15 +142,15 @@ def test_engines_apart_spread_over_the_machines_of_an_existing_cluster() -> None
 
 
 class Cluster:
-    """A Ray node that declares eight GPUs, in a process of its own (``gpu_ranks.py``)."""
+    """A Ray node that declares eight GPUs, which its driver knows, in a process of its own (``gpu_ranks.py``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver: dict[str, str]) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         self.process = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("gpu_ranks.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment | {"RAY_AUTH_MODE": "disabled"},
+            env=environment | driver | {"RAY_AUTH_MODE": "disabled"},
             text=True,
         )
         self.address: str = self.answer()["address"]
@@ -144,20 +171,23 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Shared by the tests of this file."""
-    made = Cluster()
+    made = Cluster(simulated_driver(tmp_path_factory.mktemp("driver"), 8))
     yield made
     made.process.communicate(timeout=60)
 
 
-def check_apart(gpus: list[str], report: dict[str, Any]) -> None:
-    """Engines have GPUs, each its own, and none of a rank's; one more than there are is refused at once."""
+def check_apart(gpus: list[str], report: dict[str, Any], names: list[str] | None = None) -> None:
+    """Engines have GPUs, each its own, and none of a rank's; one more than there are is refused at once.
+
+    ``names`` are those by which the ranks know their GPUs.
+    """
     assert len(set(gpus)) == len(gpus)
     assert report["device"] == "cuda"
     assert len(set(report["engines"])) == 4
     assert not set(report["engines"]) & set(gpus)
-    assert set(report["excluded"]) == set(gpus)
+    assert set(report["excluded"]) == set(names or gpus)
     used = rf", {len(gpus)} of which the training ranks use" if "has 8" in report["error"] else ""
     assert re.search(
         rf"7 engine\(s\) need 7 GPU\(s\), but Ray's cluster has [68]{used}: .*share them: VLLMPool\(colocate=True\)",
@@ -170,12 +200,18 @@ def check_apart(gpus: list[str], report: dict[str, Any]) -> None:
 class TestEnginesApart:
     """No engine gets a GPU of a training rank's, whoever has started the ranks, on a node that declares eight."""
 
-    def test_from_ranks_of_slurm_that_see_their_own_gpu_alone(self, cluster: Cluster, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("own_gpu", ["number", "uuid"])
+    def test_from_ranks_of_slurm_that_see_their_own_gpu_alone(
+        self, cluster: Cluster, tmp_path: Path, own_gpu: str
+    ) -> None:
+        """By number; or one by UUID, and one as number 0 of a container or of Slurm's device control group."""
         first, second = ranks.run(
-            "rollout.remote.gpu_ranks:place", 2, tmp_path, address=cluster.address, own_gpu_only=True
+            "rollout.remote.gpu_ranks:place", 2, tmp_path, address=cluster.address, own_gpu=own_gpu
         )
-        assert [first["gpu"], second["gpu"]] == ["0", "1"]
-        check_apart(["0", "1"], first)
+        names = {"number": ["0", "1"], "uuid": [f"GPU-{simulated_uuid(0)}", "0"]}[own_gpu]
+        assert [first["gpu"], second["gpu"]] == names
+        assert sorted(first["held"]) == ["0", "1"]  # as Ray calls them
+        check_apart(first["held"], first, names)
 
     def test_from_ranks_of_a_script_that_starts_ray_itself(self, tmp_path: Path) -> None:
         first, _ = ranks.run("rollout.remote.gpu_ranks:place", 2, tmp_path)
@@ -184,9 +220,13 @@ class TestEnginesApart:
         assert re.match(rf"RuntimeError: Ray gave this engine GPU {first['engines'][0]} of .*, which", first["refusal"])
 
     def test_ranks_that_see_their_own_gpu_alone_leave_no_gpu_for_a_ray_of_theirs(self, tmp_path: Path) -> None:
-        first, _ = ranks.run("rollout.remote.gpu_ranks:place", 2, tmp_path, own_gpu_only=True)
+        first, _ = ranks.run("rollout.remote.gpu_ranks:place", 2, tmp_path, own_gpu="number")
         assert "engines" not in first
-        assert re.search(r"4 engine\(s\) need 4 GPU\(s\), but Ray's cluster has 0: .*train on fewer", first["error"])
+        assert re.search(
+            r"4 engine\(s\) need 4 GPU\(s\), but Ray's cluster has 0: .*train on fewer.* Rank 0 has started Ray .*: it "
+            r"sees 1 \(CUDA_VISIBLE_DEVICES=0\)\. .*ray start --head",
+            first["error"],
+        )
 
     def test_from_ranks_of_torchrun(self, cluster: Cluster, tmp_path: Path) -> None:
         script = Path(__file__).with_name("gpu_ranks.py")

@@ -24,6 +24,25 @@ from vllm.v1.worker.gpu_worker import Worker
 clashes = [name for name in dir(vllm_plugin.WorkerExtension) if not name.startswith("__") and hasattr(Worker, name)]
 assert not clashes, clashes
 
+# An engine has as many processes as we count, and their ranks in a transfer (init_transfer_engine) have no gaps.
+import dataclasses
+from itertools import product
+from vllm import EngineArgs
+from vllm.config.parallel import ParallelConfig
+from rlhfkit.rollout.vllm import parallelism
+fields = {field.name for field in dataclasses.fields(EngineArgs)}
+assert fields >= parallelism._OTHER_PROCESSES, parallelism._OTHER_PROCESSES - fields
+for sizes in product((1, 2), (1, 3), (1, 2)):
+    ours = parallelism.Parallelism(*sizes)
+    assert fields >= set(ours.arguments())
+    ranks = []
+    for index in range(ours.data):
+        theirs = ParallelConfig(**ours.arguments(), data_parallel_rank=index)
+        assert (theirs.world_size, theirs.data_parallel_index) == (ours.tensor * ours.pipeline, index)
+        assert theirs.world_size_across_dp == ours.processes
+        ranks += [index * theirs.world_size + rank for rank in range(theirs.world_size)]
+    assert ranks == list(range(ours.processes)), sizes
+
 engine = object.__new__(vllm_plugin.GlooWeightTransferEngine)
 update = engine.parse_update_info({"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]})
 for wrong in ({"names": ["a"]}, {"names": [], "dtype_names": [], "shapes": [], "more": 1}):

@@ -455,8 +455,13 @@ class TestWithoutEngines:
             ({"device": "tpu"}, "device must be None, 'cpu' or 'cuda', got 'tpu'"),
             ({"sleep_level": 3}, "sleep_level must be an integer of at least 1 and at most 2, got 3"),
             ({"sync_timeout": 0}, "sync_timeout must be a finite number above 0"),
+            ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer of at least 1, got 0"),
+            ({"data_parallel_size": 0}, "data_parallel_size must be an integer of at least 1, got 0"),
             ({"engine_arguments": {"pipeline_parallel_size": 2}}, "must leave pipeline_parallel_size out"),
-            ({"engine_arguments": {"tensor_parallel_size": 2}}, "must leave tensor_parallel_size out"),
+            (
+                {"engine_arguments": {"data_parallel_size_local": 1, "nnodes": 2}},
+                "data_parallel_size_local, nnodes out",
+            ),
         ],
     )
     def test_bad_arguments_name_value_and_rule(self, arguments: dict, message: str) -> None:

@@ -1,0 +1,126 @@
+"""``Parallelism``: over how many processes a vLLM engine divides its model, and which models can be divided so.
+
+An engine has ``tensor * pipeline * data`` processes, each with a device of its own. Placement, weight transfers and
+health checks count them, so vLLM must not be given other numbers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.validation import check_integer
+
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+# Arguments of vLLM 0.32 that also change how many processes an engine has, or spread them over machines.
+_OTHER_PROCESSES = frozenset(
+    {
+        "prefill_context_parallel_size",
+        "data_parallel_size_local",
+        "data_parallel_rank",
+        "data_parallel_start_rank",
+        "data_parallel_address",
+        "data_parallel_rpc_port",
+        "data_parallel_hybrid_lb",
+        "data_parallel_external_lb",
+        "data_parallel_multi_port_external_lb",
+        "data_parallel_backend",
+        "distributed_executor_backend",
+        "enable_elastic_ep",
+        "elastic_ep_max_dp_size",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "device_ids",
+    }
+)
+# How configurations of mixtures of experts call the number of experts, as vLLM 0.32 looks for it.
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """The sizes of one engine.
+
+    Raises:
+        ValueError: If a size is less than 1.
+    """
+
+    tensor: int = 1
+    """Parts into which every layer is divided."""
+    pipeline: int = 1
+    """Stages of consecutive layers."""
+    data: int = 1
+    """Replicas of the attention layers, among which requests and experts are divided."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        for name, size in zip(_SIZES, (self.tensor, self.pipeline, self.data), strict=True):
+            check_integer(name, size, minimum=1)
+
+    @property
+    def processes(self) -> int:
+        """Processes of an engine that hold weights; on GPUs each has one."""
+        return self.tensor * self.pipeline * self.data
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``vllm.EngineArgs``."""
+        arguments: dict[str, Any] = dict(zip(_SIZES, (self.tensor, self.pipeline, self.data), strict=True))
+        if self.processes > 1:
+            # Processes of the engine's own actor. In an actor that Ray has placed vLLM would choose actors of Ray.
+            arguments["distributed_executor_backend"] = "mp"
+        return arguments
+
+    def check_engine_arguments(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError if ``VLLMPool(engine_arguments=...)`` has other sizes or spreads an engine over machines."""
+        mine = dict(zip(_SIZES, (self.tensor, self.pipeline, self.data), strict=True))
+        wrong = [name for name in given if (name in mine and given[name] != mine[name]) or name in _OTHER_PROCESSES]
+        if wrong:
+            raise ValueError(
+                f"VLLMPool(engine_arguments=...) must leave {', '.join(wrong)} out: devices and weight transfers are "
+                f"laid out for VLLMPool({', '.join(f'{name}={size}' for name, size in mine.items())}), where sizes are "
+                "given, and for engines that are on one machine each"
+            )
+
+    def check_device(self, device: str) -> None:
+        """Raise EngineError for what vLLM 0.32 divides on GPUs only: tokens of experts (no ``all_gatherv`` on CPUs)."""
+        if device == "cpu" and self.data > 1:
+            raise EngineError(
+                f"vLLM's CPU build starts data_parallel_size={self.data} and fails at the first request: leave it out, "
+                "and raise num_engines or tensor_parallel_size"
+            )
+
+    def check_model(self, config: Any) -> None:
+        """Raise EngineError if a model (Transformers' configuration) cannot be divided so, before engines start.
+
+        vLLM would find out in the engine's processes, minutes later. It has further rules for some families.
+        """
+        text = config.get_text_config()
+        problems = [*_tensor_problems(text, self.tensor), *_pipeline_problems(text, self.pipeline)]
+        if self.data > 1 and not any(getattr(text, name, None) for name in _EXPERTS):
+            problems.append(
+                f"data_parallel_size={self.data} divides the experts of a mixture, and this model has none: give "
+                f"VLLMPool(num_engines=...) {self.data} times as many engines, which also fail and restart one by one"
+            )
+        if problems:
+            raise EngineError(f"vLLM cannot divide {type(config).__name__} as asked: {'; '.join(problems)}")
+
+
+def _tensor_problems(text: Any, size: int) -> list[str]:
+    heads = getattr(text, "num_attention_heads", None)
+    if size == 1 or not isinstance(heads, int):
+        return []
+    if heads % size:
+        return [f"tensor_parallel_size={size} must divide its {heads} attention heads"]
+    shared = getattr(text, "num_key_value_heads", None)
+    if isinstance(shared, int) and shared and shared % size and size % shared:
+        return [f"tensor_parallel_size={size} must be a divisor or a multiple of its {shared} key-value heads"]
+    return []
+
+
+def _pipeline_problems(text: Any, size: int) -> list[str]:
+    layers = getattr(text, "num_hidden_layers", None)
+    if size > 1 and isinstance(layers, int) and layers < size:
+        return [f"pipeline_parallel_size={size} must not exceed its {layers} layers"]
+    return []

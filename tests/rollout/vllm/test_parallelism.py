@@ -1,0 +1,76 @@
+"""How many processes an engine has, what vLLM may not be told about it, and which models can be divided.
+
+``test_plugin.py`` compares the processes and their ranks with vLLM's own count.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, MixtralConfig
+
+from rlhfkit import VLLMPool
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.vllm.parallelism import Parallelism
+
+LLAMA = LlamaConfig(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=4)
+MIXTRAL = MixtralConfig(num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=4, num_local_experts=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        (Parallelism(), LLAMA),
+        (Parallelism(tensor=8), LLAMA),  # four copies of each key-value head
+        (Parallelism(tensor=2, pipeline=4), LLAMA),
+        (Parallelism(pipeline=3), LLAMA),
+        (Parallelism(tensor=2, data=2), MIXTRAL),
+    ],
+)
+def test_models_that_have_the_parts_are_accepted(sizes: Parallelism, config: Any) -> None:
+    sizes.check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "says"),
+    [
+        (Parallelism(tensor=3), LLAMA, "tensor_parallel_size=3 must divide its 8 attention heads"),
+        (
+            Parallelism(tensor=4),
+            LlamaConfig(hidden_size=48, num_attention_heads=12, num_key_value_heads=6),
+            "tensor_parallel_size=4 must be a divisor or a multiple of its 6 key-value heads",
+        ),
+        (Parallelism(pipeline=5), LLAMA, "pipeline_parallel_size=5 must not exceed its 4 layers"),
+        (Parallelism(data=2), LLAMA, "this model has none: give VLLMPool(num_engines=...) 2 times as many"),
+        (Parallelism(tensor=3, pipeline=5), MIXTRAL, "heads; pipeline_parallel_size=5"),
+    ],
+)
+def test_models_without_the_parts_are_refused(sizes: Parallelism, config: Any, says: str) -> None:
+    with pytest.raises(EngineError, match=re.escape(says)):
+        sizes.check_model(config)
+
+
+def test_a_model_is_refused_before_ray_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    monkeypatch.setattr("rlhfkit.rollout.remote.pool.start_ray_for_engines", lambda **_: pytest.fail("Ray is started"))
+    with pytest.raises(EngineError, match="vLLM cannot divide LlamaConfig as asked"):
+        VLLMPool(tensor_parallel_size=3).prepare_requests(str(tmp_path), trust_remote_code=False)
+
+
+def test_cpus_cannot_exchange_tokens_of_experts() -> None:
+    Parallelism(tensor=2, pipeline=2).check_device("cpu")
+    Parallelism(data=2).check_device("cuda")
+    with pytest.raises(EngineError, match="fails at the first request: leave it out"):
+        Parallelism(data=2).check_device("cpu")
+
+
+def test_sizes_in_engine_arguments_are_refused_unless_they_say_the_same() -> None:
+    Parallelism(2, 3).check_engine_arguments({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "seed": 1})
+    with pytest.raises(ValueError, match=r"must leave tensor_parallel_size, nnodes out: .*\(tensor_parallel_size=2, "):
+        Parallelism(2, 3).check_engine_arguments({"tensor_parallel_size": 1, "nnodes": 2})
+
+
+def test_every_process_counts_where_devices_are_given_out() -> None:
+    pool = VLLMPool(2, 2, pipeline_parallel_size=3, data_parallel_size=2)
+    assert pool.processes_per_engine == 12

@@ -1,0 +1,143 @@
+"""What is said about GPUs that a run cannot use, on machines that are only described."""
+
+import dataclasses
+
+import pytest
+
+from rlhfkit.gpu_checks import (
+    GIB,
+    RankGPU,
+    explain_missing_cuda,
+    memory_is_tight,
+    mixed_kinds,
+    same_gpu_twice,
+    too_few_devices,
+    unsupported_dtype,
+    weights_do_not_fit,
+    why_cuda_is_missing,
+)
+from rlhfkit.gpus import DriverReport, VisibleGPU
+
+H100 = VisibleGPU("a", "NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB)
+T4 = VisibleGPU("b", "Tesla T4", (7, 5), 15 * GIB)
+
+
+def on(*gpus: VisibleGPU) -> list[RankGPU]:
+    """Ranks on one machine, on GPUs of their own of these kinds."""
+    return [RankGPU(rank, "node1", dataclasses.replace(gpu, uuid=f"gpu{rank}")) for rank, gpu in enumerate(gpus)]
+
+
+class TestMissingCUDA:
+    """A machine with GPUs on which torch would silently compute on the CPU."""
+
+    @pytest.mark.parametrize(
+        ("built_for", "variable", "driver", "says"),
+        [
+            (None, None, DriverReport(), "this torch was built without CUDA"),
+            ("13.0", None, DriverReport(), "no driver library (libcuda.so.1). In a container, start it with its GPUs"),
+            (
+                "13.0",
+                None,
+                DriverReport(cuda=(12, 2), error=100),
+                "torch was built for CUDA 13.0, and the driver supports CUDA up to 12.2. Update the driver, or install "
+                "a torch that was built for CUDA 12",
+            ),
+            ("12.8", None, DriverReport(cuda=(13, 0), error=802), "Fabric Manager is not running"),
+            ("12.8", None, DriverReport(cuda=(13, 0), error=803), "of different versions: restart the machine"),
+            ("12.8", None, DriverReport(cuda=(13, 0), error=999), "answers with error 999"),
+            ("13.0", "", DriverReport((H100,) * 2, (13, 0)), "CUDA_VISIBLE_DEVICES='' hides all 2 GPU(s)"),
+            ("13.0", "0,0", DriverReport((H100,) * 2, (13, 0)), "names 0 twice"),
+            ("13.0", "0", DriverReport((H100,) * 2, (13, 0)), "torch.utils.collect_env"),
+        ],
+    )
+    def test_the_cause_is_named(
+        self, built_for: str | None, variable: str | None, driver: DriverReport, says: str
+    ) -> None:
+        found = explain_missing_cuda(built_for, 2, variable, driver)
+        assert found.startswith("This machine has 2 NVIDIA GPU(s), which torch cannot use: ")
+        assert says in found
+
+    def test_newer_drivers_run_what_older_cuda_was_built_for(self) -> None:
+        """CUDA's backward compatibility; within a major version also minor versions ahead of the driver's."""
+        for built_for, supported in (("12.8", (13, 0)), ("13.2", (13, 0))):
+            assert "built for" not in explain_missing_cuda(built_for, 1, None, DriverReport((H100,), supported))
+
+    def test_nothing_is_said_where_cuda_works_or_there_is_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rlhfkit.gpu_checks.device_files", lambda: 8)
+        assert why_cuda_is_missing("13.0", True, None) is None
+        assert why_cuda_is_missing(None, False, None) is not None
+        monkeypatch.setattr("rlhfkit.gpu_checks.device_files", lambda: 0)
+        assert why_cuda_is_missing(None, False, None) is None
+
+
+class TestRanks:
+    """GPUs that do not go together."""
+
+    def test_each_rank_on_a_gpu_of_its_own_of_one_kind_is_fine(self) -> None:
+        ranks = on(H100, H100, H100)
+        assert same_gpu_twice(ranks) is None
+        assert mixed_kinds(ranks) is None
+        assert unsupported_dtype(ranks, "bfloat16") is None
+
+    def test_two_ranks_on_one_gpu_are_named(self) -> None:
+        first, second, third = on(H100, H100, H100)
+        found = same_gpu_twice([first, second, dataclasses.replace(third, gpu=first.gpu)])
+        assert found is not None
+        assert found.startswith("rank 0 on node1 and rank 2 on node1 are on one GPU (NVIDIA H100 80GB HBM3, GPU-gpu0)")
+
+    def test_gpus_without_uuids_are_not_taken_for_one(self) -> None:
+        unknown = dataclasses.replace(H100, uuid="")
+        assert same_gpu_twice([RankGPU(rank, "node1", unknown) for rank in range(2)]) is None
+
+    def test_mixed_kinds_are_listed_with_their_ranks(self) -> None:
+        found = mixed_kinds(on(H100, T4, H100, H100, H100, H100))
+        assert found is not None
+        assert "NVIDIA H100 80GB HBM3 (80 GiB): rank 0 on node1, rank 2 on node1, rank 3 on node1 and 2 more" in found
+        assert "Tesla T4 (15 GiB): rank 1 on node1" in found
+
+    def test_gpus_that_cannot_compute_in_a_type_are_named(self) -> None:
+        found = unsupported_dtype(on(H100, T4), "bfloat16")
+        assert found is not None
+        assert "rank 1 on node1 of 2 cannot compute in bfloat16, which needs compute capability 8.0" in found
+        assert "Tesla T4 (compute capability 7.5)" in found
+        assert unsupported_dtype(on(H100, T4), "float16") is None
+        assert unsupported_dtype(on(dataclasses.replace(H100, capability=(8, 0))), "float8_e4m3fn") is not None
+        assert unsupported_dtype(on(dataclasses.replace(H100, capability=(0, 0))), "bfloat16") is None  # unknown
+
+    @pytest.mark.parametrize(
+        ("variable", "says"),
+        [
+            ("0,1", "sees 2 GPU(s) (CUDA_VISIBLE_DEVICES='0,1')"),
+            (None, "sees 2 GPU(s) (the machine has 4)"),
+            ("0,1,9,2", "sees 2 GPU(s) (CUDA_VISIBLE_DEVICES='0,1,9,2': '9' is none of this machine's 4 GPU(s)"),
+        ],
+    )
+    def test_more_ranks_than_devices_say_what_hides_them(self, variable: str | None, says: str) -> None:
+        found = too_few_devices(2, 2, variable, 4)
+        assert "rank 2 of this machine" in found
+        assert says in found
+        assert "start fewer ranks" in found
+
+
+class TestMemory:
+    """Errors only where they are certain."""
+
+    def test_weights_larger_than_the_gpu_are_an_error_that_lists_the_parts(self) -> None:
+        parts = {"policy 16 bit": 14 * GIB, "reference 16 bit": 14 * GIB}
+        assert weights_do_not_fit(parts, "A100", 40 * GIB, "") is None
+        found = weights_do_not_fit(parts, "RTX 4090", 24 * GIB, "use rlhf_zero3")
+        assert found == (
+            "reference 16 bit 14.0 GiB, policy 16 bit 14.0 GiB do not fit into RTX 4090 (24.0 GiB), before anything is "
+            "computed: use rlhf_zero3"
+        )
+
+    @pytest.mark.parametrize(
+        ("needed", "says"),
+        [(71, None), (73, "may not fit into H100"), (87, "may not fit into H100"), (89, "will probably not fit")],
+    )
+    def test_estimates_within_a_tenth_are_uncertain(self, needed: int, says: str | None) -> None:
+        found = memory_is_tight({"weights": needed / 4 * GIB, "activations": needed * 3 / 4 * GIB}, "H100", 80 * GIB)
+        assert found is None if says is None else found is not None and says in found
+        if found is not None:
+            assert f"about {needed}.0 of 80.0 GiB" in found
+            assert found.index("activations") < found.index("weights")
