@@ -18,6 +18,8 @@ MODULES = (
     "benchmarks.gpu_check.correctness.generation",
     "benchmarks.gpu_check.correctness.resume",
     "benchmarks.gpu_check.correctness.deepspeed",
+    "benchmarks.gpu_check.correctness.ipc",
+    "benchmarks.gpu_check.correctness.suite",
 )
 """Modules with checks, in the order of running: cheap checks of correctness first, measurements last."""
 

@@ -55,18 +55,17 @@ def tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
 
 
 def build(config: Any, device: str, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
-    """A model with random weights, made on the device; ``attention``: ``None`` is our packed one."""
+    """A model with random weights, made on the device; ``attention`` as in ``load_causal_lm``, ``None``: packed."""
     from transformers import AutoModelForCausalLM
 
     from rlhfkit.models.attention.families import use_packed_attention
 
     torch.manual_seed(0)
+    own = attention if attention in ("sdpa", "eager") else "sdpa"
     with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention or "sdpa"
-        )
-    if attention is None:
-        use_packed_attention(model, required=True)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=own)
+    if own != attention:
+        use_packed_attention(model, attention)
     return model
 
 

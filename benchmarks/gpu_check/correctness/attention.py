@@ -60,6 +60,39 @@ def _same_weights(config: Any, setting: Setting, dtype: torch.dtype, attention: 
     return build(config, "cpu", torch.float32, attention).to(dtype).to(setting.device)
 
 
+def kernels(setting: Setting, config: Any) -> dict[str, str]:
+    """Why each kernel for packed rows cannot be used for a model in bfloat16; empty: it can."""
+    from rlhfkit.models.attention.varlen import KERNELS, Case, choose_kernel
+
+    size = config.hidden_size // config.num_attention_heads
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    case = Case(torch.device(setting.device), torch.bfloat16, *heads, size, size, False)
+    found = {}
+    for name in KERNELS:
+        try:
+            choose_kernel(case, name)
+            found[name] = ""
+        except RuntimeError as error:
+            found[name] = str(error).split("). ", 1)[-1].split(". attention='auto'")[0]
+    return found
+
+
+def usable(setting: Setting, config: Any) -> list[str]:
+    """Names of the kernels that can be used."""
+    return [name for name, problem in kernels(setting, config).items() if not problem]
+
+
+@check("attention/kernels", seconds=60)
+def kernels_for_packed_rows(setting: Setting) -> Iterator[Figure]:
+    """Which kernels pass their trial here; on a GPU at least one must."""
+    for size, heads in ((64, 4), (128, 8)):
+        found = kernels(setting, tiny_config(hidden=size * heads, heads=heads))
+        for name, problem in found.items():
+            yield Figure(f"heads of {size}: {name}", problem or "works")
+        if setting.on_gpu:
+            yield Figure(f"heads of {size}: no kernel works", float(all(found.values())), 0)
+
+
 @check("attention/families", seconds=120)
 def packed_padded_and_sdpa(setting: Setting) -> Iterator[Figure]:
     """Full attention and a sliding window, both with two query heads per key head."""
@@ -71,6 +104,8 @@ def packed_padded_and_sdpa(setting: Setting) -> Iterator[Figure]:
             ways: dict[str, tuple[str | None, bool | None]] = {
                 "sdpa": ("sdpa", None), "packed": (None, True), "padded": (None, False)
             }  # fmt: skip
+            if dtype == torch.bfloat16:
+                ways |= {f"packed, {kernel}": (kernel, True) for kernel in ["buckets", *usable(setting, config)]}
             distances: dict[str, list[float]] = {}
             for way, (attention, packed) in ways.items():
                 model = _same_weights(config, setting, dtype, attention)
@@ -79,8 +114,9 @@ def packed_padded_and_sdpa(setting: Setting) -> Iterator[Figure]:
                 for part, value, bound in zip(("log-probs", "gradient"), distances[way], bounds, strict=True):
                     yield Figure(f"{family}, {str(dtype).removeprefix('torch.')}, {way}: {part}", value, bound)
             if dtype == torch.bfloat16:
-                ratio = max(one / two for one, two in zip(distances["packed"], distances["sdpa"], strict=True))
-                yield Figure(f"{family}, bfloat16: error of packed over that of sdpa", ratio, AGAINST_SDPA)
+                for way in (way for way in ways if way.startswith("packed")):
+                    ratio = max(one / two for one, two in zip(distances[way], distances["sdpa"], strict=True))
+                    yield Figure(f"{family}, bfloat16: error of {way} over that of sdpa", ratio, AGAINST_SDPA)
 
 
 @check("attention/shared_prefixes", seconds=60)
@@ -90,12 +126,13 @@ def shared_prefixes(setting: Setting) -> Iterator[Figure]:
         config = tiny_config(family)
         for shared in (WINDOW // 2, 2 * WINDOW):
             sequences = random_sequences([length + shared for length in lengths(setting)], shared=shared)
-            expected = exact(config, sequences, torch.float32)
-            model = _same_weights(config, setting, torch.float32, None)
-            found = log_probs_and_gradient(model, Rows(sequences, setting.device), True)
-            case = f"{family}, prompts of {shared} tokens"
-            yield Figure(f"{case}: log-probs", distance(found[0], expected[0]), BOUNDS[torch.float32][0])
-            yield Figure(f"{case}: gradient", distance(found[1], expected[1]), BOUNDS[torch.float32][1])
+            for dtype, bounds in BOUNDS.items():
+                expected = exact(config, sequences, dtype)
+                model = _same_weights(config, setting, dtype, None)
+                found = log_probs_and_gradient(model, Rows(sequences, setting.device), True)
+                case = f"{family}, {str(dtype).removeprefix('torch.')}, prompts of {shared} tokens"
+                for part, one, other, bound in zip(("log-probs", "gradient"), found, expected, bounds, strict=True):
+                    yield Figure(f"{case}: {part}", distance(one, other), bound)
 
 
 @check("attention/rows_are_isolated", seconds=60)
@@ -103,14 +140,13 @@ def rows_are_isolated(setting: Setting) -> Iterator[Figure]:
     """A row's log-probs are the same bits whatever the other rows of the packed batch hold."""
     from rlhfkit.models import policy_output
 
-    model = _same_weights(tiny_config("mistral"), setting, torch.float32, None)
     first = random_sequences(lengths(setting))
     second = [first[0], *([token % 100 + 5 for token in ids] for ids in first[1:])]
-    with torch.no_grad():
-        outputs = [policy_output(model, rows, rows.mask).logprobs[0] for rows in _on(setting, first, second)]
     size = len(first[0]) - 1
-    yield Figure("largest difference", float((outputs[0][:size] - outputs[1][:size]).abs().max()), 0.0)
-
-
-def _on(setting: Setting, *batches: list[list[int]]) -> list[Rows]:
-    return [Rows(batch, setting.device) for batch in batches]
+    for dtype in BOUNDS:
+        model = _same_weights(tiny_config("mistral"), setting, dtype, None)
+        with torch.no_grad():
+            batches = [Rows(batch, setting.device) for batch in (first, second)]
+            one, other = (policy_output(model, rows, rows.mask).logprobs[0, :size] for rows in batches)
+        name = str(dtype).removeprefix("torch.")
+        yield Figure(f"{name}: largest difference", float((one - other).abs().max()), 0.0)
