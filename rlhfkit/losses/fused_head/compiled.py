@@ -1,10 +1,15 @@
 """``CompiledTiles``: tiles of logits on CUDA, with the arithmetic between two matrix products as one compiled kernel.
 
 ``torch.compile`` turns the functions here, without side effects, into Triton kernels that read a tile once or twice and
-write it once. Without Triton the in-place ones of :mod:`rlhfkit.losses.fused_head.tiles`, which has the formulas, run.
+write it once. The in-place ones of :mod:`rlhfkit.losses.fused_head.tiles`, which has the formulas, run where that is
+switched off (``TORCH_COMPILE_DISABLE=1``, PyTorch's own switch), without Triton, and after a compilation that failed,
+as it does without a C compiler.
 """
 
 import functools
+import importlib.util
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +18,11 @@ from torch import Tensor
 
 from rlhfkit.losses.fused_head.tiles import NEGLIGIBLE, OutputGradient, RunningSoftmax, Tiles
 
+log = logging.getLogger(__name__)
+
 _BACKEND = "inductor"  # of torch.compile
+_SLOWER = "log-probs of the output layer run without compiled kernels, which is slower"
+_failed = False
 
 
 class CompiledTiles(Tiles):
@@ -25,8 +34,8 @@ class CompiledTiles(Tiles):
     def accumulate(self, state: RunningSoftmax, raw: Tensor, targets: Tensor) -> None:
         """Update the running statistics by a tile."""
         constants = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
-        updated = _compiled(tile_statistics, _BACKEND)(
-            raw, targets, state.peak, state.total, state.chosen, state.weighted, *constants
+        updated = run_compiled(
+            tile_statistics, raw, targets, state.peak, state.total, state.chosen, state.weighted, *constants
         )
         for old, new in zip((state.peak, state.total, state.chosen, state.weighted), updated, strict=True):
             if old is not None:
@@ -36,8 +45,47 @@ class CompiledTiles(Tiles):
         """Gradient of the loss with respect to the raw logits."""
         constants = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
         values = (outer.logprobs, outer.entropy, outer.log_normalizer, outer.entropy_value)
-        found: Tensor = _compiled(tile_gradient, _BACKEND)(raw, targets, *values, *constants)
+        found: Tensor = run_compiled(tile_gradient, raw, targets, *values, *constants)
         return found
+
+
+def can_compile(device: str) -> bool:
+    """Whether tiles on this type of device are compiled: CUDA with Triton, and not inside a caller's ``torch.compile``.
+
+    Logs once why not, if it could be otherwise.
+    """
+    if _failed or torch.compiler.is_compiling() or not _has_kernels(device):
+        return False
+    switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # the second is the older name
+    return all(os.environ.get(switch, "0") in ("", "0") for switch in switches)
+
+
+@functools.cache
+def _has_kernels(device: str) -> bool:
+    if device != "cuda":
+        return False
+    old = torch.cuda.get_device_capability() < (7, 0)
+    if old or importlib.util.find_spec("triton") is None:
+        log.warning("%s: %s", _SLOWER, "Triton does not support this GPU" if old else "Triton is not installed")
+        return False
+    return True
+
+
+def run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function without side effects, compiled; as it is, and from then on all, once a compilation has failed."""
+    global _failed
+    if _failed:
+        return function(*arguments)
+    try:
+        return _compiled(function, _BACKEND)(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers and their drivers raise errors of any type
+        result = function(*arguments)  # raises what is no compiler's error
+        _failed = True
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")[:300]
+        log.warning("%s: %s: %s", _SLOWER, type(error).__name__, reason)
+        return result
 
 
 @functools.cache

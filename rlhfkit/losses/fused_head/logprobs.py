@@ -6,7 +6,6 @@ finished in one product over all tokens, so no float32 copy of a bfloat16 gradie
 size, V the vocabulary.
 """
 
-import importlib.util
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhfkit.losses.arguments import HEAD_ARGUMENTS, share_arguments
-from rlhfkit.losses.fused_head.compiled import CompiledTiles
+from rlhfkit.losses.fused_head.compiled import CompiledTiles, can_compile
 from rlhfkit.losses.fused_head.tiles import (
     LogitTransform,
     OutputGradient,
@@ -140,13 +139,6 @@ def make_tiles(
     """Make :class:`CompiledTiles` where they can run, else :class:`Tiles`."""
     kind = CompiledTiles if can_compile(device.type) else Tiles
     return kind(shape, dtype, device, transform, entropy=entropy, keep_raw=keep_raw)
-
-
-def can_compile(device: str) -> bool:
-    """Whether tiles on this device are compiled: CUDA with Triton, and not inside a caller's ``torch.compile``."""
-    if device != "cuda" or torch.compiler.is_compiling() or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability() >= (7, 0)  # what Triton supports
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -1,5 +1,10 @@
 """The functions that CUDA compiles, run on the CPU beside the in-place ones that it uses itself."""
 
+import logging
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -13,7 +18,8 @@ from .test_logprobs import KNOBS
 @pytest.fixture
 def compiling(monkeypatch):
     """Lets the CPU take the path of CUDA; traced and functionalised, but run by eager kernels."""
-    monkeypatch.setattr(logprobs, "can_compile", lambda device: True)
+    monkeypatch.setattr(compiled, "_failed", False)
+    monkeypatch.setattr(compiled, "_has_kernels", lambda device: True)
     monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
 
 
@@ -48,3 +54,63 @@ def test_compiled_tiles_equal_the_in_place_ones(request, dtype, entropy, knobs):
 def test_the_cpu_does_not_compile():
     tiles = logprobs.make_tiles((2, 3), torch.float32, torch.device("cpu"), logprobs.LogitTransform(), entropy=False)
     assert type(tiles) is logprobs.Tiles
+
+
+def test_without_a_compiler_training_goes_on_and_one_line_says_why(tmp_path):
+    """The real compiler of ``torch.compile`` for the CPU, which needs a C++ compiler, in a process of its own."""
+    program = """
+import logging
+import torch
+from rlhfkit.losses import linear_logprobs
+from rlhfkit.losses.fused_head import compiled
+
+def results(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn((rows, 8), generator=generator, dtype=dtype, requires_grad=True) for rows in (7, 23))
+    output = linear_logprobs(hidden, weight, torch.arange(7), entropy=True, chunk=10)
+    total = output.logprobs.sum() + output.entropy.sum()
+    return [output.logprobs, output.entropy, *torch.autograd.grad(total, (hidden, weight))]
+
+logging.basicConfig(format="%(levelname)s %(message)s")
+expected, tried = results(), []
+compile = torch.compile
+torch.compile = lambda *args, **kwargs: tried.append(args) or compile(*args, **kwargs)
+compiled._has_kernels = lambda device: True
+for _ in range(2):
+    for mine, other in zip(results(), expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+    assert len(tried) == 1, tried
+    assert not compiled.can_compile("cpu")
+"""
+    environment = os.environ | {"CC": "/no/compiler", "CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("WARNING")]
+    assert line.startswith("WARNING log-probs of the output layer run without compiled kernels, which is slower: ")
+    assert "/no/compiler" in line
+
+
+@pytest.mark.parametrize("switch", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_pytorch_s_own_switch_leaves_compilation_out(monkeypatch, compiling, switch):
+    assert compiled.can_compile("cpu")
+    monkeypatch.setenv(switch, "1")
+    assert not compiled.can_compile("cpu")
+
+
+def test_an_error_of_the_arguments_is_raised_and_no_reason_to_stop_compiling(compiling):
+    def divide(left, right):
+        return left // right
+
+    with pytest.raises(ZeroDivisionError):
+        compiled.run_compiled(divide, 1, 0)
+    assert compiled.can_compile("cpu")
+
+
+def test_a_gpu_without_triton_is_told_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    compiled._has_kernels.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="rlhfkit"):
+        assert [compiled.can_compile("cuda") for _ in range(2)] == [False, False]
+    assert caplog.messages == [f"{compiled._SLOWER}: Triton is not installed"]
+    compiled._has_kernels.cache_clear()
