@@ -10,6 +10,9 @@ Variants, each giving gradients to the hidden states and to the weight of the he
 - ``linear``, ``linear_entropy``: :func:`rlhfkit.losses.linear_logprobs`.
 - ``cross_entropy``, ``policy_gradient``: the single-pass :func:`rlhfkit.losses.linear_cross_entropy` and
   :func:`rlhfkit.losses.linear_policy_gradient`.
+- ``update``, ``update_single_pass``: what modules do in an on-policy update with logged entropy: a clipped surrogate
+  of log-probs (and entropy without gradient) of :func:`rlhfkit.losses.linear_logprobs`, or of
+  :func:`rlhfkit.losses.linear_single_pass`, which asks the loss for its derivatives block by block.
 - ``trl``, ``trl_entropy``: TRL's ``ChunkedLogProbFunction`` as its trainers call it, when ``trl`` (1.16 or later)
   can be imported.
 
@@ -34,7 +37,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhfkit.losses import linear_cross_entropy, linear_logprobs, linear_policy_gradient
+from rlhfkit.losses import (
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_policy_gradient,
+    linear_single_pass,
+    ppo_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,31 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients:
 def policy_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Tensor:
     """One pass, any known coefficients."""
     return linear_policy_gradient(hidden, weight, targets, coefficients).loss
+
+
+def clipped(logprobs: Tensor, coefficients: Tensor) -> Tensor:
+    """A clipped surrogate, in the first update, with the coefficients as advantages."""
+    of_row, mask = logprobs[None], torch.ones_like(logprobs[None], dtype=torch.bool)
+    return -ppo_loss(of_row, of_row.detach(), coefficients[None], mask, denominator=1.0).loss
+
+
+def update(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Tensor:
+    """Two passes, the entropy only logged."""
+    return clipped(linear_logprobs(hidden, weight, targets, entropy=True).logprobs, coefficients)
+
+
+def update_single_pass(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Tensor:
+    """The same in one pass."""
+
+    def gradients(logprobs: Tensor, entropy: Tensor | None, row: slice) -> tuple[Tensor, Tensor | None]:
+        everywhere = torch.zeros_like(coefficients)
+        everywhere[row] = logprobs
+        with torch.enable_grad():
+            found = torch.autograd.grad(clipped(everywhere.requires_grad_(), coefficients), everywhere)[0]
+        return found[row], None
+
+    output = linear_single_pass(hidden, weight, targets, gradients, entropy=True)
+    return clipped(output.logprobs, coefficients) + output.gradient
 
 
 def trl_variants() -> tuple[dict[str, Variant], str]:
@@ -184,6 +218,8 @@ def main() -> None:
         "policy_gradient": policy_gradient,
         "dense_entropy": dense_entropy,
         "linear_entropy": linear_entropy,
+        "update": update,
+        "update_single_pass": update_single_pass,
     }
     peers, remark = trl_variants()
     variants = own | peers

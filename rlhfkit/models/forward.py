@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlhfkit.losses.fused_head.logprobs import linear_logprobs, logits_logprobs
+from rlhfkit.losses.fused_head.single_pass import TokenGradients, fits_one_block, linear_single_pass
+from rlhfkit.losses.fused_head.tiles import matmul_dtype
+from rlhfkit.losses.gradient_scope import GradientScope
 from rlhfkit.models.attention.layout import PackedLayout, read_together, row_lengths, send_together
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.output_logits import output_logits
@@ -34,12 +37,28 @@ class PolicyOutput(NamedTuple):
         entropy: (B, T-1) float32 in nats, with gradient; ``None`` unless asked for.
         router_aux_loss: Scalar, the load-balancing loss of a mixture of experts; ``None`` unless asked for.
         values: (B, T-1) float32, of the state before each token; 0 where the mask is false; ``None`` unless asked for.
+        head_gradient: Scalar 0 that carries the gradient of :class:`HeadLoss`; log-probs and entropy then have none.
+            ``None`` where the loss's own backward pass goes through the output layer, as without a ``head_loss``.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     router_aux_loss: Tensor | None = None
     values: Tensor | None = None
+    head_gradient: Tensor | None = None
+
+
+class HeadLoss(NamedTuple):
+    """A loss of log-probs and entropy whose gradients the output layer may compute in the forward pass.
+
+    Attributes:
+        function: From a :class:`PolicyOutput` (log-probs and entropy only) to the scalar loss; called with log-probs 0
+            for tokens that are not computed yet.
+        scope: What its gradient depends on: ``token`` or ``batch``, see :mod:`rlhfkit.losses.gradient_scope`.
+    """
+
+    function: Callable[[PolicyOutput], Tensor]
+    scope: GradientScope
 
 
 class TokenizedBatch(Protocol):
@@ -179,6 +198,7 @@ def policy_output(
     router_aux_loss: bool = False,
     values: bool = False,
     packed: bool | None = None,
+    head_loss: HeadLoss | None = None,
 ) -> PolicyOutput:
     """Log-probs of the selected tokens of a batch.
 
@@ -194,6 +214,9 @@ def policy_output(
         router_aux_loss: Also return the load-balancing loss of a mixture of experts, over all tokens.
         values: Also return the values of the model's value head, see :func:`~rlhfkit.models.heads.add_value_head`.
         packed: Remove the padding. ``None``: if the model has our packed attention.
+        head_loss: The loss that the output is for: add ``output.head_gradient``, unless it is ``None``, to the loss
+            that is computed from the output. The output layer then has 3 matrix products instead of 4 (2 instead of 3
+            if it is frozen), with the same result up to rounding.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
@@ -202,17 +225,55 @@ def policy_output(
     inputs, positions, targets, places = next_token_inputs(bare, batch, mask, packed)
     if router_aux_loss:
         inputs["output_router_logits"] = True
-    chosen, balance = _chosen(model, bare, inputs, positions, targets, temperature, entropy, values)
+    gradients = None if head_loss is None else _token_gradients(head_loss, mask, places)
+    chosen, carrier, balance = _chosen(
+        model, bare, inputs, positions, targets, temperature, entropy, values, head_loss, gradients
+    )
     if router_aux_loss and balance is None:
         raise ValueError(NO_ROUTER.format(type(bare).__name__))
     empty = torch.zeros(mask.numel(), dtype=chosen.dtype, device=mask.device)
     columns = [empty.index_copy(0, places, column).view(mask.shape) for column in chosen.unbind(-1)]
+    if carrier is not None:  # only the carrier has the gradient of these two
+        columns[: 1 + entropy] = [column.detach() for column in columns[: 1 + entropy]]
     return PolicyOutput(
         columns[0],
         columns[1] if entropy else None,
         balance if router_aux_loss else None,
         columns[-1] if values else None,
+        carrier,
     )
+
+
+def _token_gradients(head_loss: HeadLoss, mask: Tensor, places: Tensor) -> TokenGradients:
+    """The derivatives of a loss with respect to log-probs and entropies of a block of the M tokens at ``places``."""
+
+    def gradients(logprobs: Tensor, entropy: Tensor | None, row: slice) -> tuple[Tensor, Tensor | None]:
+        block = places[row]
+
+        def spread(known: Tensor) -> Tensor:
+            return known.new_zeros(mask.numel()).index_copy(0, block, known).view(mask.shape).requires_grad_()
+
+        with torch.enable_grad():
+            inputs = [spread(column) for column in (logprobs, entropy) if column is not None]
+            loss = head_loss.function(PolicyOutput(inputs[0], inputs[1] if entropy is not None else None))
+        if not loss.requires_grad:
+            return torch.zeros_like(logprobs), None
+        found = torch.autograd.grad(loss, inputs, allow_unused=True)
+        of_block = [None if one is None else one.flatten()[block] for one in found]
+        to_logprobs = torch.zeros_like(logprobs) if of_block[0] is None else of_block[0]
+        return to_logprobs, None if entropy is None else of_block[1]
+
+    return gradients
+
+
+def _in_single_pass(head_loss: HeadLoss, hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the gradients of a loss can be computed in the forward pass of the output layer."""
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+        return False
+    # Float16 needs the loss scale before the products, or small gradients underflow; it is known in backward only.
+    if matmul_dtype(hidden, weight) == torch.float16:
+        return False
+    return head_loss.scope == "token" or fits_one_block(hidden, weight)
 
 
 def _chosen(
@@ -224,8 +285,13 @@ def _chosen(
     temperature: float,
     entropy: bool,
     values: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """(M, 1 to 3) log-probs, then entropy and values if asked for, of the selected tokens; and the router's loss."""
+    head_loss: HeadLoss | None,
+    gradients: TokenGradients | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(M, 1 to 3) log-probs, then entropy and values if asked for, of the selected tokens.
+
+    Also the scalar 0 that carries the gradients of a ``head_loss``, if they were computed, and the router's loss.
+    """
     known = output_logits(bare)
     if known is None:
         if values:
@@ -235,34 +301,40 @@ def _chosen(
         logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
         chosen = torch.stack([column for column in dense if column is not None], -1)
-        return chosen, getattr(output, "aux_loss", None)
+        return chosen, None, getattr(output, "aux_loss", None)
     layer = cast(Any, bare).get_output_embeddings()
-    dtype = torch.float32
+    dtype, single_pass = torch.float32, False
 
     def forward(hidden: Tensor) -> Tensor:
-        nonlocal dtype
+        nonlocal dtype, single_pass
         selected = hidden.flatten(0, 1)[positions]
-        out = linear_logprobs(
-            selected,
-            layer.weight,
-            targets,
-            bias=layer.bias,
-            temperature=temperature,
-            entropy=entropy,
-            logit_scale=known.scale,
-            logit_softcap=known.softcap,
-        )
+        arguments: dict[str, Any] = {
+            "bias": layer.bias,
+            "temperature": temperature,
+            "entropy": entropy,
+            "logit_scale": known.scale,
+            "logit_softcap": known.softcap,
+        }
+        carrier = None
+        if head_loss is not None and gradients is not None and _in_single_pass(head_loss, selected, layer.weight):
+            carrier, *out = linear_single_pass(selected, layer.weight, targets, gradients, **arguments)
+        else:
+            out = list(linear_logprobs(selected, layer.weight, targets, **arguments))
         columns = [column for column in out if column is not None]
         if values:  # both heads in one forward pass; the value head's own hooks gather a ZeRO-3 shard
             columns.append(getattr(bare, VALUE_HEAD)(selected)[:, 0])
         stacked = torch.stack(columns, -1)
+        if carrier is not None:  # as one more row, since the model's code may take a single tensor only
+            single_pass = True
+            stacked = torch.cat([stacked, carrier.expand(1, len(columns))])
         dtype = stacked.dtype
         return known.encode(stacked)
 
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
     check_packing(model, inputs)
-    return known.decode(output.logits, dtype), getattr(output, "aux_loss", None)
+    chosen, balance = known.decode(output.logits, dtype), getattr(output, "aux_loss", None)
+    return (chosen[:-1], chosen[-1, 0], balance) if single_pass else (chosen, None, balance)
 
 
 NO_ROUTER = "{} has no router with a load-balancing loss: use router_aux_loss_coef=0"

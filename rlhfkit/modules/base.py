@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import LossOutput, aggregate
+from rlhfkit.losses import GradientScope, LossOutput, aggregate
 from rlhfkit.models import (
+    HeadLoss,
     LoRA,
     PolicyOutput,
     adapter_disabled,
@@ -69,6 +70,8 @@ class PolicyModule(CheckpointMixin):
     reference: nn.Module
     batch_types: ClassVar[tuple[type, ...]] = ()
     """Types of batches that the module trains on; others, subclasses included, are refused. Empty: any type."""
+    between_output_and_loss: ClassVar[tuple[str, ...]] = ("training_step", "policy_output")
+    """Methods that :meth:`head_loss` relies on, besides ``loss``: an override of one may use the output otherwise."""
 
     def __init__(
         self,
@@ -332,6 +335,38 @@ class PolicyModule(CheckpointMixin):
         """Whether all models that are trained compute batches without padding, and a prompt once for its samples."""
         trained = [child for child in self.children() if any(weight.requires_grad for weight in child.parameters())]
         return all(packs_batches(child) for child in trained if hasattr(unwrap(child), "config"))
+
+    def loss_gradient_scope(self, batch: Any) -> GradientScope | None:
+        """What the gradient of this module's ``loss`` depends on; ``None``: not known.
+
+        That of :func:`~rlhfkit.losses.gradient_scope`, with which an override of ``loss`` may be marked.
+        """
+        scope: GradientScope | None = getattr(getattr(self, "loss", None), "gradient_scope", None)
+        return scope
+
+    def head_loss(self, batch: Any) -> HeadLoss | None:
+        """The loss of a micro-batch for the output layer, if it may compute the gradients in the forward pass.
+
+        ``None`` if ``loss`` has no :meth:`loss_gradient_scope`, or a subclass outside of rlhfkit overrides one of
+        :attr:`between_output_and_loss`.
+        """
+        methods = [getattr(self, name) for name in self.between_output_and_loss]
+        if not torch.is_grad_enabled() or any(not method.__module__.startswith("rlhfkit.") for method in methods):
+            return None
+        scope = self.loss_gradient_scope(batch)
+        return None if scope is None else HeadLoss(lambda out: cast(Any, self).loss(batch, out).loss, scope)
+
+    def training_output(self, batch: Any) -> PolicyOutput:
+        """The output of ``policy_output``, for :meth:`with_head_gradient`: with :meth:`head_loss` if there is one."""
+        head_loss, policy_output = self.head_loss(batch), cast(Any, self).policy_output
+        output: PolicyOutput = policy_output(batch) if head_loss is None else policy_output(batch, head_loss)
+        return output
+
+    @staticmethod
+    def with_head_gradient(result: LossOutput, out: PolicyOutput) -> LossOutput:
+        """Add to a loss of :meth:`training_output` the gradient that the output layer has computed, if it has."""
+        gradient = getattr(out, "head_gradient", None)
+        return result if gradient is None else LossOutput(result.loss + gradient, result.metrics)
 
     @property
     def balances_routers(self) -> bool:

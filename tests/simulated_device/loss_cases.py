@@ -89,6 +89,7 @@ def other_shapes() -> dict[str, dict[str, Any]]:
         "linear_logprobs": head | {"entropy": True},
         "linear_cross_entropy": head | {"mask": torch.arange(B * T) % 3 > 0},
         "linear_policy_gradient": head | {"entropy_coefficients": normal(B * T)},
+        "linear_single_pass": head | {"gradients": lambda logprobs, entropy, row: (logprobs, entropy), "entropy": True},
         "logits_logprobs": {"logits": normal(B * T, V), "entropy": True},
         "gae": {"rewards": normal(B, T)},
         "discounted_returns": {"rewards": normal(B, T)},
@@ -108,7 +109,7 @@ def every_function(folder: Path, names: list[str]) -> dict[str, Any]:
         function = getattr(losses, name)
         wanted = inspect.signature(function).parameters.values()
         required = [one.name for one in wanted if one.default is one.empty]
-        arguments = {argument: shared[argument] for argument in required} | special.get(name, {})
+        arguments = {one: shared[one] for one in required if one in shared} | special.get(name, {})
         expected = called(function, arguments)
         moved = tree_map(lambda one: one.to("sim") if isinstance(one, Tensor) else one, arguments)
         with record_host_waits() as waits:

@@ -1,12 +1,12 @@
-"""Losses whose gradient with respect to the log-probs is known before the head runs: one pass, 3 matrix products.
+"""Losses whose gradient with respect to the log-probs is known in the forward pass: one pass, 3 matrix products.
 
 ``d loss / d logprob`` is ``-1 / tokens`` in supervised fine-tuning and ``-advantage / tokens`` in the first on-policy
-update of a policy gradient (token-level aggregation, no KL term). All gradients are then computed with the logits of a
-block of tokens, which keeps all its V logits; backward only scales them. The weight gradient exists from forward on.
-N are tokens, H the hidden size, V the vocabulary.
+update of a policy gradient; in :func:`linear_single_pass` it is any function of the log-probs of a block of tokens. All
+gradients are computed with the logits of that block, which keeps all its V logits; backward only scales them. The
+weight gradient exists from forward on. N are tokens, H the hidden size, V the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,6 +30,26 @@ from rlhfkit.losses.fused_head.tiles import (
     slices,
     tile_columns,
 )
+
+TokenGradients = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, Tensor | None]]
+"""``d loss / d logprob`` and ``d loss / d entropy`` (or ``None``) of a block of tokens, (n,) each.
+
+Called with its log-probs (n,), its entropies (n,) or ``None``, and its slice of the N tokens, blocks in order.
+"""
+
+
+class SinglePassLogprobs(NamedTuple):
+    """The result of :func:`linear_single_pass`.
+
+    Attributes:
+        gradient: Scalar 0, to be added to the loss: its backward, once, gives the gradients of hidden, weight and bias.
+        logprobs: Shape of ``targets``, detached, nats; float32 (float64 for float64 inputs).
+        entropy: Likewise; ``None`` unless asked for.
+    """
+
+    gradient: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
 
 
 class SinglePassOutput(NamedTuple):
@@ -139,12 +159,62 @@ def linear_policy_gradient(
         ValueError: If shapes or dtypes do not fit, or an argument is out of range, see :func:`linear_logprobs`.
         RuntimeError: When ``backward`` runs a second time.
     """
-    transform = LogitTransform(temperature, logit_scale, logit_softcap)
     check_head_arguments(hidden, weight, targets, bias)
     check_same_shape(targets=targets, coefficients=coefficients, entropy_coefficients=entropy_coefficients)
+    reduction = torch.promote_types(matmul_dtype(hidden, weight), torch.float32)
+    slopes = coefficients.detach().reshape(-1).to(reduction)
+    entropy_slopes = None if entropy_coefficients is None else entropy_coefficients.detach().reshape(-1).to(reduction)
+    output = linear_single_pass(
+        hidden,
+        weight,
+        targets,
+        lambda logprobs, entropies, row: (slopes[row], None if entropy_slopes is None else entropy_slopes[row]),
+        bias=bias,
+        temperature=temperature,
+        entropy=entropy or entropy_coefficients is not None,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        chunk=chunk,
+    )
+    loss = _linear_loss(output.logprobs, output.entropy, coefficients, entropy_coefficients)
+    return SinglePassOutput(loss + output.gradient, output.logprobs, output.entropy)
+
+
+@share_arguments(HEAD_ARGUMENTS)
+def linear_single_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    gradients: TokenGradients,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk: int | None = None,
+) -> SinglePassLogprobs:
+    """Log-probs (and entropy) of target tokens and, in the same pass, all gradients of a loss of them.
+
+    The loss is the caller's; ``gradients`` is asked for its derivatives as soon as the log-probs of a block are known.
+
+    Args:
+        hidden: (..., H) final hidden states.
+        gradients: ``d loss / d logprob`` and ``d loss / d entropy`` of a block; see :func:`fits_one_block`. Not called
+            where nothing is trained or gradients are off.
+        entropy: Also return the entropy, detached.
+
+    Returns:
+        A scalar that carries the gradients, detached log-probs and, if asked for, detached entropy.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit, or an argument is out of range, see :func:`linear_logprobs`.
+        RuntimeError: When ``backward`` runs a second time.
+    """
+    transform = LogitTransform(temperature, logit_scale, logit_softcap)
+    check_head_arguments(hidden, weight, targets, bias)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is a number of tokens, at least 1, got {chunk}")
-    entropy = entropy or entropy_coefficients is not None
     trained = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     if not (trained and torch.is_grad_enabled()):
         output = linear_logprobs(
@@ -157,23 +227,26 @@ def linear_policy_gradient(
             logit_softcap=logit_softcap,
             logit_scale=logit_scale,
         )
-        loss = _linear_loss(output.logprobs, output.entropy, coefficients, entropy_coefficients)
-        return SinglePassOutput(loss, *output)
+        return SinglePassLogprobs(output.logprobs.new_zeros(()), *output)
     dtype = matmul_dtype(hidden, weight)
-    reduction = torch.promote_types(dtype, torch.float32)
-    loss, logprobs, entropies = cast(Any, _SinglePass).apply(  # torch leaves it without types
+    zero, logprobs, entropies = cast(Any, _SinglePass).apply(  # torch leaves it without types
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
         targets.reshape(-1),
-        coefficients.detach().reshape(-1).to(reduction),
-        None if entropy_coefficients is None else entropy_coefficients.detach().reshape(-1).to(reduction),
+        gradients,
         transform,
         entropy,
         chunk,
         dtype,
     )
-    return SinglePassOutput(loss, logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+    return SinglePassLogprobs(zero, logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
+
+
+def fits_one_block(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`linear_single_pass` has the log-probs of all tokens (..., H) when it first asks for gradients."""
+    tokens = hidden.numel() // hidden.shape[-1]
+    return retained_rows(tokens, len(weight), None, matmul_dtype(hidden, weight), hidden.device.type) >= tokens
 
 
 def _linear_loss(
@@ -295,8 +368,7 @@ class _SinglePass(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        coefficients: Tensor,
-        entropy_coefficients: Tensor | None,
+        gradients: TokenGradients,
         transform: LogitTransform,
         entropy: bool,
         chunk: int | None,
@@ -310,28 +382,24 @@ class _SinglePass(torch.autograd.Function):
             for row in slices(len(hidden), size):
                 source, rows_state = hidden[row].to(dtype), state.rows(row)
                 block.statistics(source, targets[row], rows_state)
-                outer = OutputGradient(
-                    coefficients[row],
-                    None if entropy_coefficients is None else entropy_coefficients[row],
-                    rows_state.log_normalizer(),
-                    rows_state.entropy(),
-                )
+                normalizer, row_entropies = rows_state.log_normalizer(), rows_state.entropy()
+                to_logprobs, to_entropies = gradients(rows_state.chosen - normalizer, row_entropies, row)
+                outer = OutputGradient(to_logprobs, to_entropies, normalizer, row_entropies)
                 block.gradients(source, targets[row], outer, sums, row)
             logprobs, entropies = state.chosen - state.log_normalizer(), state.entropy()
-            loss = _linear_loss(logprobs, entropies, coefficients, entropy_coefficients)
             ctx.gradients = sums.finish(hidden, weight, bias)
         ctx.mark_non_differentiable(logprobs, *(() if entropies is None else (entropies,)))
-        return loss, logprobs, entropies
+        return logprobs.new_zeros(()), logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, to_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, to_zero: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward ran a second time through a single-pass loss, whose gradients exist once; "
                 "use linear_logprobs where the graph is kept (retain_graph=True)"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        # In place, whatever to_loss is: asking whether it is 1 would make the host wait for the device.
-        scaled = [None if gradient is None else gradient.mul_(to_loss) for gradient in gradients]
-        return (*scaled, None, None, None, None, None, None, None)
+        # In place, whatever to_zero is: asking whether it is 1 would make the host wait for the device.
+        scaled = [None if gradient is None else gradient.mul_(to_zero) for gradient in gradients]
+        return (*scaled, None, None, None, None, None, None)

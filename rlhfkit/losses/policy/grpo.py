@@ -4,6 +4,7 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, sum_losses
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
+from rlhfkit.losses.gradient_scope import gradient_scope
 from rlhfkit.losses.kl import KLEstimator, kl_loss
 from rlhfkit.losses.policy.base import (
     policy_tokens,
@@ -11,6 +12,7 @@ from rlhfkit.losses.policy.base import (
 from rlhfkit.losses.policy.ppo import ppo_loss
 
 
+@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def grpo_loss(
     logprobs: Tensor,
@@ -87,6 +89,7 @@ def grpo_loss(
     return sum_losses(surrogate, penalty)
 
 
+@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def dapo_loss(
     logprobs: Tensor,
@@ -142,6 +145,7 @@ def dapo_loss(
     )
 
 
+@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def bnpo_loss(
     logprobs: Tensor,
@@ -190,6 +194,7 @@ def bnpo_loss(
     )
 
 
+@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def dr_grpo_loss(
     logprobs: Tensor,

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
+from rlhfkit.losses.gradient_scope import gradient_scope
 from rlhfkit.losses.policy.base import RatioLevel, clip_fractions, policy_loss_output, policy_tokens
 
 
+@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def reinforce_loss(
     logprobs: Tensor,
@@ -47,6 +49,7 @@ def reinforce_loss(
     )
 
 
+@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def gpg_loss(
     logprobs: Tensor,
@@ -83,6 +86,7 @@ def gpg_loss(
     )
 
 
+@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def cispo_loss(
     logprobs: Tensor,
@@ -130,6 +134,7 @@ def cispo_loss(
     )
 
 
+@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def sapo_loss(
     logprobs: Tensor,

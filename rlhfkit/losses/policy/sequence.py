@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, masked_mean, masked_sum, select
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
+from rlhfkit.losses.gradient_scope import gradient_scope
 from rlhfkit.losses.metrics import mean_metric
 from rlhfkit.losses.policy.base import (
     check_clip,
@@ -25,6 +26,7 @@ from rlhfkit.losses.policy.ppo import ppo_loss
 _SMALLEST_LOG_WEIGHT = math.log(1e-8)
 
 
+@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def gspo_loss(
     logprobs: Tensor,
@@ -74,6 +76,7 @@ def gspo_loss(
     )
 
 
+@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def luspo_loss(
     logprobs: Tensor,
@@ -120,6 +123,7 @@ def luspo_loss(
     )
 
 
+@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def gspo_token_loss(
     logprobs: Tensor,
@@ -164,6 +168,7 @@ def gspo_token_loss(
     )
 
 
+@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def rloo_loss(
     logprobs: Tensor,
@@ -213,6 +218,7 @@ def rloo_loss(
     )
 
 
+@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def gmpo_loss(
     logprobs: Tensor,
@@ -268,6 +274,7 @@ def gmpo_loss(
     )
 
 
+@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def vespo_loss(
     logprobs: Tensor,

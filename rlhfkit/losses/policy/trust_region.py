@@ -12,6 +12,7 @@ from rlhfkit.losses.aggregation import (
     select,
 )
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
+from rlhfkit.losses.gradient_scope import gradient_scope
 from rlhfkit.losses.importance_sampling import CorrectionLevel, CorrectionMode, importance_weights
 from rlhfkit.losses.policy.base import (
     PolicyTokens,
@@ -26,6 +27,7 @@ from rlhfkit.losses.policy.base import (
 from rlhfkit.losses.policy.ppo import ppo_loss
 
 
+@gradient_scope("batch")
 @share_arguments(POLICY_ARGUMENTS)
 def decoupled_ppo_loss(
     logprobs: Tensor,
@@ -90,6 +92,7 @@ def decoupled_ppo_loss(
     return LossOutput(surrogate.loss, {**surrogate.metrics, **correction.metrics})
 
 
+@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def dppo_loss(
     logprobs: Tensor,
@@ -218,6 +221,7 @@ def clip_cov_loss(
     )
 
 
+@gradient_scope("batch")
 @share_arguments(POLICY_ARGUMENTS)
 def kl_cov_loss(
     logprobs: Tensor,

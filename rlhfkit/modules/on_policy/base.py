@@ -7,7 +7,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
     CORRECTION_PRESETS,
     Aggregation,
+    GradientScope,
     LossOutput,
     cross_entropy_loss,
     entropy_bonus,
@@ -29,7 +30,7 @@ from rlhfkit.losses import (
     sum_losses,
     sums_metric,
 )
-from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, PolicyLoss
 from rlhfkit.modules.on_policy.kl_control import KLEarlyStopping, skip_update
@@ -81,6 +82,13 @@ class OnPolicyModule(RewardedModule):
     Raises:
         ValueError: If an argument is out of range.
     """
+
+    between_output_and_loss: ClassVar[tuple[str, ...]] = (
+        *RewardedModule.between_output_and_loss,
+        "total_loss",
+        "old_logprobs",
+        "aggregation_arguments",
+    )
 
     def __init__(
         self,
@@ -310,7 +318,7 @@ class OnPolicyModule(RewardedModule):
 
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch of an iteration."""
-        out = self.policy_output(batch)
+        out = self.training_output(batch)
         result = self.total_loss(batch, out)
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.measure(batch, out.logprobs)
@@ -323,8 +331,23 @@ class OnPolicyModule(RewardedModule):
         self.log_metrics({**result.metrics, **self.rollout_metrics(batch, out)}, batch.action_mask.sum())
         return loss
 
-    def policy_output(self, batch: Experience) -> PolicyOutput:
-        """Run the policy: log-probs of the chosen tokens, and entropy where it is logged or rewarded."""
+    def loss_gradient_scope(self, batch: Experience) -> GradientScope | None:
+        """What the gradient of :meth:`loss` depends on, by the policy loss and whether this is the first update."""
+        if getattr(self.loss, "__func__", None) is not OnPolicyModule.loss:
+            return super().loss_gradient_scope(batch)
+        scope, first_update = self.policy_loss.gradient_scope, batch.old_logprobs is None
+        if scope == "ratio":  # all ratios are 1 in the first update, and other tokens' ratios count in later ones
+            scope = "token" if first_update else "batch"
+        if scope == "token" and first_update and self.correction is not None:
+            levels = {self.correction.get("level", "token"), self.correction.get("reject_level") or "token"}
+            scope = "token" if levels == {"token"} else "batch"  # weights of sequences, from the policy's log-probs
+        return scope
+
+    def policy_output(self, batch: Experience, head_loss: HeadLoss | None = None) -> PolicyOutput:
+        """Run the policy: log-probs of the chosen tokens, and entropy where it is logged or rewarded.
+
+        ``head_loss`` is :meth:`head_loss` in training.
+        """
         return policy_output(
             self.policy,
             batch,
@@ -332,6 +355,7 @@ class OnPolicyModule(RewardedModule):
             temperature=batch.temperature,
             entropy=self.needs_entropy,
             router_aux_loss=self.balances_routers,
+            head_loss=head_loss,
         )
 
     @property
@@ -341,7 +365,8 @@ class OnPolicyModule(RewardedModule):
 
     def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Add the load-balancing loss of a mixture of experts to :meth:`loss`; subclasses add a critic's loss."""
-        return self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.action_mask)
+        result = self.with_head_gradient(self.loss(batch, out), out)
+        return self.with_router_loss(result, out.router_aux_loss, batch.action_mask)
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Compute the policy's loss on one micro-batch of B sequences; override it for another objective."""

@@ -18,7 +18,7 @@ from rlhfkit.losses import (
     on_policy_distillation_advantages,
 )
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
-from rlhfkit.models import LoRA, PolicyOutput
+from rlhfkit.models import HeadLoss, LoRA, PolicyOutput
 from rlhfkit.models.distillation import compare_logits, teacher_logits
 from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.on_policy.grpo import GRPOModule
@@ -255,10 +255,10 @@ class OnPolicyDistillationModule(GRPOModule):
 
     # ------------------------------------------------------------------ one micro-batch
 
-    def policy_output(self, batch: Experience) -> PolicyOutput:
+    def policy_output(self, batch: Experience, head_loss: HeadLoss | None = None) -> PolicyOutput:
         """Run the policy and, with a divergence, the teacher, and compare both at each sampled token."""
         if self.divergence is None:
-            return super().policy_output(batch)
+            return super().policy_output(batch, head_loss)
         mask, temperature = batch.action_mask, batch.temperature
         wanted = self.needs_entropy
         teacher = teacher_logits(self.teacher, batch, mask)

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from rlhfkit.losses import Aggregation, LossOutput
+from rlhfkit.losses import Aggregation, GradientScope, LossOutput
+from rlhfkit.losses.gradient_scope import gradient_scope_of
 from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.validation import check_integer, check_number
 
@@ -110,6 +111,10 @@ class PolicyLoss:
         """How token losses become one number; decides what the denominator counts."""
         if own is not default and self.takes("aggregation"):
             self.arguments["aggregation"] = self.aggregation
+        scope = gradient_scope_of(self.function)
+        of_sequences = self.arguments.get("ratio_level", "token") != "token"
+        self.gradient_scope: GradientScope | None = "ratio" if scope == "token" and of_sequences else scope
+        """What the function's gradient depends on, if it is marked with :func:`~rlhfkit.losses.gradient_scope`."""
 
     def _signature(self) -> tuple[dict[str, inspect.Parameter], bool]:
         """The keyword arguments of the function, and whether it takes others too."""

@@ -1,13 +1,13 @@
 """``PreferenceModule``: the base of the modules that learn from pairs of answers."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.formats.preferences import PreferenceBatch
-from rlhfkit.losses import LossOutput, sequence_logprobs
-from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.losses import LossOutput, gradient_scope, sequence_logprobs
+from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 
@@ -23,6 +23,12 @@ class PreferenceModule(PolicyModule):
     """
 
     batch_types = (PreferenceBatch,)
+    between_output_and_loss: ClassVar[tuple[str, ...]] = (
+        *PolicyModule.between_output_and_loss,
+        "answer_logprobs",
+        "pair_arguments",
+        "_pair_loss",
+    )
 
     def build_policy(self) -> nn.Module:
         """Load the policy without dropout, which would add noise to the comparison of two answers."""
@@ -36,9 +42,13 @@ class PreferenceModule(PolicyModule):
         """Add inputs of the loss besides the policy's log-probs, e.g. those of a reference; none here."""
         return batch
 
-    def policy_output(self, batch: PreferenceBatch) -> PolicyOutput:
-        """Log-probs of the tokens of both answers; their shared prefix goes through the model once."""
-        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
+    def policy_output(self, batch: PreferenceBatch, head_loss: HeadLoss | None = None) -> PolicyOutput:
+        """Log-probs of the tokens of both answers; their shared prefix goes through the model once.
+
+        ``head_loss`` is :meth:`head_loss` in training.
+        """
+        balance = self.balances_routers
+        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=balance, head_loss=head_loss)
 
     def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
         """(2B,) log-probs of the answers of B pairs, summed over their tokens from ``logprobs``, (2B, T-1)."""
@@ -60,6 +70,7 @@ class PreferenceModule(PolicyModule):
             "denominator": batch.pair_denominator,
         }
 
+    @gradient_scope("batch")
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
         """The loss of one micro-batch of B pairs, after :meth:`prepare`; override it for another objective."""
         return self._pair_loss(**self.pair_arguments(batch, out))
@@ -80,8 +91,9 @@ class PreferenceModule(PolicyModule):
         """Compute and log the loss of one micro-batch."""
         pairs = batch.pair_mask.sum()
         batch = self.prepare(batch)
-        out = self.policy_output(batch)
-        result = self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask)
+        out = self.training_output(batch)
+        result = self.with_head_gradient(self.loss(batch, out), out)
+        result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         self.log_step({"loss": result.loss.detach()})
         self.log_step(result.metrics, pairs)
         self.log_metrics(result.metrics, pairs, suffix="_epoch")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.losses import LossOutput, cross_entropy_loss, dft_loss
-from rlhfkit.models import LoRA, PolicyOutput, policy_output
+from rlhfkit.losses import LossOutput, cross_entropy_loss, dft_loss, gradient_scope
+from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optim import Schedule
 
@@ -19,7 +19,8 @@ class SFTModule(PolicyModule):
     """Supervised fine-tuning by cross-entropy.
 
     The loss is the mean over the trained tokens of the whole optimizer step, independent of micro-batches, ranks,
-    padding and packing. Override :meth:`loss` for another objective on the same log-probs.
+    padding and packing. Override :meth:`loss` for another objective on the same log-probs; marked with
+    :func:`~rlhfkit.losses.gradient_scope`, it keeps the faster forward and backward pass of the output layer.
 
     Args:
         model: Folder or hub name of the policy.
@@ -60,18 +61,21 @@ class SFTModule(PolicyModule):
             **kwargs,
         )
 
-    def policy_output(self, batch: TokenBatch) -> PolicyOutput:
-        """Log-probs of the trained tokens under the policy."""
-        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
+    def policy_output(self, batch: TokenBatch, head_loss: HeadLoss | None = None) -> PolicyOutput:
+        """Log-probs of the trained tokens under the policy; ``head_loss`` is :meth:`head_loss` in training."""
+        balance = self.balances_routers
+        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=balance, head_loss=head_loss)
 
+    @gradient_scope("token")
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
         """The loss of one micro-batch of B sequences; override it for another objective."""
         return cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""
-        out = self.policy_output(batch)
-        result = self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.loss_mask)
+        out = self.training_output(batch)
+        result = self.with_head_gradient(self.loss(batch, out), out)
+        result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         self.log_step({"loss": result.loss.detach()})
         self.log_metrics(result.metrics, batch.loss_mask.sum(), suffix="_epoch")
         return result.loss
@@ -102,6 +106,7 @@ class DFTModule(SFTModule):
     Wu et al. (2025, arXiv:2508.05629), see :func:`~rlhfkit.losses.dft_loss`. Arguments are those of :class:`SFTModule`.
     """
 
+    @gradient_scope("token")
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
         """The loss of one micro-batch of B sequences; override it for another objective."""
         return dft_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)
