@@ -3,7 +3,8 @@
 Real ``AsyncRollouts`` and ``GroupCollector`` drive an engine whose slots sleep for each answer: lengths are lognormal,
 the 99th percentile ten times the median, cut at 25 times the median. Training sleeps for a fifth of the time that the
 slots need for an iteration. Compared in one run: taking turns; sampling ahead one iteration after another; sampling
-ahead with the requests of both iterations out (``continuous_batching``). Prints one JSON line.
+ahead with the requests of both iterations out (``continuous_batching``); the last also where dynamic sampling rejects
+every third group and samples another in its place. Prints one JSON line.
 
     python benchmarks/idle.py
 """
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rlhfkit import Prompt, Sample, SamplingSpec
+from rlhfkit import DynamicSampling, Prompt, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.timing import Timing
@@ -121,8 +122,15 @@ class Data:
         self.cursor = PromptCursor.from_state_dict(after)
 
 
-def measure(wanted: int, staleness: int, continuous_batching: bool, iterations: int = 10) -> dict[str, float]:
-    """Idle share and iterations per second, without the first two iterations."""
+def reward(samples: Sequence[Sample]) -> list[float]:
+    """Every third prompt teaches nothing."""
+    return [float(sample.sample_index * (sample.prompt.index % 3)) for sample in samples]
+
+
+def measure(
+    wanted: int, staleness: int, continuous_batching: bool, *, select: bool = False, iterations: int = 10
+) -> dict[str, float]:
+    """Idle share and iterations per second, without the first two iterations; ``select``: replace rejected groups."""
     engine, data = SleepingEngine(continuous_batching), Data()
     module = SimpleNamespace(
         tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids)), scores_samples=False
@@ -130,7 +138,8 @@ def measure(wanted: int, staleness: int, continuous_batching: bool, iterations: 
     trainer: Any = SimpleNamespace(
         world_size=1, global_rank=0, max_epochs=-1, current_epoch=0, datamodule=data, lightning_module=module
     )
-    collector = GroupCollector(engine, lambda samples: [0.0] * len(samples), Timing())  # type: ignore[arg-type]
+    selection = DynamicSampling() if select else None
+    collector = GroupCollector(engine, reward, Timing(), selection)  # type: ignore[arg-type]
     ahead = AsyncRollouts(collector, staleness, 600.0, in_flight=True) if staleness else None
     spec = SamplingSpec(group_size=GROUP, max_new_tokens=8)
     training = 0.2 * wanted * GROUP * MEDIAN_SECONDS * math.exp(SIGMA**2 / 2) / SLOTS
@@ -161,6 +170,11 @@ def main() -> None:
             "ahead by 1, requests of both out": measure(wanted, 1, True),
             "ahead by 3, requests of all out": measure(wanted, 3, True),
         }
+    report["16 answers a slot, dynamic sampling rejects a third"] = {
+        "in turns": measure(32, 0, True, select=True),
+        "ahead by 1, one after another": measure(32, 1, False, select=True),
+        "ahead by 1, requests of both out": measure(32, 1, True, select=True),
+    }
     print(json.dumps(report))
 
 

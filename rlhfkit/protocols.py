@@ -97,6 +97,9 @@ class ExperienceLearner(GenerativeModule, Protocol):
 class PromptQueue(Protocol):
     """The prompts of one iteration: none is drawn twice, and those that were not used can be requeued."""
 
+    cursor: Any
+    """Where the next prompt is drawn; the queue of another iteration can continue there."""
+
     @property
     def remaining(self) -> int:
         """Different prompts that can still be drawn."""
@@ -110,9 +113,8 @@ class PromptQueue(Protocol):
         """Put prompts at the front of the next iteration."""
         ...
 
-    @property
-    def records_rewards(self) -> bool:
-        """Whether there is a curriculum, for which :meth:`record` changes :attr:`after`."""
+    def in_front_of(self, cursor: Any) -> Any:
+        """The cursor with all drawn prompts in front of it."""
         ...
 
     def record(self, rewards: Mapping[int, Sequence[float]]) -> None:

@@ -8,12 +8,11 @@ generates for its share of them and keeps these samples; what the ranks decide b
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.protocols import PromptQueue
 from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.engine import SamplingSpec
 
@@ -52,6 +51,32 @@ class StreamingEngine(Protocol):
         ...
 
 
+class DrawnPrompts(Protocol):
+    """What an iteration needs of its prompts, of those in :class:`~rlhfkit.protocols.PromptQueue`."""
+
+    @property
+    def remaining(self) -> int:
+        """Different prompts that can still be drawn."""
+        ...
+
+    def take(self, count: int) -> list[Prompt]:
+        """Draw the next prompts."""
+        ...
+
+    def requeue(self, prompts: Sequence[Prompt]) -> None:
+        """Put prompts at the front of a later iteration."""
+        ...
+
+    def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
+        """Remember the rewards of groups, by the index of their prompt, for a curriculum."""
+        ...
+
+    @property
+    def after(self) -> dict[str, Any]:
+        """Where the next iteration begins, as plain values; read when everything is requeued and recorded."""
+        ...
+
+
 class GroupOutcome(NamedTuple):
     """What all ranks learn of a finished group; its samples stay on the rank that has them."""
 
@@ -86,7 +111,7 @@ class CollectedGroups:
 
 def collect_groups(
     wanted: int,
-    queue: PromptQueue,
+    queue: DrawnPrompts,
     stream: GroupStream,
     *,
     score: Callable[[list[Sample]], None] | None = None,
@@ -96,7 +121,7 @@ def collect_groups(
     spare: int = 0,
     rounds: bool = False,
     log: RankLog | None = None,
-    on_drawn: Callable[[dict[str, Any]], None] | None = None,
+    on_drawn: Callable[[], None] | None = None,
 ) -> CollectedGroups:
     """Draw, generate, score and select until enough groups are accepted, or no more may be sampled.
 
@@ -116,7 +141,7 @@ def collect_groups(
             engines that generate in batches.
         log: Of the ranks that collect together, inside its :meth:`~rlhfkit.rank_store.RankLog.run`; ``None``: this
             process alone.
-        on_drawn: Called when the first prompts are submitted, with the place in the prompts behind them.
+        on_drawn: Called when the first prompts are submitted.
 
     Raises:
         ValueError: If there are fewer prompts than wanted groups.
@@ -127,7 +152,7 @@ def collect_groups(
     try:
         selection.begin()
         if on_drawn is not None:
-            on_drawn(queue.after)
+            on_drawn()
         while not selection.finished:
             groups = selection.collect()
             if groups and score is not None:
@@ -148,7 +173,7 @@ class _Selection:
     def __init__(
         self,
         wanted: int,
-        queue: PromptQueue,
+        queue: DrawnPrompts,
         stream: GroupStream,
         log: RankLog,
         *,

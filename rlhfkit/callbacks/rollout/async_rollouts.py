@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import lightning as L
 
@@ -13,6 +12,7 @@ from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
+from rlhfkit.rollout.prompt_draws import OverlappingDraws
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -21,14 +21,13 @@ class AsyncRollouts:
 
     Iteration j is queued when training on iteration ``j - max_staleness`` begins, after its weights were synced, so no
     token is older, and at most ``max_staleness + 1`` iterations exist at a time: (version + max_staleness + 1) batches
-    of samples are requested, AReaL's capacity (Fu et al., 2025, arXiv:2505.24298, section 5.1). Each begins with
-    the prompt at which the one before it stopped; the DataModule's cursor moves after the iteration was trained on, so
-    a run that is interrupted samples anew what was queued.
+    of samples are requested, AReaL's capacity (Fu et al., 2025, arXiv:2505.24298, section 5.1). The DataModule's
+    cursor moves after an iteration was trained on, so a run that is interrupted samples anew what was queued.
 
     With an engine that batches continuously the requests of all these iterations are out at a time, so it is not idle
-    while the longest answers of one are sampled. Iterations are still trained on whole and in order: the first to
-    finish would be the short ones, and the others too old. Selection of groups, and a curriculum, decide with which
-    prompt the next iteration begins; then iterations are sampled one after another.
+    while the longest answers of one are sampled, nor while dynamic sampling replaces its last rejected groups
+    (:class:`~rlhfkit.rollout.prompt_draws.OverlappingDraws` has the order of the prompts). Iterations are still trained
+    on whole and in order: the first to finish would be the short ones, and the others too old.
 
     A sync waits for the iterations being collected, and queued ones wait for the sync. With ``in_flight`` the engine
     swaps the weights between two tokens instead. ``timeout`` is the seconds that one iteration may take.
@@ -54,8 +53,7 @@ class AsyncRollouts:
         self.in_flight = in_flight
         self._jobs: BackgroundRollouts[CollectedGroups] = BackgroundRollouts()
         self._submitted = -1
-        self._after: dict[str, Any] | None = None  # where the prompts of the next job begin; written by jobs
-        self._failure: BaseException | None = None  # of a job; the jobs behind it fail as well
+        self._draws: OverlappingDraws | None = None  # the prompts of the jobs
 
     def collect(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
         """Queue what may be sampled from the current weights, and wait for this iteration. Called on every rank.
@@ -64,8 +62,7 @@ class AsyncRollouts:
         """
         if self._submitted < iteration:
             # At the DataModule's cursor, at the start of a run or after a resume.
-            self._submitted, self._after = iteration - 1, prompts_of(trainer).prompt_queue().after
-            self._failure = None
+            self._submitted, self._draws = iteration - 1, self._draw_from_cursor(trainer, iteration)
         left = float("inf")
         if trainer.max_epochs not in (None, -1):
             left = trainer.max_epochs - trainer.current_epoch
@@ -80,17 +77,19 @@ class AsyncRollouts:
                 self._submitted = -1  # the next call queues this iteration and the ones behind it again
                 raise
 
+    def _draw_from_cursor(self, trainer: L.Trainer, iteration: int) -> OverlappingDraws:
+        """Let iterations draw prompts from the DataModule's cursor on; several at a time if the engine can run them."""
+        data, place = prompts_of(trainer), prompts_of(trainer).prompt_queue().after
+        ahead = self.max_staleness if self.collector.engine.continuous_batching else 0
+        return OverlappingDraws(lambda: data.prompt_queue(place), first=iteration, ahead=ahead, timeout=self.timeout)
+
     def _submit(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> None:
         # Opened here, as all ranks must open their logs in one order; jobs may overlap.
         rank_log = self.collector.open_log(keep=self.max_staleness + 3)
-        overlaps = self._overlaps(trainer)
+        draws = self._draws
+        assert draws is not None
 
         def job(let_next_start: Callable[[], None]) -> CollectedGroups:
-            def on_drawn(after: dict[str, Any]) -> None:
-                if overlaps:
-                    self._after = after
-                    let_next_start()
-
             try:
                 collected = self.collector.collect(
                     trainer,
@@ -98,28 +97,18 @@ class AsyncRollouts:
                     sampling,
                     iteration,
                     rank_log=rank_log,
-                    after=self._after,
-                    on_drawn=on_drawn,
-                    failure=self._failure,  # the prompts of this job would be those of the iteration that failed
+                    queue=draws.queue(iteration),
+                    on_drawn=let_next_start if self.collector.engine.continuous_batching else None,
+                    failure=draws.failure,  # the prompts of this job would be those of the iteration that failed
                 )
             except BaseException as error:
-                self._failure = error
+                draws.fail(error)
                 raise
-            if not overlaps:
-                self._after = collected.after
+            draws.finish(iteration)
             return collected
 
         self._submitted = iteration
         self._jobs.submit(iteration, job)
-
-    def _overlaps(self, trainer: L.Trainer) -> bool:
-        """Whether the requests of an iteration may go out while the one before it is still sampled.
-
-        The engine must run them side by side, and the prompts must not depend on the samples before them.
-        """
-        selects = self.collector.takes_first_finished or self.collector.dynamic_sampling is not None
-        queue = prompts_of(trainer).prompt_queue()
-        return self.collector.engine.continuous_batching and not selects and not queue.records_rewards
 
     def updating_weights(self, trainer: L.Trainer) -> AbstractContextManager[None]:
         """A context inside which the engine may be given new weights. A collective."""

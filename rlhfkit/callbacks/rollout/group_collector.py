@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import lightning as L
 
@@ -21,6 +21,7 @@ from rlhfkit.rewards.base import Reward, part_names, score_samples
 from rlhfkit.rollout.collector import (
     BatchedGroupStream,
     CollectedGroups,
+    DrawnPrompts,
     Group,
     GroupStream,
     StreamingEngine,
@@ -92,8 +93,8 @@ class GroupCollector:
         iteration: int,
         *,
         rank_log: RankLog | None = None,
-        after: dict[str, Any] | None = None,
-        on_drawn: Callable[[dict[str, Any]], None] | None = None,
+        queue: DrawnPrompts | None = None,
+        on_drawn: Callable[[], None] | None = None,
         failure: BaseException | None = None,
     ) -> CollectedGroups:
         """Collect this rank's share of an iteration's groups. Called on every rank; no collective spans it.
@@ -104,7 +105,7 @@ class GroupCollector:
             sampling: How to sample.
             iteration: Number of the iteration.
             rank_log: From :meth:`open_log`; ``None``: opened here.
-            after: Where the prompts begin; ``None``: at the DataModule's cursor.
+            queue: Its prompts; ``None``: from the DataModule's cursor on.
             on_drawn: See :func:`~rlhfkit.rollout.collector.collect_groups`.
             failure: Raised in place of collecting, with other ranks.
         """
@@ -113,7 +114,7 @@ class GroupCollector:
         def step() -> CollectedGroups:
             if failure is not None:
                 raise failure
-            return self._collect(trainer, wanted, sampling, iteration, rank_log, after, on_drawn)
+            return self._collect(trainer, wanted, sampling, iteration, rank_log, queue, on_drawn)
 
         collected = rank_log.run(
             step,
@@ -135,8 +136,8 @@ class GroupCollector:
         sampling: SamplingSpec,
         iteration: int,
         rank_log: RankLog,
-        after: dict[str, Any] | None,
-        on_drawn: Callable[[dict[str, Any]], None] | None,
+        queue: DrawnPrompts | None,
+        on_drawn: Callable[[], None] | None,
     ) -> CollectedGroups:
         selection, early = self.dynamic_sampling, self.scores_early(trainer)
         spare = math.ceil(self.oversampling * wanted)
@@ -144,7 +145,7 @@ class GroupCollector:
         rounds = not self.takes_first_finished or (trainer.world_size > 1 and (not self.engine.shared or early))
         return collect_groups(
             wanted,
-            prompts_of(trainer).prompt_queue(after),
+            queue or prompts_of(trainer).prompt_queue(),
             self._stream(sampling, iteration, rank_log, rounds=rounds),
             score=lambda samples: self._score(trainer, samples, iteration, rank_log),
             score_together=(lambda samples: self.add_model_scores(trainer, samples, iteration)) if early else None,

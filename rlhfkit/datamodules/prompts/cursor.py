@@ -156,12 +156,12 @@ class IterationQueue:
     def __init__(
         self, order: PromptOrder, prompt: Callable[[int], Prompt], cursor: PromptCursor, fingerprint: str = ""
     ) -> None:
+        self.cursor = cursor
+        """Where the next prompt is drawn."""
         self._order = order
         self._prompt = prompt
-        self._cursor = cursor
         self._fingerprint = fingerprint
         self._rows: dict[int, int] = {}  # index of a prompt -> its row, in the order of drawing
-        self._requeued: set[int] = set()
 
     @property
     def remaining(self) -> int:
@@ -170,35 +170,37 @@ class IterationQueue:
 
     def take(self, count: int) -> list[Prompt]:
         """Draw the next prompts, at most :attr:`remaining`."""
-        rows, self._cursor = self._order.take(count, self._cursor, without=self._rows.values())
+        rows, self.cursor = self._order.take(count, self.cursor, without=self._rows.values())
         prompts = [self._prompt(row) for row in rows]
         self._rows |= {prompt.index: row for prompt, row in zip(prompts, rows, strict=True)}
         return prompts
 
     def requeue(self, prompts: Iterable[Prompt]) -> None:
         """Put drawn prompts at the front of the next iteration, in the order of drawing."""
-        self._requeued |= {prompt.index for prompt in prompts}
+        requeued = {prompt.index for prompt in prompts}
+        self.cursor = _in_front([row for index, row in self._rows.items() if index in requeued], self.cursor)
 
-    @property
-    def records_rewards(self) -> bool:
-        """Whether there is a curriculum, for which :meth:`record` changes :attr:`after`."""
-        return self._order.curriculum is not None
+    def in_front_of(self, cursor: PromptCursor) -> PromptCursor:
+        """The cursor with all drawn prompts in front of it, in the order of drawing."""
+        return _in_front(self._rows.values(), cursor)
 
     def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
         """Remember the rewards of groups, by the index of their prompt; without a curriculum, do nothing."""
         if self._order.curriculum is None:
             return
-        history = dict(self._cursor.history or {})
+        history = dict(self.cursor.history or {})
         for index, values in rewards.items():
             if values:
                 row = self._rows[index]
                 before = history[row].samples if row in history else 0
                 history[row] = PromptStats(before + len(values), sum(values) / len(values))
-        self._cursor = self._cursor._replace(history=history)
+        self.cursor = self.cursor._replace(history=history)
 
     @property
     def after(self) -> dict[str, Any]:
         """Cursor after this iteration and the fingerprint, as plain values."""
-        requeued = [row for index, row in self._rows.items() if index in self._requeued]
-        cursor = self._cursor._replace(postponed=(*requeued, *self._cursor.postponed))
-        return {**cursor.state_dict(), "fingerprint": self._fingerprint}
+        return {**self.cursor.state_dict(), "fingerprint": self._fingerprint}
+
+
+def _in_front(rows: Iterable[int], cursor: PromptCursor) -> PromptCursor:
+    return cursor._replace(postponed=(*rows, *cursor.postponed))

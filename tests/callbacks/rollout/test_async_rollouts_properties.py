@@ -1,6 +1,9 @@
 """Asynchronous rollouts with any staleness and any stops: no prompt lost or repeated, no sample older than allowed."""
 
+import itertools
+import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +45,49 @@ class Engine:
         ]
 
 
+class StreamingEngine(Engine):
+    """Runs the groups of several iterations side by side; they end in any order."""
+
+    can_stream = True
+    continuous_batching = True
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.streams: list[Stream] = []
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        return any(stream.pending for stream in self.streams)
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> "Stream":
+        self.streams.append(Stream(self, iteration))
+        return self.streams[-1]
+
+
+class Stream:
+    """Groups that end one at a time."""
+
+    def __init__(self, engine: StreamingEngine, iteration: int) -> None:
+        self.engine, self.iteration = engine, iteration
+        self.pending: list[Prompt] = []
+
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
+        self.pending += prompts
+
+    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
+        time.sleep(self.engine.chance.random() * 0.002)
+        if not self.pending:
+            return []
+        prompt, version = self.engine.chance.choice(self.pending), self.engine.version
+        tokens, versions = [5, self.iteration, 5], [version] * 3
+        group = [Sample(prompt, index, tokens, [0.0] * 3, versions, "stop") for index in range(2)]
+        self.pending.remove(prompt)
+        return [group]
+
+    def close(self) -> None:
+        self.pending.clear()
+
+
 class Data:
     """The part of a DataModule that rollouts use."""
 
@@ -61,6 +107,60 @@ def reward(samples: Sequence[Sample]) -> list[float]:
     return [float(sample.sample_index * (sample.prompt.index % 3)) for sample in samples]
 
 
+Trained = list[list[int]]
+"""Prompts of each iteration."""
+
+
+def play(
+    engine: Engine,
+    staleness: int,
+    iterations: int,
+    *,
+    in_flight: bool = True,
+    select: bool = False,
+    stops: set[int] = frozenset(),  # type: ignore[assignment]
+    score: Any = reward,
+) -> tuple[Trained, PromptCursor]:
+    """Train; ``stops`` are iterations after which the run is killed and resumed. Also returns the last cursor."""
+    data = Data()
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
+    trainer: Any = SimpleNamespace(
+        world_size=1,
+        global_rank=0,
+        max_epochs=iterations,
+        current_epoch=0,
+        datamodule=data,
+        lightning_module=SimpleNamespace(tokenizer=tokenizer, scores_samples=False),
+    )
+    collector = GroupCollector(engine, score, Timing(), DynamicSampling() if select else None)  # type: ignore[arg-type]
+    ahead = AsyncRollouts(collector, staleness, 30.0, in_flight=in_flight) if staleness else None
+    trained: Trained = []
+    for iteration in range(iterations):
+        trainer.current_epoch = iteration
+        if ahead is None:
+            engine.version = iteration
+            filled = collector.collect(trainer, WANTED, SPEC, iteration)
+        else:
+            with ahead.updating_weights(trainer):
+                assert in_flight or not engine.busy
+                engine.version = iteration
+            filled = ahead.collect(trainer, WANTED, SPEC, iteration)
+            assert len(ahead._jobs.pending) <= staleness  # what waits, besides what is trained on
+        samples = [sample for group in filled.groups for sample in group]
+        assert all(iteration - staleness <= each <= iteration for sample in samples for each in sample.versions)
+        assert {sample.token_ids[1] for sample in samples} == {iteration}  # the seeds of this iteration
+        assert in_flight or all(len(set(sample.versions)) == 1 for sample in samples)
+        trained.append([group[0].prompt.index for group in filled.groups])
+        data.set_cursor(filled.after)
+        if ahead is not None and iteration in stops:  # killed, and resumed from a checkpoint of this moment
+            ahead.close()
+            ahead = ahead.fresh()
+    if ahead is not None:
+        assert ahead._jobs.pending == []
+        ahead.close()
+    return trained, data.cursor
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     staleness=st.integers(0, 3),
@@ -72,44 +172,36 @@ def reward(samples: Sequence[Sample]) -> list[float]:
 def test_a_run_ahead_is_trained_on_what_a_run_that_takes_turns_is(
     staleness: int, in_flight: bool, select: bool, iterations: int, stops: set[int]
 ) -> None:
-    def run(staleness: int, stops: set[int]) -> list[list[int]]:
-        engine, data = Engine(), Data()
-        tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
-        trainer = SimpleNamespace(
-            world_size=1,
-            global_rank=0,
-            max_epochs=iterations,
-            current_epoch=0,
-            datamodule=data,
-            lightning_module=SimpleNamespace(tokenizer=tokenizer, scores_samples=False),
-        )
-        selection = DynamicSampling() if select else None
-        collector = GroupCollector(engine, reward, Timing(), selection)  # type: ignore[arg-type]
-        ahead = AsyncRollouts(collector, staleness, 30.0, in_flight=in_flight) if staleness else None
-        trained: list[list[int]] = []
-        for iteration in range(iterations):
-            trainer.current_epoch = iteration
-            if ahead is None:
-                engine.version = iteration
-                filled = collector.collect(trainer, WANTED, SPEC, iteration)
-            else:
-                with ahead.updating_weights(trainer):
-                    assert in_flight or not engine.busy
-                    engine.version = iteration
-                filled = ahead.collect(trainer, WANTED, SPEC, iteration)
-                assert len(ahead._jobs.pending) <= staleness  # what waits, besides what is trained on
-            samples = [sample for group in filled.groups for sample in group]
-            assert all(iteration - staleness <= each <= iteration for sample in samples for each in sample.versions)
-            assert {sample.token_ids[1] for sample in samples} == {iteration}  # the seeds of this iteration
-            assert in_flight or all(len(set(sample.versions)) == 1 for sample in samples)
-            trained.append([group[0].prompt.index for group in filled.groups])
-            data.set_cursor(filled.after)
-            if ahead is not None and iteration in stops:  # killed, and resumed from a checkpoint of this moment
-                ahead.close()
-                ahead = ahead.fresh()
-        if ahead is not None:
-            assert ahead._jobs.pending == []
-            ahead.close()
-        return trained
+    ahead, _ = play(Engine(), staleness, iterations, in_flight=in_flight, select=select, stops=stops)
+    turns, _ = play(Engine(), 0, iterations, select=select)
+    assert ahead == turns
 
-    assert run(staleness, stops) == run(0, set())
+
+@settings(deadline=None, max_examples=40)
+@given(
+    staleness=st.integers(1, 3),
+    in_flight=st.booleans(),
+    select=st.booleans(),
+    iterations=st.integers(1, 6),
+    stops=st.sets(st.integers(0, 5)),
+    seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)),
+)
+def test_iterations_side_by_side_train_on_the_same_prompts_whatever_ends_first(
+    staleness: int, in_flight: bool, select: bool, iterations: int, stops: set[int], seeds: tuple[int, int]
+) -> None:
+    decided: set[tuple[int, int]] = set()
+
+    def score(samples: Sequence[Sample]) -> list[float]:
+        decided.update((sample.token_ids[1], sample.prompt.index) for sample in samples)
+        return reward(samples)
+
+    whole, end = play(StreamingEngine(seeds[0]), staleness, iterations, in_flight=in_flight, select=select, score=score)
+    stopped, _ = play(StreamingEngine(seeds[1]), staleness, iterations, in_flight=in_flight, select=select, stops=stops)
+    assert stopped == whole
+    if not select:
+        assert whole == play(Engine(), 0, iterations)[0]
+    # Nothing is lost or doubled: what was decided, and what comes next, is every row that the passes went over.
+    passes = [PromptOrder(TOTAL, seed=4)._permutation(number) for number in range(end.number + 1)]
+    gone_over = [*itertools.chain.from_iterable(passes[:-1]), *passes[-1][: end.offset]]
+    used = Counter(prompt for iteration, prompt in decided if iteration < iterations)
+    assert used + Counter(end.postponed) == Counter(gone_over)
