@@ -9,6 +9,7 @@ every third group and samples another in its place. Prints one JSON line.
     python benchmarks/idle.py
 """
 
+import itertools
 import json
 import math
 import queue
@@ -39,7 +40,7 @@ def seconds_of(iteration: int, prompt: int, place: int) -> float:
 
 
 class SleepingEngine:
-    """Slots that sleep for each answer, first come, first served."""
+    """Slots that sleep for each answer; earlier iterations are served first, as by a ``VLLMPool``."""
 
     shared = False
     updates_in_flight = True
@@ -48,13 +49,14 @@ class SleepingEngine:
 
     def __init__(self, continuous_batching: bool) -> None:
         self.continuous_batching = continuous_batching
-        self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.requests: queue.PriorityQueue[Any] = queue.PriorityQueue()
+        self.numbers = itertools.count()
         self.busy: list[tuple[float, float]] = []
         for _ in range(SLOTS):
             threading.Thread(target=self._slot, daemon=True).start()
 
     def _slot(self) -> None:
-        while (request := self.requests.get()) is not None:
+        while (request := self.requests.get()[-1]) is not None:
             stream, iteration, prompt, place = request
             start = time.perf_counter()
             time.sleep(seconds_of(iteration, prompt.index, place))
@@ -87,7 +89,8 @@ class SleepingStream:
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         for prompt in prompts:
             for place in range(GROUP):
-                self.engine.requests.put((self, self.iteration, prompt, place))
+                request = self, self.iteration, prompt, place
+                self.engine.requests.put((self.iteration, next(self.engine.numbers), request))
 
     def finish(self, prompt: Prompt, sample: Sample) -> None:
         with self.lock:
@@ -155,7 +158,7 @@ def measure(
     if ahead is not None:
         ahead.close()
     for _ in range(SLOTS):
-        engine.requests.put(None)
+        engine.requests.put((math.inf, next(engine.numbers), None))
     return {"idle_share": round(share, 4), "iterations_per_second": round((iterations - 2) / (end - start), 3)}
 
 
@@ -174,6 +177,7 @@ def main() -> None:
         "in turns": measure(32, 0, True, select=True),
         "ahead by 1, one after another": measure(32, 1, False, select=True),
         "ahead by 1, requests of both out": measure(32, 1, True, select=True),
+        "ahead by 3, requests of all out": measure(32, 3, True, select=True),
     }
     print(json.dumps(report))
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Request = tuple[list[int], dict[str, Any]]
-"""Prompt token ids and the engine's own sampling parameters."""
+"""Prompt token ids and the engine's own sampling parameters; ``priority`` among them, of which the lowest is next."""
 
 
 class Completion(NamedTuple):

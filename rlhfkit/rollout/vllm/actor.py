@@ -186,7 +186,10 @@ class VLLMActor(RemoteEngine):
 
     async def _run(self, key: str, requests: Sequence[Request]) -> list[Any]:
         """Run requests concurrently; RefusedRequest, which leaves the engine unaffected, if one cannot be run."""
-        checked = [(list(token_ids), _sampling_params(arguments)) for token_ids, arguments in requests]
+        checked = [
+            (list(token_ids), _sampling_params(arguments), arguments.get("priority", 0))
+            for token_ids, arguments in requests
+        ]
         running = [self._backend.generate(f"request-{next(self._numbers)}", *request) for request in checked]
         tasks = [asyncio.ensure_future(one) for one in running]
         self._tasks[key] = tasks
@@ -273,7 +276,8 @@ def _sampling_params(arguments: dict[str, Any]) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     try:
-        return SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+        named = {name: value for name, value in arguments.items() if name != "priority"}
+        return SamplingParams(**named, output_kind=RequestOutputKind.FINAL_ONLY)
     except Exception as error:
         raise RefusedRequest(f"{type(error).__name__}: {error}") from None
 

@@ -44,6 +44,7 @@ def engine_arguments(
         "logprobs_mode": logprobs_mode,
         # Ignore the model's generation_config.json; every request sets all sampling parameters.
         "generation_config": "vllm",
+        "scheduling_policy": "priority",
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": "rlhfkit.rollout.vllm.plugin.WorkerExtension",
     }
@@ -116,4 +117,6 @@ def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: in
         "logprobs": 0,  # that of the sampled token only
         "detokenize": bool(spec.stop),  # needed only to find stop texts
         "skip_special_tokens": True,
+        # What dynamic sampling draws late for an iteration goes before the requests of the next one.
+        "priority": iteration,
     }

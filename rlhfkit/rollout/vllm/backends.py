@@ -22,8 +22,10 @@ class Backend(Protocol):
         """Build the engine; returns vLLM's ``VllmConfig``."""
         ...
 
-    async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
+    async def generate(self, request_id: str, token_ids: list[int], params: Any, priority: int) -> Any:
         """Run one request and return its ``RequestOutput``; cancelling the coroutine aborts it.
+
+        Of waiting requests the one with the lowest ``priority`` is next.
 
         Raises RefusedRequest if the engine does not accept it; other requests are unaffected.
         """
@@ -126,13 +128,13 @@ class InProcessBackend(Backend):
         self._posts.put(post)
         return await future
 
-    async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
+    async def generate(self, request_id: str, token_ids: list[int], params: Any, priority: int) -> Any:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
         def add() -> None:
             try:
-                self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+                self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params, priority=priority)
             except Exception as error:
                 with contextlib.suppress(Exception):  # a part of vLLM may have accepted it
                     self._engine.abort_request([request_id])
@@ -216,10 +218,11 @@ class AsyncBackend(Backend):
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         return self._engine.vllm_config
 
-    async def generate(self, request_id: str, token_ids: list[int], params: Any) -> Any:
+    async def generate(self, request_id: str, token_ids: list[int], params: Any, priority: int) -> Any:
         last = None
         try:
-            async for output in self._engine.generate({"prompt_token_ids": token_ids}, params, request_id):
+            prompt: Any = {"prompt_token_ids": token_ids}
+            async for output in self._engine.generate(prompt, params, request_id, priority=priority):
                 last = output
         except Exception as error:
             if self._engine.errored:

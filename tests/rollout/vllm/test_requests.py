@@ -288,3 +288,8 @@ def bodies(user: dict[str, Any]) -> Iterator[bytes]:
         yield body(messages=[user], tools=0).replace(b'"tools": 0', f'"tools": [{nested}]'.encode())
         yield body(metadata=0).replace(b'"metadata": 0', f'"metadata": {deep}'.encode())
     yield from (b"", b"null", b"[]", b"{", b"\xff", b"{}", b'{"messages": [{}]}')
+
+
+def test_requests_of_earlier_iterations_go_first() -> None:
+    requests = [sample_request(Prompt(0, [10]), 0, SamplingSpec(), iteration, (1,)) for iteration in (3, -1)]
+    assert [arguments["priority"] for _, arguments in requests] == [3, -1]  # validation is iteration -1
