@@ -1,14 +1,17 @@
 """What is wrong with the GPUs of a run, found before anything expensive starts; each answer is one sentence, or none.
 
-All functions but :func:`why_cuda_is_missing` take descriptions of GPUs, so that they say the same on any machine. Who
+All functions but the first two take descriptions of GPUs, so that they say the same on any machine. Who
 asks: the strategy when ranks have joined (:class:`~rlhfkit.strategies.strategy.RLHFDeepSpeedStrategy`), modules before
 they load a model, :class:`~rlhfkit.VLLMPool` before it starts engines.
 """
 
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfkit.gpus import (
+    VARIABLE,
     DriverReport,
     VisibleGPU,
     ask_driver_about_all,
@@ -45,6 +48,17 @@ class RankGPU:
 
 
 # ------------------------------------------------------------------------------------------------ no CUDA
+
+
+def warn_if_cuda_is_missing() -> None:
+    """Warn if this machine has NVIDIA GPUs that torch cannot use: Lightning would silently train on the CPU."""
+    if not device_files():
+        return
+    import torch
+
+    reason = why_cuda_is_missing(torch.version.cuda, torch.cuda.is_available(), os.environ.get(VARIABLE))
+    if reason is not None:
+        warnings.warn(reason, stacklevel=2)
 
 
 def why_cuda_is_missing(built_for: str | None, available: bool, variable: str | None) -> str | None:
@@ -156,6 +170,16 @@ def weights_do_not_fit(parts: Mapping[str, float], gpu: str, total: int, cure: s
     if sum(parts.values()) <= total:
         return None
     return f"{_amounts(parts)} do not fit into {gpu} ({total / GIB:.1f} GiB), before anything is computed: {cure}"
+
+
+def gpu_is_taken(parts: Mapping[str, float], gpu: str, free: int, total: int) -> str | None:
+    """Say that other processes leave too little of a GPU for the weights that it could hold; ``None``: they do not."""
+    if not free < sum(parts.values()) <= total:
+        return None
+    return (
+        f"{_amounts(parts)} need more than the {free / GIB:.1f} GiB that are free of {gpu} ({total / GIB:.1f} GiB): "
+        "another process uses it (nvidia-smi lists them)"
+    )
 
 
 def memory_is_tight(parts: Mapping[str, float], gpu: str, available: float) -> str | None:

@@ -1,18 +1,22 @@
 """What is said about GPUs that a run cannot use, on machines that are only described."""
 
 import dataclasses
+import warnings
 
 import pytest
+import torch
 
 from rlhfkit.gpu_checks import (
     GIB,
     RankGPU,
     explain_missing_cuda,
+    gpu_is_taken,
     memory_is_tight,
     mixed_kinds,
     same_gpu_twice,
     too_few_devices,
     unsupported_dtype,
+    warn_if_cuda_is_missing,
     weights_do_not_fit,
     why_cuda_is_missing,
 )
@@ -66,8 +70,14 @@ class TestMissingCUDA:
         monkeypatch.setattr("rlhfkit.gpu_checks.device_files", lambda: 8)
         assert why_cuda_is_missing("13.0", True, None) is None
         assert why_cuda_is_missing(None, False, None) is not None
+        if not torch.cuda.is_available():
+            with pytest.warns(UserWarning, match=r"This machine has 8 NVIDIA GPU\(s\), which torch cannot use"):
+                warn_if_cuda_is_missing()
         monkeypatch.setattr("rlhfkit.gpu_checks.device_files", lambda: 0)
         assert why_cuda_is_missing(None, False, None) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_if_cuda_is_missing()
 
 
 class TestRanks:
@@ -130,6 +140,14 @@ class TestMemory:
             "reference 16 bit 14.0 GiB, policy 16 bit 14.0 GiB do not fit into RTX 4090 (24.0 GiB), before anything is "
             "computed: use rlhf_zero3"
         )
+
+    def test_other_processes_are_blamed_only_for_what_would_fit_without_them(self) -> None:
+        parts = {"weights": 20.0 * GIB}
+        assert gpu_is_taken(parts, "H100", 30 * GIB, 80 * GIB) is None
+        assert gpu_is_taken(parts, "T4", 10 * GIB, 15 * GIB) is None  # an error anyway
+        found = gpu_is_taken(parts, "H100", 10 * GIB, 80 * GIB)
+        assert found is not None
+        assert "the 10.0 GiB that are free of H100 (80.0 GiB): another process" in found
 
     @pytest.mark.parametrize(
         ("needed", "says"),

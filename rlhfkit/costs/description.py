@@ -311,6 +311,8 @@ def engine_shape(
     return EngineShape(
         count=engine.num_engines,
         tensor_parallel=engine.parallelism.tensor,
+        pipeline_parallel=engine.parallelism.pipeline,
+        data_parallel=engine.parallelism.data,
         memory_share=engine.gpu_memory_utilization,
         cache_bytes=None if engine.kv_cache_gib is None else engine.kv_cache_gib * GIB,
         itemsize=sizes.get(str(engine.dtype), precision.compute),

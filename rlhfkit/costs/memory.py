@@ -280,10 +280,10 @@ def _backward_moment(run: Run, shape: ModelShape) -> float:
 def cache_token_bytes(run: Run) -> float:
     """Bytes of a token's keys and values on one GPU of an engine, in layers without a window and with one alike.
 
-    Tensor parallelism splits the key heads, but not beyond one head per GPU.
+    Tensor parallelism splits the key heads, but not beyond one head per GPU; pipeline stages split the layers.
     """
     assert run.engine is not None
-    parts = min(run.engine.tensor_parallel, run.policy.cache_heads)
+    parts = min(run.engine.tensor_parallel, run.policy.cache_heads) * run.engine.pipeline_parallel
     return run.policy.cached * run.engine.itemsize / parts
 
 
@@ -309,7 +309,9 @@ def engine_memory(run: Run) -> EngineMemory:
     engine, shape = run.engine, run.policy
     if engine is None:
         raise ValueError("engine_memory is about the engine of a run, and this run has none")
-    weights = shape.parameters * engine.itemsize / engine.tensor_parallel
+    # vLLM divides experts over all processes of an engine.
+    divided = shape.parameters - shape.experts + shape.experts / engine.data_parallel
+    weights = divided * engine.itemsize / (engine.tensor_parallel * engine.pipeline_parallel)
     mean = max(cache_sequence_bytes(run, run.prompt_tokens + run.answer_tokens), 1.0)
     longest = max(cache_sequence_bytes(run, run.longest), 1.0)
     if engine.local:
@@ -384,10 +386,15 @@ def _engine_problems(run: Run) -> list[str]:
             f"tensor_parallel_size={engine.tensor_parallel} does not divide the {run.policy.layer.heads} attention "
             "heads, which vLLM requires"
         )
+    if engine.pipeline_parallel > run.policy.layers:
+        problems.append(
+            f"pipeline_parallel_size={engine.pipeline_parallel} is more than the {run.policy.layers} layers"
+        )
     budget = engine.memory_share * run.gpu.memory
+    gpus = engine.tensor_parallel * engine.pipeline_parallel * engine.data_parallel
     if engine.cache_bytes is None and found.cache <= 0:
         problems.append(
-            f"the engine's weights ({_gib(found.weights)} on each of {engine.tensor_parallel} GPUs) and activations "
+            f"the engine's weights ({_gib(found.weights)} on each of {gpus} GPUs) and activations "
             f"({_gib(found.activations)}) leave no key-value cache in {_gib(budget)}: raise tensor_parallel_size or "
             "gpu_memory_utilization"
         )

@@ -62,6 +62,11 @@ class EngineShape:
 
     count: int = 1
     tensor_parallel: int = 1
+    """GPUs that divide every layer."""
+    pipeline_parallel: int = 1
+    """Stages of consecutive layers, each on ``tensor_parallel`` GPUs."""
+    data_parallel: int = 1
+    """Replicas of both that divide requests, and the experts of a mixture."""
     memory_share: float = 0.9
     """The share of a GPU that an engine may use (``gpu_memory_utilization``)."""
     cache_bytes: float | None = None
@@ -81,7 +86,10 @@ class EngineShape:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for name in ("count", "tensor_parallel", "max_sequences", "prefill_tokens"):
+        for name in (
+            *("count", "tensor_parallel", "pipeline_parallel", "data_parallel"),
+            *("max_sequences", "prefill_tokens"),
+        ):
             check_integer(f"EngineShape.{name}", getattr(self, name), minimum=1)
         check_number("EngineShape.memory_share", self.memory_share, above=0, maximum=1)
         check_number("EngineShape.cache_bytes", self.cache_bytes, above=0, optional=True)

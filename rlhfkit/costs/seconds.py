@@ -64,7 +64,8 @@ def decode_step_seconds(run: Run, sequences: float, context: float) -> float:
 
     The larger of memory traffic (all active weights, the experts that are hit, and every sequence's keys and values,
     each read once: Pope et al., 2022, arXiv:2211.05102, section 2.1) and arithmetic, on ``tensor_parallel`` GPUs, and a
-    fixed cost.
+    fixed cost. P pipeline stages work on P parts of the sequences in turn: each reads a P-th of the weights, P times a
+    step.
     """
     engine, shape, rates = run.engine, run.policy, run.efficiency
     assert engine is not None
@@ -72,12 +73,14 @@ def decode_step_seconds(run: Run, sequences: float, context: float) -> float:
     if shape.experts:  # the share of experts that at least one sequence chooses, if they are chosen evenly
         chosen = (shape.active - (shape.parameters - shape.embedding - shape.head - shape.experts)) / shape.experts
         chosen = min(max(chosen, 1e-6), 1.0)
-        expert_share = 1.0 - (1.0 - chosen) ** max(sequences, 1.0)
-    weights = (shape.parameters - shape.experts * (1 - expert_share)) * engine.itemsize / engine.tensor_parallel
+        expert_share = 1.0 - (1.0 - chosen) ** max(sequences * engine.data_parallel, 1.0)
+    read = shape.parameters - shape.experts + shape.experts * expert_share / engine.data_parallel
+    weights = read * engine.itemsize / engine.tensor_parallel
     traffic = weights + sequences * context * cache_token_bytes(run)
     memory_seconds = traffic / (run.gpu.bandwidth * rates.decode_bandwidth)
     operations = sequences * (2.0 * shape.active + 2 * (shape.layer.query + shape.layer.attention_output) * context)
-    arithmetic = operations / (engine.tensor_parallel * run.gpu.flops * rates.forward_flops)
+    gpus = engine.tensor_parallel * engine.pipeline_parallel
+    arithmetic = operations / (gpus * run.gpu.flops * rates.forward_flops)
     return max(memory_seconds, arithmetic) + rates.decode_step
 
 
@@ -90,7 +93,7 @@ def generation_seconds(run: Run) -> float:
     engine = run.engine
     if engine is None:
         return 0.0
-    count = engine.count if not engine.local else run.sharding.ranks
+    count = engine.count * engine.data_parallel if not engine.local else run.sharding.ranks
     share = run.sequences / count
     if share <= 0 or not run.answer_tokens:
         return 0.0
@@ -117,7 +120,8 @@ def prefill_seconds(run: Run) -> float:
     engine = run.engine
     if engine is None:
         return 0.0
-    gpus = run.sharding.ranks if engine.local else engine.count * engine.tensor_parallel
+    each = engine.tensor_parallel * engine.pipeline_parallel * engine.data_parallel
+    gpus = run.sharding.ranks if engine.local else engine.count * each
     prompts = run.sequences / run.group_size
     operations = forward_flops(run.policy, prompts * run.prompt_tokens, run.prompt_tokens)
     return operations / (gpus * run.gpu.flops * run.efficiency.forward_flops)

@@ -128,6 +128,16 @@ def check_attention(attention: str | None) -> None:
         )
 
 
+def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
+    """Count the parameters of a language model of a configuration, tied ones once; builds it without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def require_attention(attention: str | None) -> None:
     """Check that what an attention needs is installed, before Transformers says so in its own way.
 

@@ -33,6 +33,7 @@ from rlhfkit.models.load import Quantization, check_attention, context_length, l
 from rlhfkit.models.lora import save_initial_adapter
 from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
+from rlhfkit.modules.gpu_memory import require_gpu_memory
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
 from rlhfkit.modules.optim import SCHEDULES, Schedule, learning_rate_factor
 from rlhfkit.validation import check_integer, check_number
@@ -164,6 +165,16 @@ class PolicyModule(CheckpointMixin):
             trust_remote_code=self.trust_remote_code,
         )
         return model
+
+    def setup(self, stage: str) -> None:
+        """Before the network is built, compare its weights with the memory of the GPU.
+
+        Raises:
+            RuntimeError: If they alone are larger.
+        """
+        super().setup(stage)
+        if self._trainer is not None and not hasattr(self, "policy"):
+            require_gpu_memory(self)
 
     def configure_model(self) -> None:
         """Build the network, once: Lightning calls this again before validation."""

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from rlhfkit.checkpoints.resume import attach_exact_resume
 from rlhfkit.distributed import full_parameters, is_sharded
+from rlhfkit.gpu_checks import warn_if_cuda_is_missing
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.checkpoint.snapshot import require_plain_writers
 from rlhfkit.strategies.deepspeed import gpu_setup, rendezvous
@@ -124,7 +125,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         kwargs.setdefault("accelerator", self._ray_options.accelerator)
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read once, when DeepSpeed is first imported
-            gpu_setup.warn_if_cuda_is_missing()
+            warn_if_cuda_is_missing()
         require_unmanaged_accumulation()
         kwargs.setdefault("exclude_frozen_parameters", True)
         kwargs.setdefault("logging_batch_size_per_gpu", 1)  # "auto" would ask the dataloader for a batch size

@@ -135,7 +135,7 @@ def test_a_configuration_and_a_name_stand_for_a_module(folder: str) -> None:
 
 
 def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
-    pool = VLLMPool(2, 2, colocate=True, sleep_level=1, engine_arguments={"max_num_seqs": 64})
+    pool = VLLMPool(2, 2, pipeline_parallel_size=2, colocate=True, sleep_level=1, engine_arguments={"max_num_seqs": 64})
     engine = estimate(
         {"class_path": "GRPOModule", "init_args": {"model": wide}},
         prompts(),
@@ -143,7 +143,7 @@ def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
         devices=4,
     ).run.engine
     assert engine is not None
-    assert (engine.count, engine.tensor_parallel, engine.max_sequences) == (2, 2, 64)
+    assert (engine.count, engine.tensor_parallel, engine.pipeline_parallel, engine.max_sequences) == (2, 2, 2, 64)
     assert engine.colocated
     assert engine.sleeping_weights_on_host
     assert engine.memory_share == 0.5

@@ -82,6 +82,16 @@ def test_more_gpus_than_key_heads_do_not_split_the_cache_further() -> None:
     assert per_token[0] == pytest.approx(per_token[1])
 
 
+def test_pipeline_stages_divide_layers_and_replicas_divide_experts() -> None:
+    four, two_stages = (grpo_70b(engine=EngineShape(tensor_parallel=4, pipeline_parallel=size)) for size in (1, 2))
+    assert engine_memory(two_stages).weights == engine_memory(four).weights / 2
+    per_token = [engine_memory(run).cache / engine_memory(run).sequences for run in (four, two_stages)]
+    assert per_token[1] == pytest.approx(per_token[0] / 2)
+    shape = dataclasses.replace(four.policy, experts=60e9)
+    replicas = grpo_70b(policy=shape, engine=EngineShape(tensor_parallel=4, data_parallel=3))
+    assert engine_memory(replicas).weights == pytest.approx((shape.parameters - 60e9 + 20e9) * 2 / 4)
+
+
 def test_colocated_engines_are_awake_only_while_they_generate() -> None:
     parts = memory_parts(grpo_70b(engine=EngineShape(count=64, tensor_parallel=4, memory_share=0.5, colocated=True)))
     totals = phase_bytes(parts, TRAINING)
@@ -136,6 +146,7 @@ def test_weights_that_do_not_fit_ask_for_sharding() -> None:
     [
         (EngineShape(tensor_parallel=1), "leave no key-value cache in 71.2 GiB: raise tensor_parallel_size"),
         (EngineShape(tensor_parallel=3), "tensor_parallel_size=3 does not divide the 64 attention heads"),
+        (EngineShape(pipeline_parallel=81), "pipeline_parallel_size=81 is more than the 80 layers"),
         (EngineShape(tensor_parallel=4, cache_bytes=0.5 * GIB), "too small for one sequence of 16,896 tokens"),
     ],
 )

@@ -57,6 +57,16 @@ def test_generation_is_shorter_with_more_engines_and_never_shorter_than_the_long
     assert generation_seconds(many) > 4096 * decode_step_seconds(many, 1, 512)
 
 
+def test_pipeline_stages_read_all_weights_each_step_and_share_the_rest() -> None:
+    ideal = Efficiency(decode_bandwidth=1.0, decode_step=0.0)
+    one, two = (
+        grpo_70b(efficiency=ideal, engine=EngineShape(tensor_parallel=4, pipeline_parallel=size)) for size in (1, 2)
+    )
+    assert decode_step_seconds(two, 1, 0) == pytest.approx(decode_step_seconds(one, 1, 0))
+    more = [decode_step_seconds(run, 64, 4096) - decode_step_seconds(run, 1, 0) for run in (one, two)]
+    assert more[1] == pytest.approx(more[0] / 2, rel=0.05)
+
+
 def test_an_engine_that_holds_no_sequence_never_ends() -> None:
     assert generation_seconds(grpo_70b(engine=EngineShape(tensor_parallel=1))) == float("inf")
 

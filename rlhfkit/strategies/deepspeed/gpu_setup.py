@@ -19,13 +19,6 @@ from rlhfkit import gpu_checks
 from rlhfkit.gpus import VARIABLE, VisibleGPU, ask_driver_about_all
 
 
-def warn_if_cuda_is_missing() -> None:
-    """Warn if this machine has NVIDIA GPUs that torch cannot use: Lightning would silently train on the CPU."""
-    reason = gpu_checks.why_cuda_is_missing(torch.version.cuda, torch.cuda.is_available(), os.environ.get(VARIABLE))
-    if reason is not None:
-        rank_zero_warn(reason)
-
-
 def too_few_devices(local_rank: int, seen: int) -> str:
     """Return the error for a rank that sees fewer GPUs than its number among those of its machine."""
     present = len(ask_driver_about_all().gpus) or seen
