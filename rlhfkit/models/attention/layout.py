@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+CPU = torch.device("cpu")
+"""Named where tensors are made, as the default device may be another."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -85,11 +88,11 @@ class PackedLayout:
         longest length when ``None``.
         """
         prefixes = (0,) * len(lengths) if shared is None else tuple(shared)
-        sizes, kept_from = torch.tensor(lengths), torch.tensor(prefixes)
-        steps = torch.arange(width or int(sizes.max()))
+        sizes, kept_from = torch.tensor(lengths, device=CPU), torch.tensor(prefixes, device=CPU)
+        steps = torch.arange(width or int(sizes.max()), device=CPU)
         own = (steps < sizes[:, None]) & (steps >= kept_from[:, None])
-        places = torch.zeros(own.shape, dtype=torch.int64)
-        places[own] = torch.arange(int(own.sum()))
+        places = torch.zeros(own.shape, dtype=torch.int64, device=CPU)
+        places[own] = torch.arange(int(own.sum()), device=CPU)
         for row in kept_from.nonzero()[:, 0].tolist():
             places[row, : kept_from[row]] = places[row - 1, : kept_from[row]]
         tokens, positions = send_together([own.flatten().nonzero()[:, 0], steps.expand_as(own)[own][None]], device)
@@ -116,7 +119,7 @@ class PackedLayout:
         """The arguments of kernels for sequences of different lengths."""
         keys = [self.lengths[row] for row in self.rows]
         queries = [self.lengths[row] - self.prefixes[row] for row in self.rows]
-        sums = [torch.tensor([0, *counts]).cumsum(0) for counts in (queries, keys)]
+        sums = [torch.tensor([0, *counts], device=CPU).cumsum(0) for counts in (queries, keys)]
         if any(self.prefixes):
             sums.append(torch.cat([self.places[row, : self.lengths[row]] for row in self.rows]))
         sent = send_together(sums, self.tokens.device)
@@ -141,15 +144,16 @@ class PackedLayout:
         parts: list[Tensor] = []
         returned: list[Tensor] = []
         for _, rows in sorted(members.items()):
-            sizes = torch.tensor([self.lengths[row] for row in rows])[:, None]
-            steps = torch.arange(int(sizes.max()))
+            sizes = torch.tensor([self.lengths[row] for row in rows], device=CPU)[:, None]
+            steps = torch.arange(int(sizes.max()), device=CPU)
             gather = self.places[rows].gather(1, steps % sizes)
-            kept = (steps < sizes) & (steps >= torch.tensor([self.prefixes[row] for row in rows])[:, None])
+            prefixes = torch.tensor([self.prefixes[row] for row in rows], device=CPU)[:, None]
+            kept = (steps < sizes) & (steps >= prefixes)
             returned.append(gather[kept])
             parts += [gather, kept.flatten().nonzero()[:, 0]]
         packed = torch.cat(returned)
         order = torch.empty_like(packed)
-        order[packed] = torch.arange(len(packed))
+        order[packed] = torch.arange(len(packed), device=CPU)
         *sent, order = send_together([*parts, order], self.tokens.device)
         pairs = zip(sent[::2], sent[1::2], strict=True)
         return tuple(Bucket(gather, real, gather.shape[1]) for gather, real in pairs), order

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhfkit.models.attention.buckets import bucket_attention
-from rlhfkit.models.attention.layout import CumulativeLengths, PackedLayout
+from rlhfkit.models.attention.layout import CPU, CumulativeLengths, PackedLayout
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def varlen_attention(
     size, value_size = query.shape[2], value.shape[2]
     width = -(-max(size, value_size) // 8) * 8
     lengths = layout.cumulative
-    query, key, value = (pad(x, (0, width - x.shape[2])).transpose(0, 1) for x in (query, key, value))
+    query, key, value = (_widened(x, width).transpose(0, 1) for x in (query, key, value))
     if lengths.gather is not None:
         key, value = key[lengths.gather], value[lengths.gather]
     scale = size**-0.5 if scaling is None else scaling
@@ -255,17 +255,30 @@ def varlen_attention(
     return out[..., :value_size]
 
 
+def _widened(heads: Tensor, width: int) -> Tensor:
+    return heads if heads.shape[2] == width else pad(heads, (0, width - heads.shape[2]))  # pad copies in any case
+
+
 def trial(function: VarlenFunction, case: Case) -> str | None:
     """Compare a kernel with the buckets in float32, outputs and gradients; returns a problem, or ``None``.
 
     Four short sequences, of which two share prefixes with their neighbour, without and with a window of 4.
     """
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(case.device.type, enabled=False):
+    # Within a layer that gradient checkpointing recomputes, the trial keeps its own activations.
+    own_activations = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(case.device.type, enabled=False),
+        own_activations,
+    ):
         layout = PackedLayout.from_lengths([5, 9, 20, 1], case.device, [0, 3, 7, 0])
-        row, generator = int(layout.tokens.numel()), torch.Generator().manual_seed(0)
+        row, generator = int(layout.tokens.numel()), torch.Generator(CPU).manual_seed(0)
         sizes = ((case.heads, case.size), (case.key_heads, case.size), (case.key_heads, case.value_size))
-        tensors = [torch.randn((heads, row, size), generator=generator).to(case.dtype) for heads, size in sizes]
-        weights = torch.randn((row, case.heads, case.value_size), generator=generator).to(case.device)
+        tensors = [
+            torch.randn((heads, row, size), generator=generator, device=CPU).to(case.dtype) for heads, size in sizes
+        ]
+        weights = torch.randn((row, case.heads, case.value_size), generator=generator, device=CPU).to(case.device)
         for window in (None, 4):
             results = []
             for exact in (True, False):

@@ -117,11 +117,16 @@ def group_batch() -> Experience:
 
 @pytest.mark.parametrize("kernel", [*KERNELS, "buckets"])
 def test_a_model_gives_what_the_padded_model_gives(folder: Path, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradient checkpointing the trial of a kernel runs within a layer whose activations are not kept."""
     plug_in(monkeypatch, *KERNELS)
-    for batch in (group_batch(), experience([(3, 5), (7, 1), (1, 9)]), experience([(1, 1)])):
+    for checkpointing, batch in (
+        (True, group_batch()),
+        (False, experience([(3, 5), (7, 1), (1, 9)])),
+        (False, experience([(1, 1)])),
+    ):
         results = []
         for packed in (True, False):
-            model: Any = load_causal_lm(str(folder), dtype=torch.float64)
+            model: Any = load_causal_lm(str(folder), dtype=torch.float64, gradient_checkpointing=checkpointing)
             model.config._attn_implementation = PACKED_ATTENTIONS[kernel]
             out = policy_output(model, batch, batch.action_mask, packed=packed, entropy=True)
             (out.logprobs + out.entropy).sum().backward()
@@ -249,6 +254,23 @@ def test_the_first_kernel_that_can_run_is_chosen_and_logged_once(
     assert caplog.messages[-1].startswith("packed attention runs with flash-attn 2 ")
     with pytest.raises(RuntimeError, match="has no attention dropout"):
         varlen.choose_kernel(dropping, "varlen")
+
+
+def test_indices_are_made_on_the_cpu_whatever_the_default_device_is() -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [4, 0, 0, 0]])
+    expected, row = PackedLayout.from_batch(ids, ids != 0)
+    with torch.device("meta"):
+        layout, tokens = PackedLayout.from_batch(ids, ids != 0)
+        for mine, other in [
+            (tokens, row),
+            (layout.places, expected.places),
+            (layout.position_ids, expected.position_ids),
+            (layout.order, expected.order),
+            (layout.cumulative.keys, expected.cumulative.keys),
+        ]:
+            assert torch.equal(mine, other)
+        assert layout.cumulative.gather is not None
+        assert layout.cumulative.gather.tolist() == [0, 1, 2, 3, 0, 1, 4, 5]
 
 
 def test_padding_of_a_bucket_points_at_the_same_sequence_and_nowhere_often() -> None:
