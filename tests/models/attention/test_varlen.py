@@ -220,6 +220,32 @@ def test_a_kernel_that_fails_its_trial_is_not_used_and_one_line_says_why(
         varlen.choose_kernel(case, "varlen")
 
 
+def without(*names: str) -> Any:
+    """``varlen_attn`` as an older torch has it."""
+
+    def wrap(function: Any) -> Any:
+        def older(*args: Any, **kwargs: Any) -> Tensor:
+            assert not set(names) & set(kwargs)
+            return function(*args, **({"enable_gqa": True} | kwargs))
+
+        known = inspect.signature(function)
+        kept = [parameter for name, parameter in known.parameters.items() if name not in names]
+        older.__signature__ = known.replace(parameters=kept)  # type: ignore[attr-defined]
+        return older
+
+    return wrap
+
+
+def test_older_versions_of_varlen_attn_are_used_where_they_have_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 takes fewer key heads unasked; 2.10 has no windows."""
+    case = varlen.Case(torch.device("cpu"), torch.bfloat16, 4, 2, 16, 16, dropout=False)
+    plug_in(monkeypatch, "varlen", wrap=without("enable_gqa"))
+    assert varlen.choose_kernel(case, "varlen") is not None
+    plug_in(monkeypatch, "varlen", wrap=without("enable_gqa", "window_size"))
+    with pytest.raises(RuntimeError, match=r"has no windows: it needs torch 2\.11 or later"):
+        varlen.choose_kernel(case, "varlen")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 256])
 def test_rounding_in_half_precision_passes_the_trial(
@@ -254,6 +280,10 @@ def test_the_first_kernel_that_can_run_is_chosen_and_logged_once(
     assert caplog.messages[-1].startswith("packed attention runs with flash-attn 2 ")
     with pytest.raises(RuntimeError, match="has no attention dropout"):
         varlen.choose_kernel(dropping, "varlen")
+    row = torch.randn(1, 4, 6, 8, dtype=torch.bfloat16)
+    layout = PackedLayout.from_lengths([4, 2], torch.device("cpu"))
+    out, _ = packed_attention(torch.nn.Identity(), row, row, row, None, dropout=1.0, packed_layout=layout)
+    assert not out.any()  # the probability reaches the kernel
 
 
 def test_indices_are_made_on_the_cpu_whatever_the_default_device_is() -> None:
