@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlhfkit.data.host_copies import remember_host_copy
+
 
 def token_field(default: Any = dataclasses.MISSING) -> Any:
     """A (B, T) tensor; padding is 0 or false."""
@@ -148,9 +150,12 @@ class PaddedBatch:
         return dataclasses.replace(padded[0], **updates)
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
-        """Move every tensor, keeping dtypes; ``kwargs`` go to :meth:`torch.Tensor.to`. Copies to a GPU do not wait."""
+        """Move every tensor, keeping dtypes; ``kwargs`` go to :meth:`torch.Tensor.to`.
+
+        Copies to a GPU do not wait, and what they hold can be read on the host; see :func:`host_copy`.
+        """
         options = copy_options(device) | kwargs
-        return self.map_tensors(lambda tensor, _: tensor.to(device, **options))
+        return self.map_tensors(lambda tensor, _: remember_host_copy(tensor.to(device, **options), tensor))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers, loadable with ``torch.load(weights_only=True)``."""

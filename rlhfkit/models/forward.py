@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from rlhfkit.data.host_copies import on_both
 from rlhfkit.losses.fused_head.logprobs import linear_logprobs, logits_logprobs
 from rlhfkit.losses.fused_head.single_pass import TokenGradients, fits_one_block, linear_single_pass
 from rlhfkit.losses.fused_head.tiles import matmul_dtype
 from rlhfkit.losses.gradient_scope import GradientScope
-from rlhfkit.models.attention.layout import PackedLayout, read_together, row_lengths, send_together
-from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
+from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_together
+from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, without_masks
 from rlhfkit.models.output_logits import output_logits
 
 VALUE_HEAD = "value_head"
@@ -86,11 +87,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
-    """Replace the output layer's ``forward`` in the context; its hooks still run and gather and free a ZeRO-3 shard."""
+    """Replace the output layer's ``forward``, and leave out masks, in the context; the layer's hooks still run."""
     layer = cast(Any, model).get_output_embeddings()
     layer.forward = forward
     try:
-        yield
+        with without_masks(model):
+            yield
     finally:
         del layer.forward
 
@@ -118,7 +120,7 @@ class ModelInputs(NamedTuple):
 def model_inputs(
     model: nn.Module, batch: TokenizedBatch, wanted: Tensor | None = None, packed: bool | None = None
 ) -> ModelInputs:
-    """What the unwrapped model is given, and where the ``wanted`` tokens are; one wait for the device.
+    """What the unwrapped model is given, and where the ``wanted`` tokens are; no wait if the host knows them.
 
     ``wanted`` is (B, T) bool, all real tokens when ``None``.
 
@@ -134,7 +136,7 @@ def model_inputs(
     real = batch.attention_mask.bool()
     wanted = real if wanted is None else wanted.bool()
     if ours if packed is None else packed:
-        lengths, prefixes, chosen = read_together(*row_lengths(batch.input_ids, real), wanted)
+        lengths, prefixes, chosen = read_rows(batch.input_ids, real, wanted)
         layout = PackedLayout.from_lengths(lengths.tolist(), real.device, prefixes.tolist(), real.shape[1])
         index = chosen.flatten().nonzero()[:, 0]
         positions, index = send_together([layout.places.flatten()[index], index], real.device)
@@ -168,7 +170,9 @@ class NextTokenInputs(NamedTuple):
 
 def next_token_inputs(model: nn.Module, batch: TokenizedBatch, mask: Tensor, packed: bool | None) -> NextTokenInputs:
     """:func:`model_inputs` for the tokens that ``mask`` (B, T-1) selects on the next-token axis."""
-    arguments, positions, before = model_inputs(model, batch, pad(mask.bool(), (0, 1)), packed)
+    arguments, positions, before = model_inputs(
+        model, batch, on_both(lambda mask: pad(mask, (0, 1)), mask.bool()), packed
+    )
     rows = before.div(batch.input_ids.shape[1], rounding_mode="floor")
     return NextTokenInputs(arguments, positions, batch.input_ids.flatten()[before + 1], before - rows)
 

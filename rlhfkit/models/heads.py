@@ -11,8 +11,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.data.host_copies import on_both
 from rlhfkit.distributed import full_parameters
 from rlhfkit.losses.aggregation import full_precision
+from rlhfkit.models.attention.packed import without_masks
 from rlhfkit.models.forward import (
     NO_VALUE_HEAD,
     VALUE_HEAD,
@@ -120,7 +122,8 @@ class ScalarModel(nn.Module):
         """(M,) float32 at ``positions`` (M,) of the flattened ``input_ids``, with the router's loss if asked for."""
         model = cast(Any, self.model)
         more = {"output_router_logits": True} if router_aux_loss else {}
-        output = model.base_model(**inputs, **more, use_cache=False)
+        with without_masks(model):
+            output = model.base_model(**inputs, **more, use_cache=False)
         check_packing(model, inputs)
         outputs = model.score(output.last_hidden_state.flatten(0, 1)[positions])
         chosen: Tensor = outputs[:, 0] if outputs.shape[-1] == 1 else outputs[:, 1] - outputs[:, 0]
@@ -290,9 +293,11 @@ def scalar_forward(
 
 def last_tokens(batch: TokenizedBatch) -> Tensor:
     """(B, T) bool, true at the last token of each sequence, where a reward model is read."""
-    real = batch.attention_mask.bool()
-    steps = torch.arange(real.shape[1], device=real.device)
-    return real.sum(-1, keepdim=True) - 1 == steps
+    return on_both(_last_of_rows, batch.attention_mask.bool())
+
+
+def _last_of_rows(real: Tensor) -> Tensor:
+    return real.sum(-1, keepdim=True) - 1 == torch.arange(real.shape[1], device=real.device)
 
 
 def reward_output(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, step_field
+from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.loaders.steps import TokenizedDataset
 
 
@@ -67,7 +68,7 @@ class StepwiseBatch(TokenBatch):
     @property
     def step_ends(self) -> Tensor:
         """(B, T) bool, true on the last token of each step."""
-        return torch.nn.functional.pad(self.loss_mask, (1, 0))
+        return on_both(lambda mask: torch.nn.functional.pad(mask, (1, 0)), self.loss_mask)
 
 
 def collate_stepwise(examples: Sequence[StepwiseExample], totals: StepTotals | None = None) -> StepwiseBatch:

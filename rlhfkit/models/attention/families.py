@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhfkit.models.attention.layout import PackedLayout
-from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, register_packed_attention
+from rlhfkit.models.attention.packed import (
+    PACKED_ATTENTION,
+    PACKED_ATTENTIONS,
+    register_packed_attention,
+    without_masks,
+)
 from rlhfkit.models.attention.tiny_config import tiny_config
 
 log = logging.getLogger(__name__)
@@ -107,7 +112,8 @@ def _packed(copies: "TinyCopies") -> str | None:
     ids, real = copies.batch
     layout, tokens = PackedLayout.from_batch(ids, real)
     model = copies.build(PACKED_ATTENTION)
-    row = copies.run(model, input_ids=tokens, position_ids=layout.position_ids, packed_layout=layout)[0]
+    with without_masks(model):
+        row = copies.run(model, input_ids=tokens, position_ids=layout.position_ids, packed_layout=layout)[0]
     if not layout.readers:
         return "none of its layers reads where the sequences of a packed row begin and end"
     return copies.difference(

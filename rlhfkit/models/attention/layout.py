@@ -1,7 +1,8 @@
 """``PackedLayout``: where the sequences of a packed row begin and end, and the indices that attention needs of them.
 
-A layout costs one wait for the device: the lengths are read once (:func:`read_together`), all indices are computed on
-the CPU and sent from pinned memory, which nothing waits for (:func:`send_together`).
+The host knows the lengths of batches that it has copied to the device; those of others are read with one wait for the
+device (:func:`read_rows`). All indices are computed on the CPU and sent from pinned memory, which nothing waits for
+(:func:`send_together`).
 """
 
 from collections import defaultdict
@@ -12,6 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from rlhfkit.data.host_copies import host_copy
 
 CPU = torch.device("cpu")
 """Named where tensors are made, as the default device may be another."""
@@ -163,6 +166,14 @@ def row_lengths(input_ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """(B,) int64 tokens of each row of a batch (B, T), padded on the right, and of them those of the row before."""
     same = (input_ids[1:] == input_ids[:-1]) & real[1:] & real[:-1]
     return real.sum(-1), pad(same.cumprod(-1).sum(-1), (1, 0))
+
+
+def read_rows(input_ids: Tensor, real: Tensor, wanted: Tensor) -> list[Tensor]:
+    """:func:`row_lengths` and ``wanted`` on the CPU; waits for the device unless the host knows the batch."""
+    ids, mask, chosen = (host_copy(tensor) for tensor in (input_ids, real, wanted))
+    if ids is None or mask is None or chosen is None:
+        return read_together(*row_lengths(input_ids, real), wanted)
+    return [*row_lengths(ids, mask), chosen]
 
 
 def read_together(*tensors: Tensor) -> list[Tensor]:

@@ -5,6 +5,8 @@ Linear layers compute real tokens only, and so does attention where there is a k
 (:mod:`~rlhfkit.models.attention.buckets`). Registered with Transformers under :data:`PACKED_ATTENTIONS`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -24,6 +26,8 @@ PACKED_ATTENTIONS = {
     "buckets": f"{PACKED_ATTENTION}_buckets",
 }
 """Transformers' ``attn_implementation`` for each kernel that can be asked for."""
+_MASKLESS = {name: f"{name}_maskless" for name in PACKED_ATTENTIONS.values()}
+"""The same under names for which Transformers makes no masks."""
 
 
 def packed_attention(
@@ -77,6 +81,25 @@ def _mask_if_given(*args: Any, attention_mask: Tensor | None = None, **kwargs: A
     return cast("Tensor | None", sdpa_mask(*args, attention_mask=attention_mask, **kwargs))
 
 
+@contextmanager
+def without_masks(model: nn.Module) -> Iterator[None]:
+    """Forward passes of a Hugging Face model with packed attention and without padding on the left.
+
+    Transformers (up to 5.23) reads the positions of such a pass before it asks for a mask, to find packed sequences by
+    itself, for which the host waits. For an attention without a mask function it does not.
+    """
+    config: Any = cast(Any, model).config.get_text_config()
+    name = config._attn_implementation
+    if name not in _MASKLESS:
+        yield
+        return
+    config._attn_implementation = _MASKLESS[name]
+    try:
+        yield
+    finally:
+        config._attn_implementation = name
+
+
 def register_packed_attention() -> None:
     """Register :data:`PACKED_ATTENTIONS` with Transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -84,4 +107,5 @@ def register_packed_attention() -> None:
     for kernel, name in PACKED_ATTENTIONS.items():
         function = packed_attention if kernel == "auto" else partial(packed_attention, kernel=kernel)
         AttentionInterface.register(name, function)
+        AttentionInterface.register(_MASKLESS[name], function)
         AttentionMaskInterface.register(name, _mask_if_given)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
     LossOutput,
@@ -264,7 +265,7 @@ class PPOModule(OnPolicyModule):
         Values of a critic that starts as a calibrated reward model are shifted and scaled by the mean and deviation in
         its configuration.
         """
-        chosen_next = nn.functional.pad(batch.action_mask, (0, 1))
+        chosen_next = on_both(lambda mask: nn.functional.pad(mask, (0, 1)), batch.action_mask)
         balance = self.balances_routers and has_router(self.critic)
         out = scalar_forward(self.critic, batch, chosen_next, router_aux_loss=balance)
         self._critic_router_loss = out.router_aux_loss
