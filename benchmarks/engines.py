@@ -37,7 +37,8 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.vllm.pool import VLLMPool
-from rlhfkit.rollout.weight_sync.gloo import GlooGroup, open_store
+from rlhfkit.rollout.weight_sync.process_group.groups import GlooGroup
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import open_store
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, ModuleWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -74,6 +75,7 @@ def receive(port: int, rank: int, size: int, sizes: list[int], repeats: int) -> 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
     group = GlooGroup(store, "benchmark", rank, size, 120, "127.0.0.1")
+    group.connect()
     for _ in range(repeats):
         for num_bytes in sizes:
             group.broadcast(torch.empty(num_bytes, dtype=torch.uint8)).wait()
@@ -93,6 +95,7 @@ def time_broadcast(num_bytes: int, receivers: int, repeats: int) -> list[float]:
     for process in processes:
         process.start()
     group = GlooGroup(store, "benchmark", 0, 1 + receivers, 120, "127.0.0.1")
+    group.connect()
     block = torch.ones(DEFAULT_BUCKET_BYTES, dtype=torch.uint8)
     seconds = []
     for _ in range(repeats):

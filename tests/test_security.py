@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rlhfkit
-from rlhfkit.rollout.weight_sync.gloo import open_store
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import open_store
 
 PACKAGE = Path(rlhfkit.__file__).parent
 TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}

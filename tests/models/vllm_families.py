@@ -36,7 +36,7 @@ from models.families import FAMILIES, Family
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.engine import WeightSource
 from rlhfkit.rollout.vllm.backends import InProcessBackend
-from rlhfkit.rollout.weight_sync.sender import GlooSender
+from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 PROMPT = [5, 17, 40, 63, 22, 9, 31, 77, 50, 12, 88, 41]
@@ -102,7 +102,7 @@ class Engine:
     def update(self, update: dict[str, Any]) -> Called:
         return Called(self._start(self._backend.rpc("update_weights", update_info=update)))
 
-    def load(self, sender: GlooSender, weights: WeightSource) -> None:
+    def load(self, sender: ProcessGroupSender, weights: WeightSource) -> None:
         """One weight update, in the order of a pool's."""
         self._wait(self._backend.pause())
         self._wait(self._backend.rpc("start_weight_update"))
@@ -192,7 +192,7 @@ def check(family: Family, folder: Path) -> dict[str, Any]:
     try:
         policy = load_causal_lm(str(path)).eval()
         engine = Engine(path)
-        sender = GlooSender(timeout=LIMIT, bucket_bytes=2**15)
+        sender = ProcessGroupSender("gloo", timeout=LIMIT, bucket_bytes=2**15)
         sender.connect(engine)
         for version in (1, 2):
             change(policy, version)

@@ -44,6 +44,7 @@ from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attem
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.delta import DeltaSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
+from rlhfkit.rollout.weight_sync.transfers import Transfer, check_transfer, resolve_transfer
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class RemoteEnginePool(RolloutEngine):
         start_timeout: float,
         generate_timeout: float,
         sync_timeout: float,
+        transfer: str = "auto",
         probe_tolerance: float,
         bucket_bytes: int,
         health: HealthPolicy | None,
@@ -105,6 +107,7 @@ class RemoteEnginePool(RolloutEngine):
         self.start_timeout = start_timeout
         self.generate_timeout = generate_timeout
         self.sync_timeout = sync_timeout
+        self.transfer = check_transfer(transfer, device=device, colocate=colocate)
         self.probe_tolerance = probe_tolerance
         self.bucket_bytes = bucket_bytes
         self.health = health or HealthPolicy()
@@ -212,7 +215,8 @@ class RemoteEnginePool(RolloutEngine):
     def _connect(self, model: str, trust_remote_code: bool, log: RankLog) -> None:
         """Wait for rank 0's engines and connect to them."""
         self.prepare_requests(model, trust_remote_code)
-        if self.colocate and self.device != "cpu" and torch.cuda.is_available():
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.resolve_transfer(device) == "ipc":  # the only one with a part for every rank
             self.sender = IPCSender(bucket_bytes=self.bucket_bytes)
         entries: list[tuple[int, EnginePoolInfo]] = []
         while not entries:
@@ -237,6 +241,10 @@ class RemoteEnginePool(RolloutEngine):
             self._reservation = GPUReservation(ranks, self.start_timeout)
         self._gpu_note = why_ray_has_few_gpus(ranks) if started_here and device == "cuda" else ""
         return device
+
+    def resolve_transfer(self, device: str) -> Transfer:
+        """Return the transfer for engines on ``"cpu"`` or ``"cuda"``; ValueError if it is not possible there."""
+        return resolve_transfer(self.transfer, device=device, colocate=self.colocate)
 
     def placements(self, device: str, ranks: list[RankLocation]) -> list[ActorPlacement]:
         """Return where each engine runs; EngineError if the devices have no room."""

@@ -199,6 +199,10 @@ class EngineHandles:
         each = self.workers_per_engine
         return tuple(handle.number * each + index for handle in self.handles for index in range(each))
 
+    def worker(self, rank: int) -> str:
+        """Name the engine whose worker has a rank from 1 on in the group of a transfer."""
+        return str(self.handles[(rank - 1) // self.workers_per_engine])
+
     def submit(
         self,
         method: str,

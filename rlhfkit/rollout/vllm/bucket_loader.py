@@ -59,5 +59,5 @@ def _copy_pending_tensors(model: nn.Module, block: Tensor) -> None:
     for layer in model.modules():
         for _, arguments in get_layerwise_info(layer).loaded_weights:
             for name, value in arguments.arguments.items():
-                if isinstance(value, Tensor) and value.device.type == "cpu" and first <= value.data_ptr() < last:
+                if isinstance(value, Tensor) and value.device == block.device and first <= value.data_ptr() < last:
                     arguments.arguments[name] = value.clone()

@@ -1,16 +1,18 @@
-"""A weight-transfer engine named ``gloo`` for vLLM 0.32, beside its own ``nccl`` and ``ipc``; for CPUs.
+"""A weight-transfer engine named ``rlhfkit`` for vLLM 0.32 and 0.33, beside their own ``nccl`` and ``ipc``.
+
+It receives over gloo or NCCL, or by shared memory, as the trainer's
+:class:`~rlhfkit.rollout.weight_sync.sender.ProcessGroupSender` says.
 
 It is registered by the entry point ``vllm.general_plugins``, which vLLM loads in each of its processes, and again when
 workers import our ``worker_extension_cls``, which needs no installed metadata. Imported by vLLM's processes only.
 """
 
+import contextlib
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed does not export their types
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,28 +21,19 @@ from vllm.distributed.weight_transfer.base import (
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.vllm.bucket_loader import BucketLoader
-from rlhfkit.rollout.weight_sync.gloo import GlooGroup, address_towards
-from rlhfkit.rollout.weight_sync.shared_memory import SharedBlocks
-from rlhfkit.rollout.weight_sync.source import plan_buckets
-from rlhfkit.rollout.weight_sync.transport import NetworkTransport, SharedMemoryTransport, Transport
+from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
+
+NAME = "rlhfkit"
+"""Name of the engine in ``weight_transfer_config``."""
 
 
 @dataclass
-class GlooInitInfo(WeightTransferInitInfo):
-    """How a worker connects to the trainer, sent by :class:`~rlhfkit.rollout.weight_sync.sender.GlooSender`."""
-
-    address: str
-    port: int
-    prefix: str
-    rank_offset: int
-    world_size: int
-    bucket_bytes: int
-    timeout: float
-    shared_memory: str | None
+class ProcessGroupInitInfo(Invitation, WeightTransferInitInfo):
+    """How a worker joins the trainer's group."""
 
 
 @dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
+class ProcessGroupUpdateInfo(WeightTransferUpdateInfo):
     """Names, types and shapes of the tensors that follow."""
 
     names: list[str]
@@ -48,36 +41,23 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
 
-class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, ProcessGroupUpdateInfo]):
     """Worker side of the transfer; a bucket arrives while the previous one is loaded."""
 
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
+    init_info_cls = ProcessGroupInitInfo
+    update_info_cls = ProcessGroupUpdateInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._transport: Transport | None = None
-        self._bucket_bytes = 0
+        self._receiver = WeightReceiver(device)
         self._packed: dict[nn.Module, Any] = {}
         self._loader = BucketLoader(model, device)
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+    def init_transfer_engine(self, init_info: ProcessGroupInitInfo) -> None:
         """Join the trainer's group and leave any earlier one."""
-        self.shutdown()
-        limit = timedelta(seconds=init_info.timeout)
-        store = TCPStore(init_info.address, init_info.port, is_master=False, timeout=limit)
-        self._bucket_bytes = init_info.bucket_bytes
-        if init_info.shared_memory is not None:
-            blocks = SharedBlocks.open(init_info.shared_memory, init_info.bucket_bytes)
-            workers = init_info.world_size - 1
-            named = PrefixStore(init_info.prefix, store)
-            self._transport = SharedMemoryTransport(named, blocks, workers, init_info.timeout)
-            return
         parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        address = address_towards(init_info.address, init_info.port)
-        group = GlooGroup(store, init_info.prefix, rank, init_info.world_size, init_info.timeout, address)
-        self._transport = NetworkTransport(group)
+        with _trainers_nccl_settings():
+            self._receiver.join(init_info, parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def start_weight_update(self) -> None:
         """Prepare every layer to be loaded again, also after an update that broke off."""
@@ -109,26 +89,32 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+    def receive_weights(self, update_info: ProcessGroupUpdateInfo) -> None:
         """Receive and load all buckets."""
-        if self._transport is None:
-            raise RuntimeError("update_weights was called before init_weight_transfer_engine")
         infos = [
             WeightInfo(name, tuple(shape), getattr(torch, dtype))
             for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         ]
-        buckets = plan_buckets(infos, self._bucket_bytes)
-        blocks = self._transport.receive_blocks([bucket.num_bytes for bucket in buckets])
         self._loader.begin(infos)
-        for bucket, block in zip(buckets, blocks, strict=True):
-            self._loader.load(bucket.views(block, infos), block)
+        for tensors, block in self._receiver.receive(infos):
+            self._loader.load(tensors, block)
         self._loader.finish()
 
     def shutdown(self) -> None:
         """Leave the group."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        self._receiver.leave()
+
+
+def _trainers_nccl_settings() -> contextlib.AbstractContextManager[None]:
+    """Undo, as a context, what vLLM has set of NCCL's variables for itself (batch invariance), and the trainer has not.
+
+    NCCL hangs when processes of one communicator have different settings.
+    """
+    try:
+        from vllm.utils.nccl import unpinned_nccl_env  # vLLM 0.32 and 0.33
+    except ImportError:
+        return contextlib.nullcontext()
+    return cast("contextlib.AbstractContextManager[None]", unpinned_nccl_env())
 
 
 def _reset_expert_kernels(model: nn.Module) -> None:
@@ -171,11 +157,11 @@ def _repack_tied_layers(packed_before: dict[nn.Module, Any]) -> None:
 
 
 def register() -> None:
-    """Register the backend ``"gloo"`` of ``weight_transfer_config`` in this process; a second call does nothing."""
+    """Register the backend ``"rlhfkit"`` of ``weight_transfer_config`` in this process; a second call does nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if "gloo" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+    if NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(NAME, ProcessGroupTransferEngine)
 
 
 class WorkerExtension:

@@ -16,11 +16,8 @@ from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment, sample_request
 from rlhfkit.rollout.vllm.parallelism import Parallelism
-from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
-from rlhfkit.rollout.weight_sync.delta import DeltaSender
-from rlhfkit.rollout.weight_sync.nccl import NcclSender
-from rlhfkit.rollout.weight_sync.sender import GlooSender, WeightSender
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
+from rlhfkit.rollout.weight_sync.transfers import make_sender
 from rlhfkit.validation import check_integer, check_number
 
 # vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.
@@ -61,12 +58,16 @@ class VLLMPool(RemoteEnginePool):
         environment: Environment variables of the engines.
         start_timeout: Seconds for all engines to be ready.
         generate_timeout: Seconds without any request of a batch being finished.
-        sync_timeout: Seconds for each step of a weight transfer.
+        sync_timeout: Seconds for each step of a weight transfer, and for each bucket.
+        transfer: How weights get to the engines. ``"auto"``: gloo on CPUs, IPC when colocated, NCCL between GPUs.
+            ``"nccl"``: from GPU to GPU. ``"gloo"``: through main memory, slower, also for GPUs where the others fail.
+            ``"ipc"``: handles to GPU memory, when colocated. ``"native"``: vLLM's own NCCL transfer, which has no time
+            limit.
         probe_tolerance: Largest difference between the engines' log-probs of one sequence that :meth:`score` accepts.
         bucket_bytes: Bytes per broadcast of a weight transfer.
         delta_sync: Send only what has changed since the last sync; the engines end with the same bits. Costs a copy of
             the weights in the main memory of rank 0 and of each process of an engine: for slow networks between them.
-            Not with ``colocate``.
+            Not with ``colocate`` or the transfer ``"native"``.
         health: How engines are probed, and how often they are restarted.
 
     Raises:
@@ -93,6 +94,7 @@ class VLLMPool(RemoteEnginePool):
         start_timeout: float = 600.0,
         generate_timeout: float = 1800.0,
         sync_timeout: float = 300.0,
+        transfer: str = "auto",
         probe_tolerance: float = 0.02,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         delta_sync: bool = False,
@@ -109,6 +111,7 @@ class VLLMPool(RemoteEnginePool):
             start_timeout=start_timeout,
             generate_timeout=generate_timeout,
             sync_timeout=sync_timeout,
+            transfer=transfer,
             probe_tolerance=probe_tolerance,
             bucket_bytes=bucket_bytes,
             health=health,
@@ -121,6 +124,8 @@ class VLLMPool(RemoteEnginePool):
             raise ValueError(
                 "VLLMPool(delta_sync=True) saves bytes of a network, and with colocate=True none are sent: use one"
             )
+        if delta_sync and transfer == "native":
+            raise ValueError("VLLMPool(delta_sync=True) needs a transfer of rlhfkit's own, and 'native' is vLLM's")
         self.delta_sync = delta_sync
         self.max_model_len = max_model_len
         self.dtype = dtype
@@ -137,7 +142,10 @@ class VLLMPool(RemoteEnginePool):
         """Set :attr:`manager`, with started vLLM actors, and :attr:`sender`; called on rank 0."""
         device = self.connect_to_ray(ranks)
         self.parallelism.check_device(device)
-        self.sender = self._make_sender(device)
+        transfer = self.resolve_transfer(device)
+        self.sender = make_sender(
+            transfer, timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes, delta=self.delta_sync
+        )
         in_process = device == "cpu" and self.processes_per_engine == 1
         environment = engine_environment(
             device=device,
@@ -176,18 +184,6 @@ class VLLMPool(RemoteEnginePool):
             num_ranks=get_world_size(),
         )
         self.manager.start()
-
-    def _make_sender(self, device: str) -> WeightSender:
-        if device == "cpu":
-            gloo = GlooSender(timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes)
-            return DeltaSender(gloo) if self.delta_sync else gloo
-        if self.delta_sync:
-            raise ValueError(
-                "VLLMPool(delta_sync=True) needs a transfer through rlhfkit's plugin, and nccl is vLLM's own"
-            )
-        if self.colocate:
-            return IPCSender(bucket_bytes=self.bucket_bytes)
-        return NcclSender(bucket_bytes=self.bucket_bytes)
 
     # ---------------------------------------------------------------- sampling
 

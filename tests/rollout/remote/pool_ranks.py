@@ -16,7 +16,7 @@ from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
 from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Request
-from rlhfkit.rollout.weight_sync.sender import GlooSender
+from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rollout.remote import sleeping_engines
 from rollout.toy_engines import request, toy_manager
 
@@ -46,7 +46,7 @@ class ToyPool(RemoteEnginePool):
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
     ) -> None:
         self.connect_to_ray(ranks)
-        self.sender = GlooSender(timeout=10.0)
+        self.sender = ProcessGroupSender("gloo", timeout=10.0)
         self.manager = toy_manager(1, dist.get_world_size(), recovery_timeout=5.0)
 
     def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:

@@ -16,7 +16,6 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.supervision.handle import EngineHandles
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.weight_sync.sender import GlooSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rollout.vllm.test_pool import load_trainer_model
 from rollout.weight_sync import mapped_ipc
@@ -122,38 +121,6 @@ def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
             beside = run()
         assert seen == [({State.ASLEEP}, {True})] * 4
         assert torch.equal(beside, apart)
-
-
-class Listening(EngineHandles):
-    """Two engines of two processes each that write down what they are told."""
-
-    told: list[tuple[str, list[tuple[Any, ...]]]]
-
-    def submit(self, method: str, *args: Any, each: Any = None, **ignored: Any) -> Any:
-        self.told.append((method, list(each) if each is not None else [args] * 2))
-        return SimpleNamespace(result=list, poll=lambda: None)
-
-
-def test_what_the_gloo_sender_announces_is_what_vllm_takes(vllm_pool: SharedPool) -> None:
-    """Its handshake, read by vLLM's own classes in a process that has vLLM."""
-    import ray
-
-    assert vllm_pool.manager is not None
-    handle = vllm_pool.manager.handles[0]
-    listening = Listening((handle, handle), 2, "127.0.0.1", 5.0)
-    object.__setattr__(listening, "told", [])
-    gloo = GlooSender(timeout=5.0)
-    gloo.connect(listening)
-    gloo.close()
-
-    def understood(actor: Any, rows: Any) -> list[Any]:
-        """Runs where vLLM is."""
-        from rlhfkit.rollout.vllm.plugin import GlooWeightTransferEngine as Engine
-
-        return [Engine.parse_init_info(object.__new__(Engine), *row).rank_offset for row in rows]
-
-    ((_, rows),) = listening.told
-    assert ray.get(handle.actor.__ray_call__.remote(understood, rows)) == [1, 3]
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 2**20])

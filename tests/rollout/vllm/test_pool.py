@@ -28,7 +28,7 @@ from rlhfkit.rollout.remote.scheduler import split_into_jobs
 from rlhfkit.rollout.supervision.handle import EngineHandles
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.delta import DeltaSender
-from rlhfkit.rollout.weight_sync.sender import GlooSender
+from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rollout.zero3_ranks import run_ranks
 
@@ -245,7 +245,7 @@ class TestWeights:
 
 def send_by_hand(handles: EngineHandles, model: nn.Module) -> None:
     """Give the weights to engines without a pool."""
-    sender, weights = GlooSender(timeout=30), ModuleWeights(model)
+    sender, weights = ProcessGroupSender("gloo", timeout=30), ModuleWeights(model)
     sender.connect(handles)
     handles.submit("pause", doing="pausing").result()
     handles.submit("begin_update", doing="beginning").result()

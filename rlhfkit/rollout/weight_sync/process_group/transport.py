@@ -4,19 +4,21 @@ Both sides alternate between two blocks of memory, so that one is filled while t
 between updates, as reused memory is several times as fast as new memory.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed does not export its type
 
-from rlhfkit.rollout.weight_sync.gloo import Broadcast, GlooGroup
-from rlhfkit.rollout.weight_sync.shared_memory import SharedBlocks
+from rlhfkit.rollout.weight_sync.process_group.groups import Broadcast, TransferGroup
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import TrainerWatch
+from rlhfkit.rollout.weight_sync.process_group.shared_memory import SharedBlocks
+from rlhfkit.rollout.weight_sync.process_group.waiting import Poll, wait_until
 
-Poll = Callable[[], None]
-"""Raises if a worker has failed already."""
+_SETTLE_SECONDS = 5.0
+"""Time for a failure to become known in better words."""
 
 
 class Transport(Protocol):
@@ -36,69 +38,77 @@ class Transport(Protocol):
 
 
 class NetworkTransport(Transport):
-    """Broadcasts over TCP, between any machines; ``group`` has the trainer and the workers."""
+    """Broadcasts in a process group, between any machines: gloo from and to the CPU, NCCL from GPU to GPU.
 
-    def __init__(self, group: GlooGroup) -> None:
+    ``timeout`` is in seconds per block; ``watch`` looks after the trainer while a worker waits.
+    """
+
+    def __init__(self, group: TransferGroup, timeout: float, watch: TrainerWatch | None = None) -> None:
         self._group = group
-        self._blocks = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._timeout = timeout
+        self._watch = watch
+        self._blocks: list[Tensor] = []
 
     def _block(self, number: int, num_bytes: int) -> Tensor:
+        if not self._blocks:
+            self._blocks = [torch.empty(0, dtype=torch.uint8, device=self._group.device)] * 2
         if self._blocks[number % 2].numel() < num_bytes:
-            self._blocks[number % 2] = torch.empty(num_bytes, dtype=torch.uint8)
+            self._blocks[number % 2] = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
         return self._blocks[number % 2][:num_bytes]
+
+    def _release(self) -> None:
+        """Keep main memory, as new memory is slower, and return a GPU's to torch's cache, for the next step's use."""
+        if self._group.device.type != "cpu":
+            self._blocks = []
 
     def send_blocks(self, sizes: Sequence[int], poll: Poll) -> Iterator[Tensor]:
         sending: list[Broadcast | None] = [None, None]  # the block before is being sent while one is filled
         for number, num_bytes in enumerate(sizes):
-            _wait(sending[number % 2], poll)
+            self._wait(sending[number % 2], poll, f"block {number - 1} of {len(sizes)} was not received by all workers")
             block = self._block(number, num_bytes)
             yield block
             sending[number % 2] = self._group.broadcast(block)
-        for broadcast in sending:
-            _wait(broadcast, poll)
+        for number in (len(sizes), len(sizes) + 1):
+            self._wait(sending[number % 2], poll, f"block {number - 1} of {len(sizes)} was not received by all workers")
+        self._release()
 
     def receive_blocks(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        def receive(number: int) -> tuple[Tensor, Broadcast]:
-            block = self._block(number, sizes[number])
-            return block, self._group.broadcast(block)
+        if self._watch is None:
+            raise RuntimeError("a transport that receives needs a TrainerWatch")
+        with self._watch as watch:
+            # The next block is received while one is loaded. NCCL waits for the loading of the one before it, which
+            # had the same memory, because the current stream has it in its queue.
+            arriving = self._receive(0, sizes)
+            for number in range(len(sizes)):
+                assert arriving is not None
+                block, broadcast = arriving
+                self._wait(broadcast, watch.poll, f"block {number + 1} of {len(sizes)} did not come from the trainer")
+                arriving = self._receive(number + 1, sizes)
+                yield block
+        self._release()
 
-        arriving = receive(0) if sizes else None  # the next block is received while one is loaded
-        for number in range(len(sizes)):
-            assert arriving is not None
-            block, broadcast = arriving
+    def _receive(self, number: int, sizes: Sequence[int]) -> tuple[Tensor, Broadcast] | None:
+        if number >= len(sizes):
+            return None
+        block = self._block(number, sizes[number])
+        return block, self._group.broadcast(block)
+
+    def _wait(self, broadcast: Broadcast | None, poll: Poll, late: str) -> None:
+        """Wait for a broadcast, unless the other side has failed, which would never take part in it."""
+        if broadcast is None:
+            return
+        wait_until(broadcast.is_completed, poll, self._timeout, lambda: f"{late} within {self._timeout:g} s")
+        try:
             broadcast.wait()
-            arriving = receive(number + 1) if number + 1 < len(sizes) else None
-            yield block
+        except RuntimeError:
+            # An engine's own error, or that the trainer has left, says more than "connection closed by peer".
+            with contextlib.suppress(TimeoutError):
+                wait_until(lambda: False, poll, _SETTLE_SECONDS, lambda: "")
+            raise
 
     def close(self) -> None:
         self._group.close()
-
-
-def _wait(broadcast: Broadcast | None, poll: Poll) -> None:
-    """Wait for a broadcast, unless a worker has failed, which would never take part in it."""
-    if broadcast is None:
-        return
-    _wait_until(broadcast.is_completed, poll)
-    try:
-        broadcast.wait()
-    except RuntimeError:
-        for _ in range(50):  # a worker's own error, if there is one, says more than "connection closed by peer"
-            poll()
-            time.sleep(0.1)
-        raise
-
-
-def _wait_until(ready: Callable[[], bool], poll: Poll, timeout: float | None = None) -> None:
-    """Wait until ``ready`` is true and poll the workers meanwhile; TimeoutError after ``timeout`` seconds."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    pause, checks = 1e-5, 0
-    while not ready():
-        time.sleep(pause)
-        pause, checks = min(2 * pause, 2e-3), checks + 1
-        if checks % 100 == 0:
-            poll()
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"workers did not load a block of weights within {timeout:g} s")
+        self._blocks = []
 
 
 def _pieces(whole: Tensor, num_bytes: int) -> list[Tensor]:
@@ -124,7 +134,9 @@ class SharedMemoryTransport(Transport):
         """Return the next block to fill, once all workers have loaded its old content."""
         before = self._number - 2
         if before >= 0:
-            _wait_until(lambda: self._store.add(f"loaded/{before}", 0) == self._workers, poll, self._timeout)
+            late = f"workers did not load a block of weights within {self._timeout:g} s"
+            loaded = f"loaded/{before}"
+            wait_until(lambda: self._store.add(loaded, 0) == self._workers, poll, self._timeout, lambda: late)
             self._store.delete_key(f"loaded/{before}")
             self._store.delete_key(f"filled/{before}")
         return self._blocks.block(self._number)[:num_bytes]

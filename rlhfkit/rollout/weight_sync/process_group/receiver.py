@@ -1,0 +1,88 @@
+"""``WeightReceiver``: a worker's side of a transfer, for any engine. It imports torch only, no vLLM."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed does not export its type
+
+from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.weight_sync.process_group.groups import Backend
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import Meeting, TrainerWatch, connect_worker, report
+from rlhfkit.rollout.weight_sync.process_group.shared_memory import SharedBlocks
+from rlhfkit.rollout.weight_sync.process_group.transport import NetworkTransport, SharedMemoryTransport, Transport
+from rlhfkit.rollout.weight_sync.source import plan_buckets
+
+
+@dataclass
+class Invitation:
+    """What a :class:`~rlhfkit.rollout.weight_sync.sender.ProcessGroupSender` tells the workers of an engine."""
+
+    backend: Backend
+    """``"gloo"``: blocks come to the CPU; ``"nccl"``: to the worker's GPU."""
+    address: str
+    """Address of the trainer's store."""
+    port: int
+    prefix: str
+    """What distinguishes this group from earlier ones with the same store."""
+    rank_offset: int
+    """Rank of the engine's first worker."""
+    world_size: int
+    """Number of processes, the trainer included."""
+    bucket_bytes: int
+    timeout: float
+    """Seconds for each step."""
+    shared_memory: str | None
+    """Path of the memory that gloo's place is taken by on one machine; ``None``: none."""
+
+
+class WeightReceiver:
+    """Receives for one worker; ``device`` is where its weights are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._transport: Transport | None = None
+        self._bucket_bytes = 0
+
+    def join(self, invitation: Invitation, number: int) -> None:
+        """Join the trainer's group and leave any earlier one; ``number`` is that of this worker in its engine, from 0.
+
+        Raises:
+            RuntimeError: If the trainer, its shared memory or another worker cannot be reached.
+            TimeoutError: If the group does not connect within the time limit.
+        """
+        self.leave()
+        self._bucket_bytes = invitation.bucket_bytes
+        meeting = Meeting(
+            invitation.address, invitation.port, invitation.prefix, invitation.world_size, invitation.timeout
+        )
+        blocks = None
+        if invitation.shared_memory is not None:
+            blocks = SharedBlocks.open(invitation.shared_memory, invitation.bucket_bytes)
+        rank = invitation.rank_offset + number
+        store = report(meeting, rank)
+        if blocks is not None:
+            named = PrefixStore(meeting.prefix, store)
+            self._transport = SharedMemoryTransport(named, blocks, meeting.size - 1, meeting.timeout)
+        else:
+            group = connect_worker(store, meeting, invitation.backend, rank, self.device)
+            self._transport = NetworkTransport(group, meeting.timeout, TrainerWatch(store, meeting))
+
+    def receive(self, infos: Sequence[WeightInfo]) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor]]:
+        """Yield the tensors of each bucket by name, and the block that they are views of, as they arrive.
+
+        Both are valid until the next ones are requested.
+        """
+        if self._transport is None:
+            raise RuntimeError("weights cannot be received before the trainer's group was joined")
+        buckets = plan_buckets(infos, self._bucket_bytes)
+        blocks = self._transport.receive_blocks([bucket.num_bytes for bucket in buckets])
+        for bucket, block in zip(buckets, blocks, strict=True):
+            yield bucket.views(block, infos), block
+
+    def leave(self) -> None:
+        """Leave the group."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None

@@ -1,0 +1,154 @@
+"""``ProcessGroupSender``: the trainer's side of a transfer over gloo or NCCL, or by shared memory in gloo's place.
+
+Training rank 0 is rank 0 of a group with the engines' workers.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed does not export their types
+
+from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.weight_sync.process_group.groups import Backend
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
+    Meeting,
+    connect_trainer,
+    end_meeting,
+    gather_workers,
+    open_store,
+)
+from rlhfkit.rollout.weight_sync.process_group.shared_memory import INVISIBLE, SharedBlocks
+from rlhfkit.rollout.weight_sync.process_group.transport import NetworkTransport, SharedMemoryTransport, Transport
+from rlhfkit.rollout.weight_sync.sender import Receivers, verified
+from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, plan_buckets
+
+log = logging.getLogger(__name__)
+
+
+class ProcessGroupSender:
+    """Sends buckets in a process group: over gloo from the CPU, or over NCCL from the current GPU to the engines' GPUs.
+
+    Gloo's place is taken by shared memory if all engines are on this machine and ``shared_memory`` is true. ``timeout``
+    is in seconds, for the rendezvous and for each bucket.
+    """
+
+    backend = "rlhfkit"
+    recoverable = True
+
+    def __init__(
+        self,
+        group_backend: Backend,
+        *,
+        timeout: float,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        shared_memory: bool = True,
+    ) -> None:
+        self.group_backend = group_backend
+        self.timeout = timeout
+        self.bucket_bytes = bucket_bytes
+        self.shared_memory = shared_memory and group_backend == "gloo"
+        self._store: TCPStore | None = None
+        self._num_groups = 0  # formed so far; part of the prefix of their keys
+        self._prefix: str | None = None  # of the current group
+        self._transport: Transport | None = None
+
+    def connect(self, receivers: Receivers) -> None:
+        """Form the group with the workers, after leaving any earlier one.
+
+        Raises:
+            EngineError: If a worker does not come, or the group does not connect, within ``timeout``; names the
+                engines, the address and the port.
+        """
+        blocks = None
+        if self.shared_memory and receivers.address == "127.0.0.1":
+            blocks = SharedBlocks.create(self.bucket_bytes)
+        try:
+            self._connect(receivers, blocks)
+        except TimeoutError as error:
+            raise EngineError(str(error)) from None
+        except RuntimeError as error:
+            if INVISIBLE not in str(error):
+                raise
+            log.info("an engine of this machine does not see its shared memory: weights are sent over the network")
+            self.shared_memory = False
+            self._connect(receivers, None)
+        finally:
+            if blocks is not None:
+                blocks.hide()
+
+    def _connect(self, receivers: Receivers, blocks: SharedBlocks | None) -> None:
+        self.close()
+        if self._store is None:
+            self._store = open_store(receivers.address, self.timeout)
+        self._num_groups += 1
+        self._prefix = f"weights{self._num_groups}"
+        size = 1 + receivers.num_workers
+        meeting = Meeting(receivers.address, self._store.port, self._prefix, size, self.timeout)
+        pending = receivers.connect(
+            {
+                "backend": self.group_backend,
+                "address": meeting.address,
+                "port": meeting.port,
+                "prefix": meeting.prefix,
+                "world_size": meeting.size,
+                "bucket_bytes": self.bucket_bytes,
+                "timeout": self.timeout,
+                "shared_memory": None if blocks is None else str(blocks.path),
+            }
+        )
+        gather_workers(self._store, meeting, pending.poll, receivers.worker)
+        if blocks is None:
+            group = connect_trainer(self._store, meeting, self.group_backend, self._device(), pending.poll)
+            transport: Transport = NetworkTransport(group, self.timeout)
+        else:
+            named = PrefixStore(meeting.prefix, self._store)
+            transport = SharedMemoryTransport(named, blocks, receivers.num_workers, self.timeout)
+        try:
+            pending.result()
+        except BaseException:
+            transport.close()
+            raise
+        self._transport = transport
+
+    def _device(self) -> torch.device:
+        """Where this rank's blocks are."""
+        return (
+            torch.device("cuda", torch.cuda.current_device()) if self.group_backend == "nccl" else torch.device("cpu")
+        )
+
+    def send(self, receivers: Receivers, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Send all weights and wait until every worker has them; EngineError if a bucket takes too long."""
+        if self._transport is None:
+            raise RuntimeError("ProcessGroupSender.send was called before connect")
+        pending = receivers.update(
+            {
+                "names": [info.name for info in infos],
+                "dtype_names": [str(info.dtype).removeprefix("torch.") for info in infos],
+                "shapes": [list(info.shape) for info in infos],
+            }
+        )
+        stream = verified(infos, weights)
+        buckets = plan_buckets(infos, self.bucket_bytes)
+        try:
+            blocks = self._transport.send_blocks([bucket.num_bytes for bucket in buckets], pending.poll)
+            for number, block in enumerate(blocks):
+                for _, view in buckets[number].views(block, infos):
+                    view.copy_(next(stream)[1])
+        except TimeoutError as error:
+            self.close()  # ends what hangs on both sides
+            pending.result()  # says which engine is late
+            raise EngineError(str(error)) from None
+        next(stream, None)  # ends the source, and raises if there is more than was announced
+        pending.result()
+
+    def close(self) -> None:
+        """Leave the group; workers that wait for data fail at once."""
+        transport, self._transport = self._transport, None
+        prefix, self._prefix = self._prefix, None
+        if transport is not None:
+            transport.close()
+        if self._store is not None and prefix is not None:
+            end_meeting(self._store, prefix)

@@ -1,0 +1,295 @@
+"""A whole transfer, over real gloo and by shared memory; NCCL differs in ``NcclGroup`` only.
+
+Covers ``groups.py``, ``rendezvous.py``, ``receiver.py``, ``transport.py``, ``shared_memory.py`` and ``waiting.py`` too.
+"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
+    Meeting,
+    TrainerWatch,
+    connect_worker,
+    end_meeting,
+    open_store,
+    report,
+)
+from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
+from rlhfkit.rollout.weight_sync.process_group.shared_memory import SharedBlocks
+from rlhfkit.rollout.weight_sync.process_group.transport import NetworkTransport, SharedMemoryTransport
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
+
+CPU = torch.device("cpu")
+
+
+class Calls:
+    """Calls in progress, as :class:`rlhfkit.rollout.weight_sync.sender.Pending`."""
+
+    def __init__(self, futures: list[Future[Any]]) -> None:
+        self.futures = futures
+
+    def poll(self) -> None:
+        for future in self.futures:
+            if future.done():
+                future.result()
+
+    def result(self) -> list[Any]:
+        return [future.result(timeout=30) for future in self.futures]
+
+
+class ReceiverThreads:
+    """Receivers in threads of this process: real sockets and real gloo, no vLLM.
+
+    Args:
+        num_workers: Receivers.
+        dies_after: Buckets after which receiver 1 leaves; ``None``: never.
+        absent: Receivers that take the calls and do nothing.
+    """
+
+    address = "127.0.0.1"
+
+    def __init__(self, num_workers: int, dies_after: int | None = None, absent: tuple[int, ...] = ()) -> None:
+        self.num_workers = num_workers
+        self.dies_after = dies_after
+        self.absent = absent
+        self.receivers = [WeightReceiver(CPU) for _ in range(num_workers)]
+        self.received: list[dict[str, Tensor]] = []
+        self.ended_after: dict[int, float] = {}
+        """Seconds that each receiver's last connection attempt took, if it failed."""
+        self._threads = ThreadPoolExecutor(2 * num_workers)
+
+    def worker(self, rank: int) -> str:
+        return f"receiver {rank - 1}"
+
+    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> Calls:
+        here = [number for number in range(self.num_workers) if number not in self.absent]
+        return Calls([self._threads.submit(self._join, number, init_info) for number in here])
+
+    def _join(self, number: int, init_info: dict[str, Any]) -> None:
+        start = time.monotonic()
+        try:
+            self.receivers[number].join(Invitation(**init_info, rank_offset=1), number)
+        except Exception:
+            self.ended_after[number] = time.monotonic() - start
+            raise
+
+    def update(self, update_info: dict[str, Any]) -> Calls:
+        names, shapes, types = (update_info[key] for key in ("names", "shapes", "dtype_names"))
+        infos = [
+            WeightInfo(name, tuple(shape), getattr(torch, dtype))
+            for name, shape, dtype in zip(names, shapes, types, strict=True)
+        ]
+        self.received = [{} for _ in self.receivers]
+        return Calls([self._threads.submit(self._receive, number, infos) for number in range(self.num_workers)])
+
+    def _receive(self, number: int, infos: list[WeightInfo]) -> None:
+        for count, (tensors, _) in enumerate(self.receivers[number].receive(infos)):
+            if number == 1 and count == self.dies_after:
+                self.receivers[number].leave()
+                raise RuntimeError("receiver 1 is gone")
+            self.received[number].update({name: view.clone() for name, view in tensors})
+
+    def close(self) -> None:
+        for receiver in self.receivers:
+            receiver.leave()
+        self._threads.shutdown(wait=False)
+
+
+def transports(receivers: ReceiverThreads) -> set[type]:
+    return {type(receiver._transport) for receiver in receivers.receivers}
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_every_receiver_gets_every_bit_again_and_again(
+    num_workers: int, shared_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhfkit.rollout.weight_sync.process_group.shared_memory._FOLDER", tmp_path)
+    # Less than the larger weights.
+    sender = ProcessGroupSender("gloo", timeout=20, bucket_bytes=1000, shared_memory=shared_memory)
+    receivers = ReceiverThreads(num_workers)
+    model = nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 3).to(torch.bfloat16), nn.Linear(5, 5).double())
+    try:
+        sender.connect(receivers)
+        assert transports(receivers) == {SharedMemoryTransport if shared_memory else NetworkTransport}
+        assert not [*tmp_path.glob("rlhfkit-*")]  # freed with the processes, whatever ends them
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_()
+            weights = ModuleWeights(model)
+            sender.send(receivers, weights.metadata(), iter(weights))
+            assert len(receivers.received) == num_workers
+            for received in receivers.received:
+                assert received.keys() == dict(model.named_parameters()).keys()
+                assert all(torch.equal(received[name], p) for name, p in model.named_parameters())
+    finally:
+        sender.close()
+        receivers.close()
+
+
+def test_receivers_that_do_not_see_the_memory_get_weights_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def invisible(path: str, num_bytes: int) -> SharedBlocks:
+        return real(path + "-in-another-container", num_bytes)
+
+    real = SharedBlocks.open
+    monkeypatch.setattr(SharedBlocks, "open", invisible)
+    sender, receivers = ProcessGroupSender("gloo", timeout=20), ReceiverThreads(2)
+    weights = ModuleWeights(nn.Linear(7, 90))
+    try:
+        sender.connect(receivers)
+        sender.send(receivers, weights.metadata(), iter(weights))
+        assert transports(receivers) == {NetworkTransport}
+        for received in receivers.received:
+            assert all(torch.equal(received[name], tensor) for name, tensor in weights)
+    finally:
+        sender.close()
+        receivers.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_receiver_that_leaves_is_noticed_at_once_and_the_others_can_be_sent_weights_again(
+    shared_memory: bool,
+) -> None:
+    sender = ProcessGroupSender("gloo", timeout=20, bucket_bytes=1000, shared_memory=shared_memory)
+    receivers = ReceiverThreads(2, dies_after=3)
+    weights = ModuleWeights(nn.Sequential(*(nn.Linear(15, 15) for _ in range(20))))
+    try:
+        sender.connect(receivers)
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"receiver 1 is gone|[Cc]onnection closed"):
+            sender.send(receivers, weights.metadata(), iter(weights))
+        sender.close()
+        assert time.monotonic() - start < 10
+        receivers.num_workers = 1
+        sender.connect(receivers)
+        sender.send(receivers, weights.metadata(), iter(weights))
+        assert all(torch.equal(receivers.received[0][name], tensor) for name, tensor in weights)
+    finally:
+        sender.close()
+        receivers.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_receivers_that_never_report_are_named_with_address_and_port_and_the_others_wait_no_longer(
+    shared_memory: bool,
+) -> None:
+    sender = ProcessGroupSender("gloo", timeout=2, shared_memory=shared_memory)
+    receivers = ReceiverThreads(4, absent=(1, 3))
+    start = time.monotonic()
+    try:
+        with pytest.raises(
+            EngineError, match=r"^receiver 1, receiver 3 did not report .* 127\.0\.0\.1:(\d+) within 2 s"
+        ) as e:
+            sender.connect(receivers)
+        assert sender._store is not None
+        assert f"127.0.0.1:{sender._store.port} " in str(e.value)
+        while len(receivers.ended_after) < 2:
+            assert time.monotonic() - start < 5
+            time.sleep(0.05)
+    finally:
+        sender.close()
+        receivers.close()
+
+
+def test_a_receiver_that_cannot_reach_the_trainer_says_where_it_tried() -> None:
+    meeting = Meeting("127.0.0.1", 9, "weights1", 2, 1.0)  # nobody listens there
+    with pytest.raises(RuntimeError, match=r"cannot reach the trainer at 127\.0\.0\.1:9 within 1 s .* firewall"):
+        report(meeting, 1)
+
+
+def test_a_group_that_does_not_connect_is_given_up_with_address_and_port() -> None:
+    """The trainer reports and never opens its end, as behind a firewall; gloo's own limit comes later."""
+    store = open_store("127.0.0.1", 10)
+    meeting = Meeting("127.0.0.1", store.port, "weights1", 2, 1.0)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"at 127\.0\.0\.1:{store.port}, but gloo did not connect .* within 1 s"):
+        connect_worker(store, meeting, "gloo", 1, CPU)
+    assert time.monotonic() - start < 4
+
+
+class SilentGroup:
+    """A group like NCCL's whose other side is gone: nothing notices, and a broadcast never ends."""
+
+    device = CPU
+    closed = False
+
+    def connect(self) -> None:
+        pass
+
+    def broadcast(self, block: Tensor) -> "SilentGroup":
+        return self
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("this would block for ever")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class TestSilence:
+    """Waits end although the backend notices nothing."""
+
+    def receiving(self, meeting: Meeting, store: Any) -> Iterator[Tensor]:
+        return NetworkTransport(SilentGroup(), meeting.timeout, TrainerWatch(store, meeting)).receive_blocks([8, 8])
+
+    def test_a_receiver_learns_from_the_store_that_the_trainer_has_left(self) -> None:
+        store = open_store("127.0.0.1", 20)
+        meeting = Meeting("127.0.0.1", store.port, "weights1", 2, 20.0)
+        end_meeting(store, "weights2")  # another group's end means nothing
+        end_meeting(store, "weights1")
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=rf"trainer at 127\.0\.0\.1:{store.port} has given up sending"):
+            next(self.receiving(meeting, store))
+        assert time.monotonic() - start < 5
+
+    def test_a_block_that_does_not_come_is_waited_for_no_longer_than_the_limit(self) -> None:
+        store = open_store("127.0.0.1", 20)
+        with pytest.raises(TimeoutError, match=r"block 1 of 2 did not come from the trainer within 0\.5 s"):
+            next(self.receiving(Meeting("127.0.0.1", store.port, "weights1", 2, 0.5), store))
+
+    def test_the_trainer_polls_the_engines_and_then_gives_up(self) -> None:
+        asked = []
+        blocks = NetworkTransport(SilentGroup(), 1.0).send_blocks([8] * 5, lambda: asked.append(1))
+        with pytest.raises(TimeoutError, match="block 1 of 5 was not received by all workers within 1 s"):
+            list(blocks)
+        assert len(asked) >= 3
+
+        def dead() -> None:
+            raise EngineError("engine 0 died")
+
+        with pytest.raises(EngineError, match="engine 0 died"):
+            list(NetworkTransport(SilentGroup(), 100.0).send_blocks([8] * 5, dead))
+
+
+def test_its_store_listens_on_the_given_address_only() -> None:
+    sender, receivers = ProcessGroupSender("gloo", timeout=20), ReceiverThreads(1)
+    try:
+        sender.connect(receivers)
+        assert sender._store is not None
+        with open("/proc/net/tcp") as table:
+            rows = [line.split() for line in table.readlines()[1:]]
+        listening = [row[1] for row in rows if row[3] == "0A"]  # state LISTEN
+        assert f"0100007F:{sender._store.port:04X}" in listening
+        assert f"00000000:{sender._store.port:04X}" not in listening
+    finally:
+        sender.close()
+        receivers.close()
+
+
+def test_sending_before_connecting_says_so() -> None:
+    with pytest.raises(RuntimeError, match="before connect"):
+        ProcessGroupSender("gloo", timeout=1).send(ReceiverThreads(1), [], iter([]))
