@@ -35,8 +35,10 @@ TABLE: dict[type, Rows] = {
         "start_timeout": Change(100.0),
         "generate_timeout": Change(100.0),
         "sync_timeout": Change(100.0),
+        "transfer": Change("gloo", given={"device": "cuda", **BESIDE}),
         "probe_tolerance": Change(0.1, given={"num_engines": 2}),  # whose scores differ by 0.05
         "bucket_bytes": Change(2**15),
+        "delta_sync": Change(True),
         "health": Change(HealthPolicy(max_restarts=1)),
     },
     HealthPolicy: {
