@@ -67,7 +67,9 @@ def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
                 "limits": (manager.start_timeout, manager.sync_timeout, manager.policy),
                 "waits": stream.scheduler.stall_detector.timeout,
                 "places": [(*place_of(place), place.environment) for place in launcher.placements],
-                "sender": [(type(sender).__name__, *(getattr(sender, name, None) for name in ("bucket_bytes", "timeout")))],
+                "sender": [
+                    (type(sender).__name__, *(getattr(sender, name, None) for name in ("bucket_bytes", "timeout")))
+                ],
                 "score": score,
                 "slept": launcher.slept,
             }
