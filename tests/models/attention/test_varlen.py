@@ -237,7 +237,7 @@ def without(*names: str) -> Any:
 
 
 def test_older_versions_of_varlen_attn_are_used_where_they_have_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.11 takes fewer key heads unasked; 2.10 has no windows."""
+    """Version 2.11 of torch takes fewer key heads unasked; 2.10 has no windows."""
     case = varlen.Case(torch.device("cpu"), torch.bfloat16, 4, 2, 16, 16, dropout=False)
     plug_in(monkeypatch, "varlen", wrap=without("enable_gqa"))
     assert varlen.choose_kernel(case, "varlen") is not None

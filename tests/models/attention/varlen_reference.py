@@ -45,7 +45,7 @@ def reference(
     for first_q, n, first_k, m in zip(ends_q, counts_q, ends_k, counts_k, strict=False):
         q, k, v = query[first_q : first_q + n], key[first_k : first_k + m], value[first_k : first_k + m]
         scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
-        ahead = torch.arange(m) - (torch.arange(n)[:, None] + m - n)
+        ahead = torch.arange(m, device=q.device) - (torch.arange(n, device=q.device)[:, None] + m - n)
         hidden = torch.zeros_like(ahead, dtype=torch.bool)
         if window[0] >= 0:
             hidden |= ahead < -window[0]
