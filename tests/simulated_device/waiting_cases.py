@@ -4,13 +4,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from models.attention.varlen_reference import plug_in
 from rl_runs import digits, setup_run
 from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, RolloutCallback, SamplingSpec
 from rlhfkit.data.types import Experience
 from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models.attention import varlen
 from rlhfkit.models.forward import UnpaddedBatch
 from rlhfkit.rollout import ModuleWeights
 from simulated_device import HostWaits, record_host_waits, register, trainer_arguments
@@ -59,12 +62,22 @@ def forward_and_backward(model: str) -> dict[str, dict[str, int]]:
     batch.attention_mask = torch.arange(12, device="sim") < torch.tensor([12, 9, 5, 12]).to("sim")[:, None]
     batch.input_ids[1, :4] = batch.input_ids[0, :4]
     mask = batch.attention_mask[:, 1:]
-    policy_output(policy, batch, mask)  # what is found out once for each family of models
-    with record_host_waits() as forward:
-        out = policy_output(policy, batch, mask, entropy=True)
-    with record_host_waits() as backward:
-        (out.logprobs.sum() + out.entropy.sum()).backward()
-    return {"forward of a packed batch": dict(forward.lines), "its backward": dict(backward.lines)}
+    found, results = {}, []
+    for how in ("", " with a varlen kernel"):
+        with pytest.MonkeyPatch.context() as patch:
+            if how:
+                plug_in(patch, "varlen")
+                patch.setattr(varlen, "DEVICES", ("sim",))
+            policy_output(policy, batch, mask)  # what is found out once for each family of models and kernel
+            with record_host_waits() as forward:
+                out = policy_output(policy, batch, mask, entropy=True)
+            with record_host_waits() as backward:
+                (out.logprobs.sum() + out.entropy.sum()).backward()
+        varlen.choose_kernel.cache_clear()
+        found |= {f"forward of a packed batch{how}": dict(forward.lines), f"its backward{how}": dict(backward.lines)}
+        results.append(out.logprobs.detach().cpu())
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+    return found
 
 
 def generation(model: str) -> dict[str, dict[str, int]]:
