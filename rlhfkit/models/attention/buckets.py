@@ -31,21 +31,30 @@ def attend(
 ) -> Tensor:
     """Attention of (B, heads, queries, D) to (B, key heads, keys, D), causal when there is no mask.
 
-    Where PyTorch's fused kernels would refuse fewer key heads than query heads (on CUDA with a mask or in float32;
-    torch 2.13 then computes a (queries, keys) matrix for every head), keys and values are repeated.
+    Where PyTorch's fused kernels would refuse fewer key heads than query heads, keys and values are repeated: torch
+    2.13 would compute a (queries, keys) matrix for every head.
     """
     queries, keys = query.shape[2], key.shape[2]
     plain = mask is None and causal and queries == keys and (window is None or keys <= window)
     if mask is None and causal and not plain:
         mask = causal_mask(queries, keys, window, query.device)
     grouped = query.shape[1] != key.shape[1]
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if grouped and query.device.type != "cpu" and (mask is not None or not half):
+    if grouped and not _takes_groups(query, value, mask):
         key, value = (_repeated(heads, query.shape[1]) for heads in (key, value))
         grouped = False
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=plain, scale=scaling, enable_gqa=grouped
     )
+
+
+def _takes_groups(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether PyTorch has a fused kernel for fewer key heads: on CUDA only flash attention is one, on CPUs all are."""
+    if query.device.type == "cpu":
+        return True
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if mask is not None or not half or not query.shape[-1] == value.shape[-1] <= 256:
+        return False
+    return query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _repeated(heads: Tensor, count: int) -> Tensor:

@@ -316,7 +316,7 @@ def test_padding_of_a_bucket_points_at_the_same_sequence_and_nowhere_often() -> 
 
 
 def test_fewer_key_heads_are_repeated_where_fused_kernels_would_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the device without numbers, as CUDA would: with a mask, or in float32."""
+    """On the device without numbers, as CUDA would: with a mask, in float32, or with values of another size."""
     given: list[tuple[int, bool]] = []
 
     def note(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, **kwargs: Any) -> Tensor:
@@ -324,15 +324,18 @@ def test_fewer_key_heads_are_repeated_where_fused_kernels_would_refuse_them(monk
         return scaled_dot_product_attention(query, key, value, enable_gqa=enable_gqa, **kwargs)
 
     monkeypatch.setattr(buckets, "scaled_dot_product_attention", note)
-    for device, dtype, window in [
-        ("meta", torch.bfloat16, None),
-        ("meta", torch.bfloat16, 3),
-        ("meta", torch.float32, None),
-        ("cpu", torch.float32, 3),
+    for device, dtype, window, size in [
+        ("meta", torch.bfloat16, None, 8),
+        ("meta", torch.bfloat16, 3, 8),
+        ("meta", torch.float32, None, 8),
+        ("meta", torch.bfloat16, None, 16),
+        ("cpu", torch.float32, 3, 8),
     ]:
-        q, k, v = (torch.empty((2, heads, 9, 8), dtype=dtype, device=device) for heads in (4, 2, 2))
-        assert buckets.attend(q, k, v, None, None, 0.0, window).shape == q.shape
-    assert given == [(2, True), (4, False), (4, False), (2, True)]
+        q, k, v = (
+            torch.empty((2, heads, 9, wide), dtype=dtype, device=device) for heads, wide in ((4, 8), (2, 8), (2, size))
+        )
+        assert buckets.attend(q, k, v, None, None, 0.0, window).shape == (2, 4, 9, size)
+    assert given == [(2, True), (4, False), (4, False), (4, False), (2, True)]
     keys = torch.randn(2, 3, 5, 4)
     assert torch.equal(buckets._repeated(keys, 6), keys.repeat_interleave(2, 1))
 
