@@ -155,6 +155,29 @@ def mixed_kinds(ranks: Sequence[RankGPU]) -> str | None:
     return f"GPUs differ, and every step waits for the slowest and must fit into the smallest: {each}"
 
 
+def mixed_engine_kinds(engines: Sequence[Sequence[str]], ranks: Sequence[str]) -> str | None:
+    """Say that engines have GPUs of several kinds, or others than the ranks; ``None``: they do not, or it is unknown.
+
+    Args:
+        engines: Names of the GPUs of each engine.
+        ranks: Name of the GPU of each rank.
+    """
+    kinds: dict[str, list[str]] = {}
+    for number, names in enumerate(engines):
+        for name in sorted(set(names)):
+            kinds.setdefault(name, []).append(f"engine {number}")
+    if len(kinds) > 1:
+        each = "; ".join(f"{name}: {_listed(who)}" for name, who in sorted(kinds.items()))
+        return f"engines have GPUs of several kinds, so some sample slower, and their log-probs differ more: {each}"
+    others = sorted(set(ranks) - set(kinds) - {""})
+    if kinds and others:
+        return (
+            f"engines have {', '.join(kinds)} and training ranks {', '.join(others)}: kernels differ, and with them "
+            "log-probs of sampling and training (rollout_corr/logprob_abs_diff_mean)"
+        )
+    return None
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 

@@ -12,6 +12,7 @@ from rlhfkit.gpu_checks import (
     explain_missing_cuda,
     gpu_is_taken,
     memory_is_tight,
+    mixed_engine_kinds,
     mixed_kinds,
     same_gpu_twice,
     too_few_devices,
@@ -127,6 +128,18 @@ class TestRanks:
         assert "rank 2 of this machine" in found
         assert says in found
         assert "start fewer ranks" in found
+
+
+def test_engines_on_gpus_of_another_kind_than_their_like_or_the_ranks_are_named() -> None:
+    assert mixed_engine_kinds([["H100"], ["H100"]], ["H100"] * 4) is None
+    assert mixed_engine_kinds([[], []], ["", "H100"]) is None  # unknown, or engines on CPUs
+    assert mixed_engine_kinds([["H100"]], [""]) is None
+    found = mixed_engine_kinds([["H100", "H100"], ["A100", "A100"], ["H100", "H100"]], ["H100"])
+    assert found is not None
+    assert "A100: engine 1; H100: engine 0, engine 2" in found
+    found = mixed_engine_kinds([["L40S"], ["L40S"]], ["H100", "H100"])
+    assert found is not None
+    assert "engines have L40S and training ranks H100" in found
 
 
 class TestMemory:

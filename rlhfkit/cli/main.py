@@ -129,6 +129,7 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
     import lightning as L
     from lightning.pytorch.cli import LightningCLI
 
+    from rlhfkit.costs import MemoryCheck
     from rlhfkit.strategies import register
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # this function is that use
@@ -151,7 +152,7 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
         L.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
-        trainer_defaults={"log_every_n_steps": 1},
+        trainer_defaults={"log_every_n_steps": 1, "callbacks": [MemoryCheck()]},
         save_config_kwargs={"overwrite": True},
         seed_everything_default=0,
         auto_configure_optimizers=False,

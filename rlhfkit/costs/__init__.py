@@ -6,6 +6,7 @@ May import: everything but ``cli/``; the formulas (``memory.py``, ``activations.
 Start at :func:`rlhfkit.costs.estimation.estimate`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.costs.hardware import GPU, GPUS, Efficiency, find_gpu
@@ -14,8 +15,14 @@ from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
 
 if TYPE_CHECKING:
     from rlhfkit.costs.estimation import Estimate, estimate, estimate_run
+    from rlhfkit.costs.memory_check import MemoryCheck
 
-_LAZY = ("Estimate", "estimate", "estimate_run")  # loads Lightning
+_LAZY = {  # they load Lightning
+    "Estimate": "estimation",
+    "estimate": "estimation",
+    "estimate_run": "estimation",
+    "MemoryCheck": "memory_check",
+}
 
 __all__ = [
     "GPU",
@@ -24,6 +31,7 @@ __all__ = [
     "EngineShape",
     "Estimate",
     "LayerShape",
+    "MemoryCheck",
     "ModelShape",
     "Precision",
     "Run",
@@ -39,6 +47,4 @@ def __getattr__(name: str) -> Any:
     """Import what loads Lightning on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module 'rlhfkit.costs' has no attribute {name!r}")
-    from rlhfkit.costs import estimation
-
-    return getattr(estimation, name)
+    return getattr(import_module(f"rlhfkit.costs.{_LAZY[name]}"), name)

@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import __version__
 from rlhfkit.cli.main import COMMANDS, main, run
+from rlhfkit.costs import MemoryCheck
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,6 +113,7 @@ def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecor
     assert cli.model.kl_in_reward == "sequence"
     assert cli.model.kl_control.target == 0.1
     assert cli.trainer.callbacks[0].engine.max_sequences == 5
+    assert any(isinstance(callback, MemoryCheck) for callback in cli.trainer.callbacks)
     assert "rollout/reward_format" in cli.trainer.callback_metrics
     metrics = next(config.parent.glob("lightning_logs/*/metrics.csv"))
     assert "rollout/reward" in metrics.read_text().splitlines()[0]

@@ -17,6 +17,7 @@ import torch
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import gather_objects, run_on_all_ranks
+from rlhfkit.gpu_checks import mixed_engine_kinds
 from rlhfkit.rank_store import RankLog, RankStore, rank_store
 from rlhfkit.ray_session import JoinedRay
 from rlhfkit.rollout.collector import sample_all
@@ -203,6 +204,7 @@ class RemoteEnginePool(RolloutEngine):
         self.start_engines(model, dtype, trust_remote_code, load_weights, ranks)
         assert self.manager is not None
         assert self.sender is not None
+        self._warn_of_mixed_gpus(ranks)
         # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and
         # takes them for those of later calls, so an engine of several processes cannot be used any more.
         recoverable = self.sender.recoverable and self.processes_per_engine == 1
@@ -211,6 +213,13 @@ class RemoteEnginePool(RolloutEngine):
         if log.store.world_size > 1:
             self._publisher = EnginePublisher(self.manager, log.store)
             log.append(self._publisher.info)
+
+    def _warn_of_mixed_gpus(self, ranks: Sequence[RankLocation]) -> None:
+        assert self.manager is not None
+        kinds = [handle.info.get("gpus", ()) for handle in self.manager.handles]
+        mixed = mixed_engine_kinds(kinds, [rank.kind for rank in ranks])
+        if mixed is not None:
+            log.warning("%s", mixed)
 
     def _connect(self, model: str, trust_remote_code: bool, log: RankLog) -> None:
         """Wait for rank 0's engines and connect to them."""

@@ -119,7 +119,7 @@ class VLLMActor(RemoteEngine):
         import psutil
         import ray
 
-        self._check_gpus()
+        gpus = self._check_gpus()
         config = await self._backend.start(self._arguments)
         if config.parallel_config.pipeline_parallel_size > 1:
             await self._backend.rpc("allocate_pipeline_buffers")
@@ -130,13 +130,18 @@ class VLLMActor(RemoteEngine):
             "vocabulary": int(config.model_config.get_vocab_size()),
             "pid": this.pid,
             "node": ray.get_runtime_context().get_node_id(),
+            "gpus": gpus,
             "processes": [(one.pid, one.create_time()) for one in (this, *this.children(recursive=True))],
         }
 
-    def _check_gpus(self) -> None:
-        """Raise RuntimeError if this engine has a training rank's GPU in spite of all reservations, or not its own."""
-        for gpu in assigned_gpus() if self._excluded else ():
-            mine = RankLocation(**gpu, on_ray=True)
+    def _check_gpus(self) -> list[str]:
+        """Return the kinds of this engine's GPUs, as far as the driver reports them.
+
+        Raises RuntimeError if one is a training rank's in spite of all reservations, or, of an engine that shares those
+        of ranks, another one.
+        """
+        assigned = [RankLocation(**gpu, on_ray=True) for gpu in assigned_gpus()]
+        for mine in assigned:
             for rank, location in enumerate(self._excluded):
                 if mine.has_same_gpu(location):
                     raise RuntimeError(
@@ -144,7 +149,8 @@ class VLLMActor(RemoteEngine):
                         "the ranks' machines with the GPUs that they leave free (CUDA_VISIBLE_DEVICES=... ray start), "
                         "let Ray start the ranks (launcher='ray'), or share GPUs with VLLMPool(colocate=True)"
                     )
-        seen = [gpu.uuid for gpu in ask_driver().gpus] if self._shared else []
+        shared = ask_driver().gpus if self._shared else ()
+        seen = [gpu.uuid for gpu in shared]
         wanted = [rank.uuid for rank in self._shared]
         if seen and all(wanted) and set(seen) != set(wanted):
             raise RuntimeError(
@@ -152,6 +158,7 @@ class VLLMActor(RemoteEngine):
                 f"with CUDA_VISIBLE_DEVICES={os.environ.get(VARIABLE)} it sees {seen}: Ray on that machine must be "
                 "started where all of its GPUs are visible, in the same container as the ranks"
             )
+        return [mine.kind for mine in assigned if mine.kind] + [gpu.name for gpu in shared]
 
     @plain_errors
     async def health(self) -> dict[str, Any]:

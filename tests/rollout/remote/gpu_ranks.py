@@ -51,7 +51,10 @@ def place_engines() -> dict[str, Any]:
         report["excluded"] = [rank.gpu for rank in placements[0].excluded]
         report["held"] = [] if pool._reservation is None else [rank.gpu for rank in pool._reservation.gpus]
         if "RAY_ADDRESS" not in os.environ and not locations[0].on_ray:
-            report["refusal"] = refusal(dataclasses.replace(locations[1], gpu=report["engines"][0]), placements[0])
+            taken = dataclasses.replace(locations[1], gpu=report["engines"][0])
+            report["refusal"] = refusal(dataclasses.replace(placements[0], excluded=(taken,)))
+        if locations[1].uuid is not None:
+            report["beside"] = beside(locations[1])
         if pool._dedicated is not None:
             pool._dedicated.close()
         pool.num_engines = 7
@@ -63,13 +66,14 @@ def place_engines() -> dict[str, Any]:
     return report
 
 
-def refusal(rank: Any, place: Any) -> str:
-    """What an engine says that is placed on this rank's GPU."""
+def refusal(place: Any) -> str:
+    """What an engine says that is placed there."""
     import ray
 
     from rlhfkit.rollout.vllm.actor import VLLMActor
 
-    engine = ray.remote(VLLMActor).options(**place.options).remote({}, True, {}, (rank,))
+    kind = ray.remote(VLLMActor).options(**place.options)
+    engine = kind.remote({}, True, place.environment, place.excluded, place.shared)
     try:
         ray.get(engine.start.remote(), timeout=100)
     except ray.exceptions.RayTaskError as error:
@@ -77,6 +81,20 @@ def refusal(rank: Any, place: Any) -> str:
     finally:
         ray.kill(engine)
     return ""
+
+
+def beside(rank: Any) -> dict[str, Any]:
+    """Which GPU an engine sees that shares this rank's, and what it says if it were named by the rank's number."""
+    import ray
+
+    from rlhfkit.gpus import ask_driver
+    from rlhfkit.rollout.remote.placement import colocated_placements
+
+    (place,) = colocated_placements([rank], 1, 1)
+    options = place.options | {"runtime_env": {"env_vars": place.environment}}
+    (seen,) = ray.get(ray.remote(lambda: ask_driver().gpus).options(**options).remote(), timeout=100)
+    by_number = dataclasses.replace(place, environment={"CUDA_VISIBLE_DEVICES": rank.gpu})
+    return {"seen": seen.name, "by_number": refusal(by_number)}
 
 
 def place(folder: Path, address: str | None = None, own_gpu: str | None = None) -> dict[str, Any]:

@@ -134,6 +134,7 @@ def test_engines_apart_spread_over_the_machines_of_an_existing_cluster() -> None
     for name, message in (
         ("too_many", "3 engine(s) need 3 CPU(s), but Ray's cluster has 2"),
         ("no_gpu", "1 engine(s) need 1 GPU(s), but Ray's cluster has 0"),
+        ("too_large", "an engine is on one machine and needs 2 CPU(s) there, but the largest machine of Ray's cluster"),
         ("taken", "could not place 2 engine(s) of {'CPU': 1.0} within 1 s; free are {'CPU': 0"),
     ):
         text, seconds = report[name]
@@ -212,6 +213,13 @@ class TestEnginesApart:
         assert [first["gpu"], second["gpu"]] == names
         assert sorted(first["held"]) == ["0", "1"]  # as Ray calls them
         check_apart(first["held"], first, names)
+        if own_gpu == "uuid":  # rank 1 calls the machine's GPU 1 its number 0
+            assert first["beside"]["seen"] == "Simulated 1"
+            assert re.match(
+                rf"RuntimeError: this engine shares GPU 0 of .* \(UUIDs \['{simulated_uuid(1)}'\]\), but with "
+                rf"CUDA_VISIBLE_DEVICES=0 it sees \['{simulated_uuid(0)}'\]",
+                first["beside"]["by_number"],
+            )
 
     def test_from_ranks_of_a_script_that_starts_ray_itself(self, tmp_path: Path) -> None:
         first, _ = ranks.run("rollout.remote.gpu_ranks:place", 2, tmp_path)

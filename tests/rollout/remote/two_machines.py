@@ -26,10 +26,11 @@ def main() -> None:
         dedicated = DedicatedPlacement(2, cpus=1, gpus=0, timeout=60)
         placed = ray.util.placement_group_table(dedicated._group)["bundles_to_node_id"]
         report["machines"] = len(set(placed.values()))
-        for name, engines, gpus in (("too_many", 3, 0), ("taken", 2, 0), ("no_gpu", 1, 1)):
+        asked = {"too_many": (3, 1, 0), "taken": (2, 1, 0), "no_gpu": (1, 1, 1), "too_large": (1, 2, 0)}
+        for name, (engines, cpus, gpus) in asked.items():
             start = time.monotonic()
             try:
-                DedicatedPlacement(engines, cpus=1, gpus=gpus, timeout=1)
+                DedicatedPlacement(engines, cpus=cpus, gpus=gpus, timeout=1)
             except EngineError as error:
                 report[name] = [str(error), time.monotonic() - start]
         dedicated.close()
