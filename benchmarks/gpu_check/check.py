@@ -20,6 +20,11 @@ MODULES = (
     "benchmarks.gpu_check.correctness.deepspeed",
     "benchmarks.gpu_check.correctness.ipc",
     "benchmarks.gpu_check.correctness.suite",
+    "benchmarks.gpu_check.measurements.heads",
+    "benchmarks.gpu_check.measurements.attention",
+    "benchmarks.gpu_check.measurements.training",
+    "benchmarks.gpu_check.measurements.spread",
+    "benchmarks.gpu_check.measurements.rollouts",
 )
 """Modules with checks, in the order of running: cheap checks of correctness first, measurements last."""
 

@@ -24,7 +24,7 @@ def marked_tests(setting: Setting) -> Iterator[Figure]:
     )
     missing = re.findall(r"No module named '(\w+)'", done.stdout)
     if missing:
-        raise SkippedError(f"the tests need {', '.join(sorted(set(missing)))}, which is not installed")
+        raise SkippedError(f"not installed: {', '.join(sorted(set(missing)))}, which the tests need")
     print(done.stdout + done.stderr)
     summary = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     yield Figure("exit status of pytest", done.returncode, 0)
