@@ -28,9 +28,9 @@ def without(folder: Path, *packages: str) -> dict[str, str]:
     (folder / "sitecustomize.py").write_text(f"""
 from importlib.machinery import PathFinder
 found = PathFinder.find_spec
-def find_spec(name, path=None, target=None):
+def find_spec(cls, name, path=None, target=None):
     return None if name.partition(".")[0] in {packages!r} else found(name, path, target)
-PathFinder.find_spec = staticmethod(find_spec)
+PathFinder.find_spec = classmethod(find_spec)
 """)
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 

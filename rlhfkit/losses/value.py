@@ -52,15 +52,18 @@ def value_loss(
         raise ValueError(f"clip must be positive or None, got {clip}")
     current, target = select(full_precision(values), mask), select(full_precision(returns.detach()), mask)
     plain = error = (current - target).square()
+    outside = torch.zeros_like(mask, dtype=torch.bool)
     if clip is not None and old_values is not None:
         old = select(full_precision(old_values.detach()), mask)
-        clipped = (old + (current - old).clamp(-clip, clip) - target).square()
+        change = current - old
+        clipped = (old + change.clamp(-clip, clip) - target).square()
         error = torch.maximum(plain, clipped)
+        outside = change.abs() > clip  # inside, old + change differs from current by rounding
     with torch.no_grad():
         residual = target - current
         _, total, squares = masked_moments(residual, mask)
         metrics = {
-            "value/clip_fraction": masked_mean((error > plain).float(), mask),
+            "value/clip_fraction": masked_mean(((error > plain) & outside).float(), mask),
             "value/mean": masked_mean(current, mask),
             "value/error": masked_mean(plain, mask),
             "value/explained_variance": sums_metric(_explained_variance, *masked_moments(target, mask), total, squares),

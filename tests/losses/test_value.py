@@ -84,3 +84,10 @@ def test_shapes_that_do_not_fit_raise():
     values, old, returns, mask = arguments()
     with pytest.raises(ValueError, match="same shape"):
         value_loss(values, old[:, 1:], returns, mask)
+
+
+def test_values_inside_the_clip_are_not_counted_as_clipped_by_rounding():
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = (torch.rand(3, 16, 256, generator=generator) - 0.5).unbind()  # of which 2 % were counted
+    metrics = value_loss(values, old, returns, torch.ones(16, 256), clip=1.0).metrics
+    assert metrics["value/clip_fraction"].item() == 0.0

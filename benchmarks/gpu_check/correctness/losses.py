@@ -10,7 +10,10 @@ from torch import Tensor
 from benchmarks.gpu_check.check import Figure, Setting, check
 from benchmarks.gpu_check.compare import distance, tensors_of
 
-HEADS = ("linear_cross_entropy", "linear_logprobs", "linear_policy_gradient", "logits_logprobs")
+HEADS = (
+    *("linear_cross_entropy", "linear_logprobs", "linear_policy_gradient", "linear_single_pass"),
+    *("gradient_scope", "logits_logprobs"),
+)
 """Functions with checks of their own, in ``heads.py``."""
 COMPOSED = ("policy_loss_output", "policy_tokens", "sum_losses", "sums_metric", "weighted_metric")
 """Parts of other functions, which take no plain tensors."""
@@ -154,7 +157,9 @@ def evaluate(function: Callable[..., Any], given: dict[str, Any], device: str, d
     first = next(iter(tensors_of(output)), None)
     found: list[Any] = [output]
     if leaf is not None and first is not None and first.requires_grad:
-        found.append(torch.autograd.grad(first.sum(), leaf)[0])
+        # Not the plain sum, which is constant for whitened values.
+        weights = torch.linspace(1, 2, first.numel(), dtype=torch.float64).to(device, first.dtype).view_as(first)
+        found.append(torch.autograd.grad((first * weights).sum(), leaf)[0])
     return found
 
 
