@@ -38,12 +38,15 @@ def rows_field() -> Any:
     return field(default_factory=dict, metadata={"axis": "rows"})
 
 
-def copy_options(device: torch.device | str) -> dict[str, Any]:
-    """Arguments of :meth:`torch.Tensor.to` with which a batch is copied to a device without waiting for it.
+def moved(tensor: Tensor, device: torch.device | str, **kwargs: Any) -> Tensor:
+    """:meth:`torch.Tensor.to` that does not wait for a GPU to which it copies; see :func:`host_copy` too.
 
-    Lightning passes them to plain tensors only. A copy to the CPU has to wait for the values.
+    Lightning asks for that with plain tensors only. A copy to the CPU has to wait for the values.
     """
-    return {"non_blocking": torch.device(device).type not in ("cpu", "mps")}
+    target = torch.device(device)
+    options = {"non_blocking": target.type not in ("cpu", "mps")} | kwargs
+    pinned = target.type == "cuda" and tensor.device.type == "cpu"  # a copy from pageable memory waits all the same
+    return remember_host_copy((tensor.pin_memory() if pinned else tensor).to(target, **options), tensor)
 
 
 @dataclass(kw_only=True)
@@ -154,8 +157,7 @@ class PaddedBatch:
 
         Copies to a GPU do not wait, and what they hold can be read on the host; see :func:`host_copy`.
         """
-        options = copy_options(device) | kwargs
-        return self.map_tensors(lambda tensor, _: remember_host_copy(tensor.to(device, **options), tensor))
+        return self.map_tensors(lambda tensor, _: moved(tensor, device, **kwargs))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers, loadable with ``torch.load(weights_only=True)``."""

@@ -1,5 +1,6 @@
 """Every module trains on the simulated device as it does on the CPU: no tensors of two devices meet."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ def test_two_steps_are_those_of_the_cpu(found: dict[str, Any], setting: str) -> 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_an_optimizer_step_never_waits_for_the_device(found: dict[str, Any], setting: str) -> None:
     assert found["runs"][setting]["waits"] == {}
+
+
+def test_iterations_with_further_settings_are_those_of_the_cpu(tmp_path: Path) -> None:
+    apart = ranks.run("simulated_device.training_cases:further_settings", ranks=1, folder=tmp_path)[0]
+    assert len(apart) == 4
+    assert max(apart.values()) < 5e-5, apart
 
 
 def test_the_library_takes_no_slower_way_on_the_device(found: dict[str, Any]) -> None:

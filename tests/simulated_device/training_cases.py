@@ -1,5 +1,6 @@
 """Modules under a Trainer on the simulated device and on the CPU."""
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,13 @@ from typing import Any
 import lightning as L
 import torch
 from arguments import learning
+from plain_sgd import PlainSGD
+from rl_runs import setup_run, weights
 from step_cases import KINDS, STEP, train
+from tiny_models import tiny_model
 from torch import Tensor
 
+from rlhfkit import EMA, GRPOModule, LoRA, NonFiniteGuard, OnPolicyDistillationModule
 from simulated_device import HostWaits, record_host_waits, trainer_arguments
 
 
@@ -62,6 +67,47 @@ def every_module(folder: Path) -> dict[str, Any]:
                 "waits": second.found(),
             }
     return {"runs": runs, "warnings": sorted(set(warnings.messages))}
+
+
+def further_settings(folder: Path) -> dict[str, float]:
+    """Entry point: iterations with what a Trainer is used with besides; how far the devices are apart."""
+    torch.set_num_threads(1)
+    teacher = str(tiny_model(folder / "teacher", seed=3))
+    validation = [{"prompt": f"{i}-1=", "answer": str(i - 1)} for i in range(4)]
+    settings: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
+        "adapters, clipped and guarded": (
+            GRPOModule,
+            {"lora": LoRA(rank=4), "kl_coef": 0.01},
+            {"gradient_clip_val": 1.0, "callbacks": [NonFiniteGuard()]},
+        ),
+        "corrected for the engine, recomputed activations": (
+            GRPOModule,
+            {"correction": "tis", "gradient_checkpointing": True, "advantages": "rloo_advantages"},
+            {},
+        ),
+        "on-policy distillation": (OnPolicyDistillationModule, {"teacher": teacher}, {}),
+        "penalized in the reward, validated and averaged": (
+            GRPOModule,
+            {"kl_coef": 0.1, "kl_in_reward": True},
+            {"data_arguments": {"validation_data": validation}, "callbacks": [EMA(decay=0.9, validate=False)]},
+        ),
+    }
+    found = {}
+    for number, (name, (module, arguments, trainer)) in enumerate(settings.items()):
+        plain = type(f"Plain{module.__name__}", (PlainSGD, module), {})  # AdamW makes much of small differences
+        results = []
+        for device in (trainer_arguments(), {}):
+            run, made, data, _ = setup_run(
+                folder / f"{number}-{len(results)}",
+                module=plain,
+                module_arguments={"lr": 0.05} | arguments,
+                **copy.deepcopy(trainer),
+                **device,
+            )
+            run.fit(made, data)
+            results.append(weights(made))
+        found[name] = difference(*results)
+    return found
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, copy_options
+from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, moved
 from rlhfkit.data.loaders.steps import TokenizedDataset
 
 
@@ -69,8 +69,8 @@ class DistilledBatch(TokenBatch):
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
         """Move every tensor; see :meth:`PaddedBatch.to`."""
-        kwargs = copy_options(device) | kwargs
-        teacher = {name: getattr(self, name).to(device, **kwargs) for name in ("teacher_logprobs", "teacher_ids")}
+        names = ("teacher_logprobs", "teacher_ids")
+        teacher: dict[str, Any] = {name: moved(getattr(self, name), device, **kwargs) for name in names}
         return dataclasses.replace(super().to(device, **kwargs), **teacher)
 
     def without_targets(self) -> Self:
