@@ -35,7 +35,7 @@ from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.gpu_memory import require_gpu_memory
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
-from rlhfkit.modules.optim import SCHEDULES, Schedule, learning_rate_factor
+from rlhfkit.modules.optim import SCHEDULES, Schedule, learning_rate_factor, make_adamw
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -281,7 +281,9 @@ class PolicyModule(CheckpointMixin):
             clip = self.trainer.gradient_clip_val
             check_number("Trainer(gradient_clip_val=...)", clip, minimum=0, optional=True, infinite=True)
         groups = self.parameter_groups()
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        optimizer = make_adamw(
+            groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, trainer=self._trainer
+        )
         kind, warmup = self.lr_schedule, self.warmup_steps
         if kind == "constant" and not warmup:
             return optimizer
