@@ -30,8 +30,8 @@ LIMITS: dict[str, dict[str, int]] = {
         "modules/base.py": 2,
         "rollout/local/engine.py": 3,
     },
-    "8 more tokens of a batch of LocalEngine": {"rollout/local/generator.py": 40},
-    "a batch of LocalEngine without its tokens": {"rollout/local/generator.py": 31},
+    "8 more tokens of a batch of LocalEngine": {"rollout/local/generator.py": 8},
+    "a batch of LocalEngine without its tokens": {"rollout/local/generator.py": 11},
     # The log-probs are copied to the host once for each model.
     "preparing an iteration: two forward passes over it": {"modules/on_policy/rewards.py": 2},
 }

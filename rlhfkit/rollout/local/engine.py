@@ -21,7 +21,7 @@ from rlhfkit.models.attention.families import use_transformers_attention
 from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
-from rlhfkit.rollout.local.caching import cache_problem
+from rlhfkit.rollout.local.caching import cache_problem, takes_finished_masks
 from rlhfkit.rollout.local.generator import Decoding, FinishedRow
 from rlhfkit.validation import check_integer
 
@@ -57,7 +57,7 @@ class LocalEngine(RolloutEngine):
         self._tokenizer: Any = None
         self._stops: tuple[int, ...] = ()
         self._dtype = torch.float32
-        self._cached = True
+        self._cached, self._finished_masks = True, False
         self._lock = ReadWriteLock()
 
     def start(
@@ -118,6 +118,7 @@ class LocalEngine(RolloutEngine):
         use_transformers_attention(model)
         why = cache_problem(model)
         self._cached = why is None
+        self._finished_masks = self._cached and takes_finished_masks(model)
         if why is not None:
             log.warning(
                 f"LocalEngine recomputes the whole text for every token of {type(model).__name__}, which is slow: {why}"
@@ -170,6 +171,7 @@ class LocalEngine(RolloutEngine):
             tokenizer=self._tokenizer,
             device=self.device,
             cached=self._cached,
+            finished_masks=self._finished_masks,
         )
 
     @torch.no_grad()

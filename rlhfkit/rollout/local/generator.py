@@ -3,6 +3,10 @@
 A prompt that several rows share is computed once and its cache copied; finished rows leave the batch. Sampling inverts
 the cumulative distribution at one uniform number per token, from the sample's own seed, so that a sample does not
 depend on the other rows of its batch.
+
+The host waits for the device once per token, for the tokens and their log-probs: which rows have ended, and all other
+bookkeeping, is in its own memory. Transformers waits once more to look for padding in an attention mask that it is
+given, so :func:`decode_step` gives it none, or a finished one, where the family takes them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +52,8 @@ class Decoding:
         tokenizer: To find stop texts.
         device: Of the model.
         cached: Whether to cache keys and values; see :func:`~rlhfkit.rollout.local.caching.cache_problem`.
+        finished_masks: Whether the family takes finished attention masks; see
+            :func:`~rlhfkit.rollout.local.caching.takes_finished_masks`.
     """
 
     def __init__(
@@ -61,23 +67,31 @@ class Decoding:
         tokenizer: Any,
         device: torch.device | None,
         cached: bool = True,
+        finished_masks: bool = False,
     ) -> None:
         self._cached = cached
+        self._finished_masks = finished_masks
         self._weights = weights
         self._prompts = [prompt for prompt, _ in rows]
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._device = device
         shape = len(rows), sampling.max_new_tokens
-        self._stops = torch.tensor(sorted({*stops, *sampling.stop_token_ids}), dtype=torch.int64, device=device)
-        self._uniforms = _uniforms(rows, sampling, iteration).to(device)
-        self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(shape, device=device)
+        self._stops = torch.tensor(sorted({*stops, *sampling.stop_token_ids}), dtype=torch.int64)
+        self._forbidden = self._stops.to(device) if sampling.min_new_tokens else None
+        self._all_uniforms = _uniforms(rows, sampling, iteration).to(device)
+        # In the host's memory: what was made so far.
+        self._tokens = torch.zeros(shape, dtype=torch.int64)
+        self._logprobs = torch.zeros(shape)
         self._versions = torch.zeros(shape, dtype=torch.int64)
-        self._ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        self._alive = torch.arange(len(rows), device=device)  # rows in the batch; finished ones leave it late
+        self._ended = torch.zeros(len(rows), dtype=torch.bool)
+        self._alive = torch.arange(len(rows))  # rows in the batch; finished ones leave it late
+        # On the device: what the next token is computed from, for the rows in the batch.
+        self._uniforms = self._all_uniforms
+        self._last = torch.empty(0)
         self._mask = torch.empty(0)
         self._cache: Any = None
+        self._padding = torch.empty(0)  # of each row's text in the cache, on the host
         self._version: int | None = None  # with which the cache was computed
 
     @torch.no_grad()
@@ -87,7 +101,7 @@ class Decoding:
             logits, version = self._logits(step)
             ended = self._append(step, logits, version)
             yield ended
-            if bool(self._ended.all()):
+            if self._ended.all():
                 return
 
     def _logits(self, step: int) -> tuple[Tensor, int]:
@@ -99,18 +113,28 @@ class Decoding:
                 self._version = version
                 return self._compute(model, step), version
             running = ~self._ended[self._alive]
-            token = self._tokens[self._alive, step - 1]
-            if int(running.sum()) <= 0.75 * len(running):  # a smaller batch pays for the copy of the cache
-                kept = running.nonzero()[:, 0]
-                self._cache.batch_select_indices(kept)
-                self._alive, self._mask, token = self._alive[kept], self._mask[kept], token[kept]
-            logits, self._mask = decode_step(model, token, self._mask, self._cache)
+            if running.sum() <= 0.75 * len(running):  # a smaller batch pays for the copy of the cache
+                self._keep(running.nonzero()[:, 0])
+            masks = self._finished_masks
+            logits, self._mask = decode_step(
+                model, self._last, self._mask, self._cache, padded=bool(self._padding.any()) if masks else None
+            )
             return logits, version
+
+    def _keep(self, kept: Tensor) -> None:
+        """Remove all rows but these from the batch."""
+        self._alive, self._padding = self._alive[kept], self._padding[kept]
+        kept = kept.to(self._device)
+        self._cache.batch_select_indices(kept)
+        self._mask, self._last, self._uniforms = self._mask[kept], self._last[kept], self._uniforms[kept]
 
     def _compute(self, model: nn.Module, step: int) -> Tensor:
         """Compute all tokens so far in one pass, each distinct row once, and fill the cache."""
         distinct, places = self._distinct(step)
+        lengths = torch.tensor([len(text) for text in distinct])
+        self._padding = (lengths.max() - lengths)[places]
         logits, mask, self._cache = prefill(model, distinct, self._device)
+        places = places.to(self._device)
         self._mask = mask[places]
         self._cache.batch_select_indices(places)
         return logits[places]
@@ -118,33 +142,39 @@ class Decoding:
     def _compute_without_cache(self, model: nn.Module, step: int) -> Tensor:
         """Compute all tokens so far in one pass, padded on the right as in training, each distinct row once."""
         distinct, places = self._distinct(step)
-        ids = pad_sequence([torch.tensor(text) for text in distinct], batch_first=True).to(self._device)
-        ends = torch.tensor([len(text) for text in distinct], device=self._device)
-        mask = torch.arange(ids.shape[1], device=self._device) < ends[:, None]
-        logits: Tensor = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-        return logits[torch.arange(len(distinct), device=self._device), ends - 1][places]
+        ids = pad_sequence([torch.tensor(text) for text in distinct], batch_first=True)
+        ends = torch.tensor([len(text) for text in distinct])
+        mask = torch.arange(ids.shape[1]) < ends[:, None]
+        logits: Tensor = model(
+            input_ids=ids.to(self._device), attention_mask=mask.long().to(self._device), use_cache=False
+        ).logits
+        return logits[places.to(self._device), (ends[places] - 1).to(self._device)]
 
     def _distinct(self, step: int) -> tuple[list[tuple[int, ...]], Tensor]:
         """Remove finished rows; return the distinct texts of the others and the index of each row's text."""
         self._alive = (~self._ended).nonzero()[:, 0]
+        self._uniforms = self._all_uniforms[self._alive.to(self._device)]
         rows = self._alive.tolist()
         made = self._tokens[self._alive, :step].tolist()
         texts = [(*self._prompts[row].token_ids, *tokens) for row, tokens in zip(rows, made, strict=True)]
         distinct = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        return list(distinct), torch.tensor([distinct[text] for text in texts], device=self._device)
+        return list(distinct), torch.tensor([distinct[text] for text in texts])
 
     def _append(self, step: int, logits: Tensor, version: int) -> list[FinishedRow]:
         """Sample a token for every row in the batch; returns the rows that are finished with it."""
         sampling, alive = self._sampling, self._alive
-        forbidden = self._stops if step < sampling.min_new_tokens else None
-        token, logprob = sample_tokens(logits, self._uniforms[alive, step], sampling, forbidden)
-        self._tokens[alive, step], self._logprobs[alive, step] = token, logprob
+        forbidden = self._forbidden if step < sampling.min_new_tokens else None
+        self._last, logprob = sample_tokens(logits, self._uniforms[:, step], sampling, forbidden)
+        # Both in one copy, the only thing that the host waits for. Token ids are exact in float64.
+        made = torch.stack([self._last.double(), logprob.double()]).cpu()
+        token = made[0].long()
+        self._tokens[alive, step], self._logprobs[alive, step] = token, made[1].float()
         self._versions[:, step] = version
         stopped = torch.isin(token, self._stops)
         if sampling.stop and step + 1 >= sampling.min_new_tokens:
             texts = self._tokenizer.batch_decode(self._tokens[alive, : step + 1], skip_special_tokens=True)
             ends = [any(end in text for end in sampling.stop) for text in texts]
-            stopped |= torch.tensor(ends, device=self._device)
+            stopped |= torch.tensor(ends)
         new = alive[stopped & ~self._ended[alive]]
         completed = [self._finish(row, step + 1, "stop") for row in new.tolist()]
         self._ended[new] = True
@@ -155,7 +185,7 @@ class Decoding:
 
     def _finish(self, row: int, length: int, reason: FinishReason) -> FinishedRow:
         parts = (self._tokens, self._logprobs, self._versions)
-        tokens, logprobs, versions = (part[row, :length].cpu() for part in parts)
+        tokens, logprobs, versions = (part[row, :length].clone() for part in parts)
         return FinishedRow(row, tokens, logprobs, versions, reason)
 
 
@@ -182,7 +212,9 @@ def prefill(model: Any, texts: Sequence[Sequence[int]], device: torch.device | N
     return out.logits[:, -1], mask, out.past_key_values
 
 
-def decode_step(model: Any, token: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+def decode_step(
+    model: Any, token: Tensor, mask: Tensor, cache: Any, *, padded: bool | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute one more token of each text.
 
     Args:
@@ -190,6 +222,8 @@ def decode_step(model: Any, token: Tensor, mask: Tensor, cache: Any) -> tuple[Te
         token: (B,) int64.
         mask: (B, T) int64 attention mask of the cached tokens.
         cache: Of keys and values; extended in place.
+        padded: Whether the mask has zeros, for a family that takes finished masks: none if there are no zeros, else
+            (B, 1, 1, T+1) bool. ``None``: Transformers is given the mask as it is and looks for itself.
 
     Returns:
         (B, V) logits of the next token, and the (B, T+1) mask.
@@ -197,7 +231,7 @@ def decode_step(model: Any, token: Tensor, mask: Tensor, cache: Any) -> tuple[Te
     mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     out = model(
         input_ids=token[:, None],
-        attention_mask=mask,
+        attention_mask=mask if padded is None else mask.bool()[:, None, None] if padded else None,
         position_ids=mask.sum(1, keepdim=True) - 1,
         past_key_values=cache,
         use_cache=True,
@@ -226,7 +260,7 @@ def truncate(logits: Tensor, spec: SamplingSpec) -> Tensor:
     """
     logits = logits / spec.temperature
     if spec.min_p > 0:  # keep p >= min_p * max p
-        floor = logits.amax(-1, keepdim=True) + torch.tensor(spec.min_p, device=logits.device).log()
+        floor = logits.amax(-1, keepdim=True) + float(torch.tensor(spec.min_p).log())
         logits = logits.masked_fill(logits < floor, -torch.inf)
     if 0 < spec.top_k < logits.shape[-1]:
         floor = logits.topk(spec.top_k).values[:, -1:]

@@ -17,6 +17,7 @@ from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.collector import BatchedGroupStream
+from rlhfkit.rollout.local.caching import takes_finished_masks
 from rlhfkit.rollout.local.engine import ReadWriteLock
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
@@ -232,3 +233,32 @@ def test_a_step_that_never_ends_is_named() -> None:
         pass
     with lock.read():  # whoever gave up does not block the others
         pass
+
+
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [3, 9, 5]])
+def test_finished_masks_change_no_bit(
+    folder: Path, models: list[torch.nn.Module], lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers would make the same ones, after a look at each mask that a GPU's host would wait for."""
+    engine = started(folder, models[0])
+    texts = [Prompt(index, list(range(5, 5 + length))) for index, length in enumerate(lengths)]
+    assert engine._finished_masks
+    found = []
+    for finished in (True, False):
+        monkeypatch.setattr(engine, "_finished_masks", finished)
+        samples = engine.generate(texts, SamplingSpec(group_size=3, max_new_tokens=20), iteration=0)
+        found.append([(list(sample.token_ids), list(sample.logprobs)) for sample in samples])
+    assert found[0] == found[1]
+
+
+def test_only_families_whose_layers_see_all_tokens_take_finished_masks(
+    folder: Path, models: list[torch.nn.Module]
+) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    windows = Gemma2ForCausalLM(Gemma2Config(vocab_size=64, head_dim=16, num_key_value_heads=2, **shape))
+    engine = started(folder, models[0])
+    assert engine._model is not None
+    assert takes_finished_masks(engine._model)
+    assert not takes_finished_masks(windows)
