@@ -146,9 +146,14 @@ class WeightSource(Protocol):
 
 
 class DrainableWeights:
-    """A weight source that can be read to its end after an engine failed, as other ranks wait in its collectives."""
+    """A weight source that can be read to its end after an engine failed, as other ranks wait in its collectives.
 
-    def __init__(self, weights: WeightSource) -> None:
+    ``why_copied``: why an engine in this process has to copy what is yielded; ``None`` if these are the policy's own
+    tensors, which do not change while it generates.
+    """
+
+    def __init__(self, weights: WeightSource, *, why_copied: str | None = "they may change at any time") -> None:
+        self.why_copied = why_copied
         self._weights = weights
         self._iterator: Iterator[tuple[str, Tensor]] | None = None
 

@@ -144,7 +144,9 @@ class RolloutCallback(Callback):
             self.async_rollouts = AsyncRollouts(self.collector, max_staleness, rollout_timeout, in_flight=in_flight)
         self.phases = DevicePhases(engine, offload_training, self.timing)
         """Who has the memory of shared devices; documents the order."""
-        self.weight_synchronizer = WeightSynchronizer(engine, self.phases, probe_tolerance)
+        self.weight_synchronizer = WeightSynchronizer(
+            engine, self.phases, probe_tolerance, overlaps=self.async_rollouts is not None
+        )
         self.planner = IterationPlanner()
         self.iteration = 0
         self.samples: list[Sample] = []

@@ -21,11 +21,15 @@ class WeightSynchronizer:
     """Syncs the weights to one engine and probes it afterwards, as equal parameters do not prove equal models.
 
     ``tolerance`` is the largest difference between the engine's and the trainer's log-probs of a fixed sequence;
-    ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
+    ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off. ``overlaps``: whether the engine
+    generates while the policy learns.
     """
 
-    def __init__(self, engine: RolloutEngine, phases: DevicePhases, tolerance: float | None = None) -> None:
+    def __init__(
+        self, engine: RolloutEngine, phases: DevicePhases, tolerance: float | None = None, *, overlaps: bool = False
+    ) -> None:
         self.engine = engine
+        self.overlaps = overlaps
         self.phases = phases
         self.tolerance = tolerance
         self.difference = 0.0
@@ -57,12 +61,19 @@ class WeightSynchronizer:
                     trust_remote_code=module.trust_remote_code,
                 ),
             )
-            weights = DrainableWeights(ModuleWeights(module.policy, dtype=dtype))
+            source = ModuleWeights(module.policy, dtype=dtype)
+            weights = DrainableWeights(source, why_copied=self._why_copied(trainer) or source.why_copied())
             self.metrics = run_on_all_ranks(lambda: self._load(weights, version))[0]
         expected = self._expected(module, dtype)
         self.phases.generate(trainer)
         if expected is not None:
             self._probe(trainer, *expected)
+
+    def _why_copied(self, trainer: L.Trainer) -> str | None:
+        """Why an engine in this process has to copy weights, whatever they are."""
+        if self.overlaps:
+            return "the engine generates while they are trained (max_staleness)"
+        return "they leave the device while it generates (offload_training)" if self.phases.offloads(trainer) else None
 
     def _load(self, weights: DrainableWeights, version: int) -> Mapping[str, float]:
         try:

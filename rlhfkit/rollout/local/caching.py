@@ -31,7 +31,8 @@ def takes_finished_masks(model: nn.Module) -> bool:
     Args:
         model: As for :func:`cache_problem`, with the attention that it will run with.
     """
-    config: Any = model.config.get_text_config()
+    hugging_face: Any = model
+    config = hugging_face.config.get_text_config()
     windows = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     if windows or kinds != {"full_attention"} or config._attn_implementation != "sdpa":

@@ -1,7 +1,8 @@
 """``LocalEngine``: generation in the training process, without Ray or a server; for tests, CPUs and notebooks.
 
-It has its own copy of the policy, filled by :meth:`LocalEngine.load`, so it works the same under every strategy. New
-weights may be loaded while another thread generates: they are swapped in between two tokens.
+It has a model of its own. Its weights are the policy's tensors where these are whole on its device and training waits
+while it generates, else a copy, so it works the same under every strategy. New weights may be loaded while another
+thread generates: they are swapped in between two tokens.
 """
 
 import logging
@@ -20,9 +21,17 @@ from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.models.attention.families import use_transformers_attention
 from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.collector import sample_all
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
+from rlhfkit.rollout.engine import (
+    DrainableWeights,
+    RolloutEngine,
+    SamplingSpec,
+    WeightSource,
+    check_requests,
+    check_tokens,
+)
 from rlhfkit.rollout.local.caching import cache_problem, takes_finished_masks
 from rlhfkit.rollout.local.generator import Decoding, FinishedRow
+from rlhfkit.rollout.local.weights import EngineWeights, parameters_without_memory
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
@@ -38,21 +47,34 @@ class LocalEngine(RolloutEngine):
     Args:
         max_sequences: Completions in a batch. More are faster and need a larger cache.
         device: ``None``: that of the first weights that are loaded (a model's own: the first GPU, if any).
+        share_weights: Use the memory of the policy's weights instead of copying them; the samples are the same bit for
+            bit. ``None``: where a ``RolloutCallback`` says that it is safe, which a line in the log states with the
+            reason if not. It is not while training overlaps (``max_staleness``) or its states leave the device
+            (``offload_training``), nor for weights that are sharded (ZeRO 3, FSDP), merged with LoRA adapters, in 4
+            bits or of another type (``bf16-mixed``). ``True``: an error where it is not safe. ``False``: never.
 
     Raises:
         ValueError: If ``max_sequences`` is below 1.
+        TypeError: If ``share_weights`` is not ``None``, ``True`` or ``False``.
     """
 
     shared = False
     updates_in_flight = True
     can_stream = True
 
-    def __init__(self, *, max_sequences: int = 128, device: str | None = None) -> None:
+    def __init__(
+        self, *, max_sequences: int = 128, device: str | None = None, share_weights: bool | None = None
+    ) -> None:
         check_integer("max_sequences", max_sequences, minimum=1)
+        if share_weights not in (None, True, False):
+            raise TypeError(f"share_weights must be None, True or False, got {share_weights!r}")
         self.max_sequences = max_sequences
         self.device = None if device is None else torch.device(device)
+        self.share_weights = share_weights
         self.version: int | None = None
         self._model: nn.Module | None = None
+        self._parameters: EngineWeights | None = None
+        self._said = ""  # about sharing
         self._config: Any = None
         self._tokenizer: Any = None
         self._stops: tuple[int, ...] = ()
@@ -75,11 +97,11 @@ class LocalEngine(RolloutEngine):
         self._name = model
         if load_weights:
             loaded = load_causal_lm(model, dtype=dtype, trust_remote_code=trust_remote_code)
-            self._model = self._placed(loaded, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            self._place(loaded, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             self.version = 0
 
     def load(self, weights: WeightSource, version: int) -> None:
-        """Copy the weights, between two tokens of running completions; see :meth:`RolloutEngine.load`."""
+        """Take the weights, between two tokens of running completions; see :meth:`RolloutEngine.load`."""
         if self._config is None:
             raise RuntimeError("LocalEngine.load was called before LocalEngine.start")
         with self._lock.write():
@@ -87,34 +109,68 @@ class LocalEngine(RolloutEngine):
 
     def _load(self, weights: WeightSource, version: int) -> None:
         self.version = None
-        parameters = dict(self._model.named_parameters()) if self._model is not None else {}
-        missing = set(parameters)
+        missing: set[str] | None = None
+        shares = False
         with torch.no_grad():
             for name, tensor in weights:
-                if self._model is None:
-                    self._model = self._build(tensor.device)
-                    parameters = dict(self._model.named_parameters())
-                    missing = set(parameters)
-                if name not in parameters:
+                if self._parameters is None:
+                    self._build(tensor.device)
+                    assert self._parameters is not None
+                if missing is None:
+                    missing = self._parameters.names
+                    shares = self._shares(weights, tensor.device)
+                if name not in self._parameters.names:
                     raise RuntimeError(f"the trainer sent {name!r}, which the engine's model does not have")
-                parameters[name].copy_(tensor)
+                if shares and self._parameters.fits(name, tensor):
+                    self._parameters.borrow(name, tensor)
+                else:
+                    self._parameters.copy(name, tensor)
                 missing.discard(name)
         if missing:
             raise RuntimeError(f"the trainer did not send {sorted(missing)}")
         self.version = version
 
-    def _build(self, device: torch.device) -> nn.Module:
+    def _shares(self, weights: WeightSource, device: torch.device) -> bool:
+        """Whether to use the policy's tensors themselves; logs why not. RuntimeError if that was demanded."""
+        why: str | None = "they were not loaded by a RolloutCallback, and may change at any time"
+        if isinstance(weights, DrainableWeights):
+            why = weights.why_copied
+        if device != self._device:
+            why = f"they are on {device}, the engine is on {self._device}"
+        if self.share_weights and why is not None:
+            raise RuntimeError(f"LocalEngine(share_weights=True) cannot share the policy's weights: {why}")
+        if self.share_weights is False:
+            why = "share_weights=False"
+        said = (
+            "LocalEngine shares the memory of the policy's weights"
+            if why is None
+            else f"LocalEngine copies the policy's weights: {why}"
+        )
+        if said != self._said:
+            log.info(said)
+        self._said = said
+        return why is None
+
+    def _build(self, device: torch.device) -> None:
+        """Build the model; its parameters get memory when they are loaded."""
         from transformers import AutoModelForCausalLM
 
         how: Any = {"dtype": self._dtype, "trust_remote_code": self._trust_remote_code}
-        model = AutoModelForCausalLM.from_config(self._config, **how)
+        try:
+            with parameters_without_memory():
+                model = AutoModelForCausalLM.from_config(self._config, **how)
+        except Exception as error:  # code of a model may compute with its parameters
+            log.info("the engine's model is built on the CPU, as without memory it raises %r", error)
+            model = AutoModelForCausalLM.from_config(self._config, **how)
         saved, sent = set(model.state_dict()), dict(model.named_parameters(remove_duplicate=False))
         if saved - sent.keys():  # buffers that a trainer does not send, such as a router's correction
             model = AutoModelForCausalLM.from_pretrained(self._name, **how)
-        return self._placed(model, device)
+        self._place(model, device)
 
-    def _placed(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def _place(self, model: nn.Module, device: torch.device) -> None:
+        """Take a model, whose parameters may have no memory yet."""
         self.device = self.device or device
+        self._device = torch.empty(0, device=self.device).device  # with the number of a GPU
         use_transformers_attention(model)
         why = cache_problem(model)
         self._cached = why is None
@@ -123,7 +179,14 @@ class LocalEngine(RolloutEngine):
             log.warning(
                 f"LocalEngine recomputes the whole text for every token of {type(model).__name__}, which is slow: {why}"
             )
-        return model.requires_grad_(False).eval().to(self.device)
+        self._model = model.requires_grad_(False).eval()
+        if any(parameter.is_meta for parameter in model.parameters()):
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(self._device)
+        else:
+            model.to(self._device)
+        self._parameters = EngineWeights(model, self._device)
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[nn.Module, int]]:
@@ -134,6 +197,16 @@ class LocalEngine(RolloutEngine):
                     "LocalEngine has no weights yet: RolloutCallback loads them, or call load() yourself"
                 )
             yield self._model, self.version
+
+    def _check_unchanged(self) -> None:
+        """Raise RuntimeError if the policy whose weights are shared was trained since they were loaded."""
+        changed = None if self._parameters is None else self._parameters.changed()
+        if changed is not None:
+            raise RuntimeError(
+                f"LocalEngine shares the policy's weights, and {changed!r} has changed since version {self.version} "
+                "was loaded: sync the weights first (RolloutCallback.sync_weights), or give the engine a copy of its "
+                "own, LocalEngine(share_weights=False)"
+            )
 
     @property
     def context(self) -> int:
@@ -154,6 +227,7 @@ class LocalEngine(RolloutEngine):
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
         """Return groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
         with self._weights():  # raises if there are none
+            self._check_unchanged()
             return LocalStream(self, sampling, iteration)
 
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
@@ -181,6 +255,7 @@ class LocalEngine(RolloutEngine):
         for sequence in sequences:
             check_tokens("a sequence to be scored", sequence, self.vocabulary)
         with self._weights() as (model, _):
+            self._check_unchanged()
             for sequence in sequences:
                 ids = torch.tensor([list(sequence)], device=self.device)
                 logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
@@ -190,6 +265,7 @@ class LocalEngine(RolloutEngine):
     def close(self) -> None:
         """Free the model; the engine can be started again, also with another model."""
         self._model, self._config, self._tokenizer, self.version = None, None, None, None
+        self._parameters = None
 
 
 class LocalStream:

@@ -117,6 +117,20 @@ class ModuleWeights:
         )
         return self if saved.metadata() == ModuleWeights.metadata(self) else saved
 
+    def why_copied(self) -> str | None:
+        """Why what is yielded is not the module's own memory; ``None`` if all of it is."""
+        for weight in self._weights:
+            parameter: Any = weight.parameter
+            if weight.layer is not None:
+                return "they are merged with a LoRA adapter"
+            if is_sharded(parameter) or hasattr(parameter, "full_tensor"):
+                return "they are sharded"
+            if hasattr(parameter, "quant_state"):
+                return "they have 4 bits"
+            if self.dtype not in (None, parameter.dtype):
+                return f"they are {parameter.dtype}, and the engine computes in {self.dtype}"
+        return None
+
     def metadata(self) -> list[WeightInfo]:
         """Return name, full shape and type of each tensor, without gathering."""
         return [WeightInfo(weight.name, weight.shape, self.dtype or weight.dtype) for weight in self._weights]
