@@ -88,6 +88,6 @@ def test_shapes_that_do_not_fit_raise():
 
 def test_values_inside_the_clip_are_not_counted_as_clipped_by_rounding():
     generator = torch.Generator().manual_seed(0)
-    values, old, returns = (torch.rand(3, 16, 256, generator=generator) - 0.5).unbind()  # of which 2 % were counted
-    metrics = value_loss(values, old, returns, torch.ones(16, 256), clip=1.0).metrics
+    values, old, returns = (0.2 * torch.randn(3, 16, 256, generator=generator)).unbind()  # 12 % of which were counted
+    metrics = value_loss(values, old, returns, torch.ones(16, 256), clip=2.0).metrics
     assert metrics["value/clip_fraction"].item() == 0.0

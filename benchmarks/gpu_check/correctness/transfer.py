@@ -50,6 +50,7 @@ class Engine:
     """Another process with a :class:`WeightReceiver`; also the ``Receivers`` that a sender is given."""
 
     num_workers = 1
+    worker_numbers = (0,)
     address = "127.0.0.1"
 
     def __init__(self, device: str) -> None:

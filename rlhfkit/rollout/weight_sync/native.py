@@ -1,7 +1,7 @@
 """``NativeSender``: weights from GPU to GPU through the trainer's side of vLLM's own ``nccl`` transfer, 0.32 or 0.33.
 
 Imports vLLM in the training process, which takes about ten seconds once. It has no time limit inside a broadcast and
-does not notice a dead engine there; ``ProcessGroupSender("nccl", ...)`` does. Not run on GPUs yet.
+does not notice a dead engine there; ``ProcessGroupSender("nccl", ...)`` does. Not run on a GPU yet (docs/gpus.md).
 """
 
 import contextlib
