@@ -123,7 +123,8 @@ class NonFiniteGuard(Callback):
         total = _counted_by_strategy(trainer)
         if total is None:
             total = self.skipped_updates + self._dropped
-            pl_module.log("skipped_updates", float(total))
+            # Lightning would copy a number to the device, for which the host waits.
+            pl_module.log("skipped_updates", torch.full((), float(total), device=pl_module.device))
         skipped, self.skipped_updates = total - self.skipped_updates, total
         self.in_a_row = self.in_a_row + skipped if skipped else 0
         if self.max_skipped_updates is not None and self.in_a_row >= self.max_skipped_updates:

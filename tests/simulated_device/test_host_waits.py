@@ -21,6 +21,8 @@ LIMITS: dict[str, dict[str, int]] = {
     # The reference that takes the kernel's place reads four tensors in each of two layers; a kernel reads none.
     "forward of a packed batch with a varlen kernel": {**FORWARD, "models/attention/varlen.py": 8},
     "its backward with a varlen kernel": {},
+    # Whether to step depends on all gradients.
+    "a clipped step with NonFiniteGuard": {"callbacks/guard.py": 1},
     # The check that all weights are finite, however many there are.
     "a copy of all weights into LocalEngine": {"rollout/weight_sync/source.py": 1},
     # The probe that they arrived is a forward pass of each side, whose results are compared on the host.

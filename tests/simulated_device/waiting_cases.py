@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import learning
 from models.attention.varlen_reference import plug_in
 from rl_runs import digits, setup_run
+from step_cases import STEP, train
 from tiny_models import tiny_model
 
-from rlhfkit import GRPOModule, LocalEngine, Prompt, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, LocalEngine, NonFiniteGuard, Prompt, RolloutCallback, SamplingSpec
 from rlhfkit.data.types import Experience
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.attention import varlen
 from rlhfkit.models.forward import UnpaddedBatch
 from rlhfkit.rollout import ModuleWeights
 from simulated_device import HostWaits, record_host_waits, register, trainer_arguments
+from simulated_device.training_cases import SecondStep
 
 prepared: list[HostWaits] = []
 synced: list[HostWaits] = []
@@ -46,7 +49,7 @@ def every_activity(folder: Path) -> dict[str, dict[str, int]]:
     torch.set_num_threads(1)
     register()
     model = str(tiny_model(folder / "model"))
-    found = forward_and_backward(model) | generation(model)
+    found = forward_and_backward(model) | generation(model) | guarded_step(folder / "guarded")
     iterations(folder)
     # The first iteration also loads the engine's model and checks rows.
     found["preparing an iteration: two forward passes over it"] = dict(prepared[-1].lines)
@@ -103,6 +106,18 @@ def generation(model: str) -> dict[str, dict[str, int]]:
         },
         "a copy of all weights into LocalEngine": dict(loading.lines),
     }
+
+
+def guarded_step(folder: Path) -> dict[str, dict[str, int]]:
+    """An optimizer step of two micro-batches whose gradients are clipped and checked."""
+    learning.prepare(folder)
+    second = SecondStep()
+    with record_host_waits() as second.waits:
+        train(
+            folder, "sft", 0, size=STEP // 2, attention=None, order=None,
+            callbacks=[NonFiniteGuard(), second], gradient_clip_val=1.0, **trainer_arguments(),
+        )  # fmt: skip
+    return {"a clipped step with NonFiniteGuard": second.found()}
 
 
 def iterations(folder: Path) -> None:

@@ -462,7 +462,7 @@ class OnPolicyModule(RewardedModule):
         super().on_before_optimizer_step(optimizer)
         if self.kl_early_stopping is not None:
             stopped = self.kl_early_stopping.should_stop(self)
-            self.log_means({"policy/kl_early_stopped": torch.tensor(float(stopped), device=self.device)})
+            self.log_means({"policy/kl_early_stopped": torch.full((), float(stopped), device=self.device)})
             if stopped:
                 skip_update(self, "policy")
 
