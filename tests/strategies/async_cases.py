@@ -132,16 +132,36 @@ class SaveOnFullDisk(toys.pl.Callback):
             trainer.save_checkpoint(self.place / "third.ckpt")
 
 
+class SaveBlockingOnFullDisk(toys.pl.Callback):
+    """A save in which rank 1 cannot write, and one after it in the same place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.error = path, ""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            try:
+                with full_disk(1):
+                    trainer.save_checkpoint(self.path)
+            except CheckpointError as error:
+                self.error = str(error)
+            self.left = sorted(os.listdir(self.path.parent))
+            trainer.save_checkpoint(self.path)
+
+
 def full(folder: Path, model: str) -> dict[str, Any]:
     """Errors while writing: at the next save, and at the end of the run."""
     place = folder / "full"
-    straight, kept = run("rlhf_zero2", model, 1, [])
+    blocking = SaveBlockingOnFullDisk(folder / "blocking" / "one.ckpt")
+    straight, kept = run("rlhf_zero2", model, 1, [blocking])
     saver = SaveOnFullDisk(place)
     trained, spy = run(RLHFDeepSpeedStrategy(2, async_save=True), model, 1, [saver])
     answer = {"errors": saver.errors, "left": saver.left, "files": sorted(os.listdir(place))}
     answer["loss"] = difference(trained.losses, straight.losses)
     answer["weight"] = weight_difference(spy.weights, kept.weights) if RANK == 0 else 0.0
     answer["step"] = verification.verify(place / "first.ckpt")["global_step"]
+    answer |= {"blocking": blocking.error, "left by blocking": blocking.left}
+    answer["blocking step"] = verification.verify(blocking.path)["global_step"]
     try:
         with full_disk(1):
             options = {"enable_checkpointing": True}

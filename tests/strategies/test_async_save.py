@@ -1,6 +1,7 @@
 """A checkpoint written in the background is the one that a blocking save writes, whatever happens meanwhile.
 
-Covers strategies/checkpoint/background.py and strategies/checkpoint/snapshot.py, with async_cases.py.
+Covers strategies/checkpoint/background.py, strategies/checkpoint/snapshot.py and strategies/checkpoint/engine_files.py,
+with async_cases.py.
 """
 
 from typing import Any
@@ -80,6 +81,9 @@ def test_a_full_disk_of_one_rank_is_one_error_on_all_and_harms_neither_training_
         assert values["step"] == 1
         assert (values["loss"], values["weight"]) == (0.0, 0.0)
         assert "last.ckpt could not be written" in values["at the end"]
+        assert "one.ckpt could not be written" in values["blocking"]  # and not the time limit of the process group
+        assert values["left by blocking"] == []
+        assert values["blocking step"] == 1
     assert reports[0]["full"]["left at the end"] == [], "rank 0 deletes what was written"
     assert "rank 1 failed" in reports[0]["full"]["errors"][0]
 

@@ -2,10 +2,10 @@
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -18,10 +18,11 @@ from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.errors import explain_unpickling_errors
 from rlhfkit.checkpoints.files import explain_write_errors
 from rlhfkit.checkpoints.progress import normalize_counters
-from rlhfkit.distributed import gather_objects
+from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.protocols import STATES_OF_RANKS
 from rlhfkit.strategies.checkpoint import directory, universal, verification
 from rlhfkit.strategies.checkpoint.background import BackgroundSave
+from rlhfkit.strategies.checkpoint.engine_files import errors_at_the_end
 from rlhfkit.strategies.checkpoint.hashing import sync_and_hash, threads_per_rank
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from rlhfkit.strategies.checkpoint.snapshot import Write, snapshot, snapshots_of, write_file
@@ -30,6 +31,8 @@ from rlhfkit.strategies.deepspeed.zero3 import load_full_state_dict
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+T = TypeVar("T")
 
 _TAG = "checkpoint"
 
@@ -89,26 +92,31 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             if self.is_global_zero:
                 shutil.rmtree(directory.temporary_path(path), ignore_errors=True)
             raise
-        self.barrier()
 
     def _write(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
-        with explain_write_errors(path):
-            self._write_files(path, checkpoint)
-            self.barrier()  # all files exist
-            folder = directory.temporary_path(path)
-            names = directory.files_of_rank(folder, self.global_rank)
-            records = gather_objects(sync_and_hash(folder, names, threads=self._hashing_threads))
-            if self.is_global_zero:
-                merged = {name: record for part in records for name, record in part.items()}
-                directory.commit(path, merged, self._about(checkpoint))
-
-    def _write_files(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
-        if self.is_global_zero:
-            directory.create_temporary(path)
-        self.barrier()
+        """Write and commit; a step that fails on any rank is a CheckpointError on all of them."""
         folder = directory.temporary_path(path)
-        for name, engine in self.engines.items():
-            self._save_engine(engine, folder / name)
+
+        def on_each_rank(step: Callable[[], T]) -> list[T]:
+            def explained() -> T:
+                with explain_write_errors(path):
+                    return step()
+
+            return run_on_all_ranks(explained, error_type=CheckpointError)
+
+        def hash_own_files() -> dict[str, Any]:
+            names = directory.files_of_rank(folder, self.global_rank)
+            return sync_and_hash(folder, names, threads=self._hashing_threads)
+
+        on_each_rank(lambda: directory.create_temporary(path) if self.is_global_zero else None)
+        on_each_rank(lambda: self._write_files(folder, checkpoint))
+        records = {name: record for part in on_each_rank(hash_own_files) for name, record in part.items()}
+        on_each_rank(lambda: directory.commit(path, records, self._about(checkpoint)) if self.is_global_zero else None)
+
+    def _write_files(self, folder: Path, checkpoint: Mapping[str, Any]) -> None:
+        with errors_at_the_end(self.engines.values()):
+            for name, engine in self.engines.items():
+                self._save_engine(engine, folder / name)
         torch.save(_state_outside_engines(checkpoint), folder / rank_file(self.global_rank))
 
     def _save_engine(self, engine: "DeepSpeedEngine", folder: Path) -> None:
