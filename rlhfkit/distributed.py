@@ -45,15 +45,19 @@ def get_world_size() -> int:
 def gather_objects(value: T, *, group: Any = None) -> list[T]:
     """Return the values of all ranks, by rank, on every rank. A collective.
 
+    Objects never pass through NCCL, which would pad all pickles to the largest in GPU memory, and keep the GPU busy and
+    end the process at its time limit when ranks arrive at different times.
+
     Args:
         value: This rank's value; picklable if there is more than one rank.
-        group: Process group of all ranks; ``None``: the default one. A thread beside the training loop needs its own.
+        group: Process group of all ranks, for the CPU; ``None``: :func:`cpu_group`. A thread beside the training loop
+            needs its own.
     """
     world_size = get_world_size()
     if world_size == 1:
         return [value]
     values: list[Any] = [None] * world_size
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=cpu_group() if group is None else group)
     return values
 
 

@@ -52,6 +52,24 @@ def raising(**errors: Exception) -> Callable[[], int]:
     return step
 
 
+def gathered_beside_nccl(rank: int) -> list[Any]:
+    """Objects of all ranks where the default group is NCCL's, which refuses them, and whether that happens again."""
+    real_gather, real_backend = dist.all_gather_object, dist.get_backend
+    groups: list[Any] = []
+
+    def gather(values: list[Any], value: Any, group: Any = None) -> None:
+        assert group is not None, "an object was to pass through NCCL"
+        groups.append(group)
+        real_gather(values, value, group=group)
+
+    dist.all_gather_object, dist.get_backend = gather, lambda group=None: "nccl"
+    try:
+        gathered = [gather_objects(rank), run_on_all_ranks(lambda: rank), true_on_all_ranks(rank >= 0)]
+    finally:
+        dist.all_gather_object, dist.get_backend = real_gather, real_backend
+    return [*gathered, len(groups), len(set(groups)), real_backend(groups[0])]
+
+
 def exchanges(**_: Any) -> dict[str, Any]:
     """Everything that needs gloo alone."""
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
@@ -64,6 +82,7 @@ def exchanges(**_: Any) -> dict[str, Any]:
         "world_size": get_world_size(),
         "gathered": gather_objects({"rank": rank}),
         "gathered in a group": gather_objects(rank, group=group),
+        "gathered beside nccl": gathered_beside_nccl(rank),
         "sum": all_reduce(values.clone()).tolist(),
         "max": all_reduce(values.clone(), "max").tolist(),
         "min": all_reduce(values.clone(), "min").tolist(),

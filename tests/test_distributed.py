@@ -74,6 +74,9 @@ class TestTwoRanks:
             assert report["true on both"]
             assert report["results"] == report["results in a group"] == [0, 1]
 
+    def test_objects_pass_through_one_gloo_group_where_the_default_is_nccl(self, reports: list[dict[str, Any]]) -> None:
+        assert [report["gathered beside nccl"] for report in reports] == [[[0, 1], [0, 1], True, 3, 1, "gloo"]] * 2
+
     def test_an_error_of_one_rank_is_raised_on_both(self, reports: list[dict[str, Any]]) -> None:
         assert [report["one fails"] for report in reports] == [
             "RuntimeError: rank 1 failed: ValueError: a bug",

@@ -80,8 +80,9 @@ class RolloutCallback(Callback):
             same bit for bit. See ``docs/rollout.md`` for the order, ``memory/...`` for what it frees.
         alarms: Bounds on metrics, each with advice that is logged when a run first crosses it. ``None``:
             ``ROLLOUT_ALARMS``; an empty list: none.
-        probe_tolerance: Largest difference between the engine's and the trainer's log-probs of a fixed sequence after
-            a sync; ``None``: 1e-3 in float32, 0.3 in 16-bit types; ``inf`` switches the probe off.
+        probe_tolerance: Largest difference between the engine's and the trainer's log-probs after a sync; in 16-bit
+            types (and TF32) their mean difference. ``None``: 1e-3 in float32, 0.3 in bfloat16 (a warning from 0.1 on),
+            0.1 in float16 (0.02); ``inf`` switches the probe off.
 
     Raises:
         TypeError: If ``reward`` cannot be called or ``engine`` is not a :class:`~rlhfkit.rollout.RolloutEngine`.
@@ -224,6 +225,7 @@ class RolloutCallback(Callback):
                 group=cpu_group(),
             )
         self.samples, self.sample_rows = shared.samples, shared.rows
+        self.weight_synchronizer.remember(shared.samples)
         return shared
 
     def on_train_batch_end(

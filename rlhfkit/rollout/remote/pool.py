@@ -23,6 +23,7 @@ from rlhfkit.ray_session import JoinedRay
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.probe_bounds import ProbeBounds
 from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
 from rlhfkit.rollout.remote.placement import (
     ActorPlacement,
@@ -69,6 +70,8 @@ class RemoteEnginePool(RolloutEngine):
     can_stream = True
     colocate = False
     max_model_len: int | None = None
+    dtype: str | None = None
+    """Type the engines compute in; ``None``: that of the weights they are sent."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class RemoteEnginePool(RolloutEngine):
         generate_timeout: float,
         sync_timeout: float,
         transfer: str = "auto",
-        probe_tolerance: float,
+        probe_tolerance: float | None,
         bucket_bytes: int,
         health: HealthPolicy | None,
     ) -> None:
@@ -95,7 +98,7 @@ class RemoteEnginePool(RolloutEngine):
         check_number("generate_timeout", generate_timeout, above=0, why="it is in seconds")
         check_number("sync_timeout", sync_timeout, above=0, why="it is in seconds")
         check_integer("sleep_level", sleep_level, minimum=1, maximum=2)
-        check_number("probe_tolerance", probe_tolerance, minimum=0, infinite=True, why="inf is no probe")
+        check_number("probe_tolerance", probe_tolerance, minimum=0, optional=True, infinite=True, why="inf is no probe")
         if device not in (None, "cpu", "cuda"):
             raise ValueError(f"device must be None, 'cpu' or 'cuda', got {device!r}")
         self.num_engines = num_engines
@@ -110,6 +113,7 @@ class RemoteEnginePool(RolloutEngine):
         self.sync_timeout = sync_timeout
         self.transfer = check_transfer(transfer, device=device, colocate=colocate)
         self.probe_tolerance = probe_tolerance
+        self._probe_bounds = ProbeBounds.of(torch.float32, probe_tolerance)
         self.bucket_bytes = bucket_bytes
         self.health = health or HealthPolicy()
         self.version: int | None = None
@@ -169,6 +173,8 @@ class RemoteEnginePool(RolloutEngine):
         """
         if self._started:
             return
+        own_dtype = getattr(torch, self.dtype or "", dtype)
+        self._probe_bounds = ProbeBounds.of(own_dtype, self.probe_tolerance)
         # Engines with the model's own weights and devices of their own do not depend on where the ranks are.
         alone = load_weights and not self.colocate
         ranks = [] if alone else gather_objects(locate_rank(colocate=self.colocate))
@@ -444,13 +450,18 @@ class RemoteEnginePool(RolloutEngine):
             raise EngineError(f"no {router.engine_name} serves:\n{router.report()}")
         expected: list[list[float]]
         (reference, expected), *others = scores.items()
+        bounds = self._probe_bounds
+        flat = torch.tensor([*itertools.chain.from_iterable(expected)], dtype=torch.float64)
         for engine, other in others:
-            pairs = itertools.chain.from_iterable(zip(a, b, strict=True) for a, b in zip(expected, other, strict=True))
-            difference = max((abs(a - b) for a, b in pairs), default=0.0)
-            if not difference <= self.probe_tolerance:  # true for NaN as well
+            differences = torch.tensor([*itertools.chain.from_iterable(other)], dtype=torch.float64) - flat
+            difference = bounds.measure(differences)
+            kind = "" if bounds.statistic == "max" else " on average"
+            found = f"their log-probs of the same tokens differ by {difference:.3g}{kind}"
+            if not difference <= bounds.fail:  # true for NaN as well
                 raise EngineError(
-                    f"engines {reference} and {engine} serve different weights: their log-probs of the same tokens "
-                    f"differ by {difference:.3g}, more than {type(self).__name__}(probe_tolerance="
-                    f"{self.probe_tolerance:g})"
+                    f"engines {reference} and {engine} serve different weights: {found}, more than "
+                    f"{type(self).__name__}(probe_tolerance={bounds.fail:g})"
                 )
+            if difference > bounds.warn:
+                log.warning("engines %s and %s may compute differently: %s", reference, engine, found)
         return expected
