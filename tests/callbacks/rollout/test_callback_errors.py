@@ -83,7 +83,7 @@ def test_a_tampered_transfer_is_caught_and_nothing_is_sampled(tmp_path: Path) ->
             self.generated += 1
             return super().generate(*arguments, **keywords)
 
-    engine = Tampered()
+    engine = Tampered(share_weights=False)  # in shared memory it would be the policy that was tampered with
     fails(tmp_path, RuntimeError, "log-probs differ from the trainer's by", rollouts=callback(engine=engine))
     assert engine.generated == 0
     assert engine.version is None

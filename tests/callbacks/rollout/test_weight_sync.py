@@ -1,0 +1,56 @@
+"""The probe after a weight sync in 16 bits: on sampled tokens, by their mean, a warning before the error."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rl_runs import digits, setup_run
+
+from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
+
+
+class Shifted(LocalEngine):
+    """Scores as if its weights were a little different, more after each sync; notes what it is asked."""
+
+    shifts = (0.0, 0.2, 0.5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[int]] = []
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self.asked += map(list, sequences)
+        shift = self.shifts[len(self.asked) - 1]
+        return [[logprob + shift for logprob in row] for row in super().score(sequences)]
+
+
+class Samples(RolloutCallback):
+    """Keeps the first sample of each iteration."""
+
+    def remembered(self) -> list[list[int]]:
+        return self.kept
+
+    def share(self, collected):  # type: ignore[no-untyped-def]
+        shared = super().share(collected)
+        first: Sample = shared.samples[0]
+        self.kept = [*getattr(self, "kept", []), [*first.prompt.token_ids, *first.token_ids]]
+        return shared
+
+
+def test_a_small_mean_difference_is_fine_a_larger_one_warned_of_and_a_large_one_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Shifted()
+    sampling = SamplingSpec(group_size=4, max_new_tokens=40, min_new_tokens=40)
+    rollouts = Samples(digits, engine=engine, sampling=sampling)
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, precision="bf16-true", max_epochs=3)
+    caplog.set_level(logging.WARNING, logger="rlhfkit.callbacks.rollout.weight_sync")
+    with pytest.raises(RuntimeError, match=r"differ from the trainer's by 0\.\d+ on average over 40 tokens, more than"):
+        trainer.fit(module, data)
+    warned = [record.message for record in caplog.records if "on average over 40 tokens" in record.message]
+    assert len(warned) == 1
+    assert engine.version is None
+    random, *sampled = engine.asked
+    assert len(random) == 32
+    assert sampled == rollouts.remembered()
