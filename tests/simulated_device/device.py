@@ -122,6 +122,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if waiting is not None:
             note_wait(waiting)
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    if name == "aten::histc" and not args[0].is_floating_point():  # CUDA counts integers too
+        args = (args[0].float(), *args[1:])
     found = function(*tree_map(_values, args), **tree_map(_values, kwargs))
     # In-place operations and out= return an argument, which must stay the same object.
     known = {id(one.values): one for one in simulated}

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ from arguments import learning
 from plain_sgd import PlainSGD
 from rl_runs import setup_run, weights
 from step_cases import KINDS, STEP, train
-from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import EMA, GRPOModule, LoRA, NonFiniteGuard, OnPolicyDistillationModule
+from rlhfkit import EMA, GRPOModule, LoRA, NonFiniteGuard, OnPolicyDistillationModule, PPOModule
 from simulated_device import HostWaits, record_host_waits, trainer_arguments
 
 
@@ -72,7 +72,7 @@ def every_module(folder: Path) -> dict[str, Any]:
 def further_settings(folder: Path) -> dict[str, float]:
     """Entry point: iterations with what a Trainer is used with besides; how far the devices are apart."""
     torch.set_num_threads(1)
-    teacher = str(tiny_model(folder / "teacher", seed=3))
+    learning.prepare(folder)
     validation = [{"prompt": f"{i}-1=", "answer": str(i - 1)} for i in range(4)]
     settings: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
         "adapters, clipped and guarded": (
@@ -85,26 +85,33 @@ def further_settings(folder: Path) -> dict[str, float]:
             {"correction": "tis", "gradient_checkpointing": True, "advantages": "rloo_advantages"},
             {},
         ),
-        "on-policy distillation": (OnPolicyDistillationModule, {"teacher": teacher}, {}),
+        "on-policy distillation": (OnPolicyDistillationModule, {"teacher": str(folder / "other")}, {}),
         "penalized in the reward, validated and averaged": (
             GRPOModule,
-            {"kl_coef": 0.1, "kl_in_reward": True},
+            {"kl_coef": 0.1, "kl_in_reward": True, "reward_model": str(folder / "scorer")},
             {"data_arguments": {"validation_data": validation}, "callbacks": [EMA(decay=0.9, validate=False)]},
         ),
+        "a mixture of experts, resumed": (PPOModule, {"router_aux_loss_coef": 0.01}, {}),
     }
     found = {}
     for number, (name, (module, arguments, trainer)) in enumerate(settings.items()):
         plain = type(f"Plain{module.__name__}", (PlainSGD, module), {})  # AdamW makes much of small differences
         results = []
-        for device in (trainer_arguments(), {}):
-            run, made, data, _ = setup_run(
-                folder / f"{number}-{len(results)}",
-                module=plain,
-                module_arguments={"lr": 0.05} | arguments,
-                **copy.deepcopy(trainer),
-                **device,
-            )
-            run.fit(made, data)
+        for device in ("sim", "cpu"):
+            place, checkpoint = folder / f"{number}-{len(results)}", None
+            shutil.copytree(folder / ("experts" if "experts" in name else "model"), place / "model")
+            for epochs in (1, 2) if "resumed" in name else (2,):
+                run, made, data, _ = setup_run(
+                    place,
+                    module=plain,
+                    module_arguments={"lr": 0.05} | arguments,
+                    max_epochs=epochs,
+                    **copy.deepcopy(trainer),
+                    **(trainer_arguments() if device == "sim" else {}),
+                )
+                run.fit(made, data, ckpt_path=checkpoint)
+                checkpoint = place / "last.ckpt"
+                run.save_checkpoint(checkpoint)
             results.append(weights(made))
         found[name] = difference(*results)
     return found
