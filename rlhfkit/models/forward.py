@@ -74,7 +74,7 @@ class UnpaddedBatch:
 
     def __init__(self, input_ids: Tensor) -> None:
         self.input_ids = input_ids
-        self.attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
+        self.attention_mask = on_both(lambda ids: torch.ones_like(ids, dtype=torch.bool), input_ids)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

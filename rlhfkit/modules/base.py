@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from torch import Tensor, nn
 
-from rlhfkit.data.batch import PaddedBatch
+from rlhfkit.data.batch import PaddedBatch, moved
+from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import GradientScope, LossOutput, aggregate
 from rlhfkit.models import (
@@ -426,11 +427,12 @@ class PolicyModule(CheckpointMixin):
 
         A collective under sharded strategies.
         """
-        batch = UnpaddedBatch(token_ids.to(self.device))
+        batch = UnpaddedBatch(moved(token_ids, self.device))
+        mask = on_both(lambda real: real[:, 1:], batch.attention_mask)
         training = self.policy.training
         self.policy.eval()  # engines have no dropout
         with self.trainer.precision_plugin.forward_context():
-            out: PolicyOutput = policy_output(self.policy, batch, torch.ones_like(batch.input_ids[:, 1:]).bool())
+            out: PolicyOutput = policy_output(self.policy, batch, mask)
         self.policy.train(training)
         return out.logprobs.cpu()
 
