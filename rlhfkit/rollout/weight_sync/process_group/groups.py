@@ -18,8 +18,8 @@ from rlhfkit.rollout.weight_sync.process_group.waiting import call_with_limit
 
 Backend = Literal["gloo", "nccl"]
 
-_MARGIN_SECONDS = 5.0
-"""The backends' own limits come after those of ``waiting.py``, whose messages say more."""
+_MARGIN_SECONDS = 1.0
+"""The backends' own limits come after those of ``waiting.py``, whose messages say more. gloo is closed only then."""
 _ABORT_SECONDS = 10.0
 _CLOSED = "the group for the weight transfer was closed"
 

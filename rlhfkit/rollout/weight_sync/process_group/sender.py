@@ -148,7 +148,7 @@ class ProcessGroupSender:
         """Leave the group; workers that wait for data fail at once."""
         transport, self._transport = self._transport, None
         prefix, self._prefix = self._prefix, None
-        if transport is not None:
-            transport.close()
         if self._store is not None and prefix is not None:
             end_meeting(self._store, prefix)
+        if transport is not None:
+            transport.close()
