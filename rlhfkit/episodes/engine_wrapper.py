@@ -79,6 +79,10 @@ class EngineWrapper(RolloutEngine):
         """Prepare log-probs; see :meth:`RolloutEngine.configure_logprobs`."""
         return self.engine.configure_logprobs(sampling)
 
+    def configure_weights(self, weights: WeightSource) -> None:
+        """Prepare for the weights; see :meth:`RolloutEngine.configure_weights`."""
+        self.engine.configure_weights(weights)
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample; see :meth:`RolloutEngine.generate`."""
         return self.engine.generate(prompts, sampling, iteration=iteration)

@@ -231,6 +231,37 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
+def adapter_settings(model: nn.Module) -> dict[str, Any]:
+    """Return what an engine needs to apply the trained adapter itself, in peft's terms; plain values.
+
+    ``r``, ``lora_alpha``, ``use_rslora``, ``rank_pattern``, ``alpha_pattern``, and ``target_modules``: the last names
+    of the layers that have matrices.
+
+    Raises:
+        ValueError: With the reason, if it is not made of two matrices for each of some linear layers.
+    """
+    layers = adapter_layers(model)
+    for name, layer in layers.items():
+        active = [one for one in layer.active_adapters if one in layer.lora_A]
+        if active != [ADAPTER]:
+            raise ValueError(f"adapters {active} are active on {name}")
+        if hasattr(layer, "parameter_name"):
+            raise ValueError(f"{name} are experts in one tensor")
+        if layer.lora_variant or ADAPTER in getattr(layer, "lora_magnitude_vector", {}):
+            raise ValueError(f"{name} has more than two matrices (DoRA)")
+        if layer.lora_embedding_A or layer.lora_B[ADAPTER].bias is not None:
+            raise ValueError(f"{name} has an embedding's adapter or a bias")
+    config = cast(Any, model).peft_config[ADAPTER]
+    return {
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "use_rslora": config.use_rslora,
+        "rank_pattern": dict(config.rank_pattern or {}),
+        "alpha_pattern": dict(config.alpha_pattern or {}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+    }
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Whether a model, bare or wrapped, carries LoRA adapters."""
     return bool(adapter_layers(model))

@@ -145,6 +145,23 @@ class WeightSource(Protocol):
         ...
 
 
+@runtime_checkable
+class AdapterSource(Protocol):
+    """A :class:`WeightSource` whose LoRA adapter can be sent without being merged into the weights under it."""
+
+    def adapter_settings(self) -> dict[str, Any] | None:
+        """Return rank, scale and targets in peft's terms; ``None``: there is no adapter.
+
+        Raises:
+            ValueError: With the reason, if it has to be merged.
+        """
+        ...
+
+    def adapter_apart(self, *, with_base: bool) -> WeightSource:
+        """Return the adapter's matrices alone, ``with_base`` after the weights under it, for an engine's LoRA slots."""
+        ...
+
+
 class DrainableWeights:
     """A weight source that can be read to its end after an engine failed, as other ranks wait in its collectives.
 
@@ -154,6 +171,7 @@ class DrainableWeights:
 
     def __init__(self, weights: WeightSource, *, why_copied: str | None = "they may change at any time") -> None:
         self.why_copied = why_copied
+        self._source = weights
         self._weights = weights
         self._iterator: Iterator[tuple[str, Tensor]] | None = None
 
@@ -163,7 +181,17 @@ class DrainableWeights:
 
     def in_checkpoint_format(self) -> "DrainableWeights":
         """Switch to the checkpoint format of the source and return this object."""
-        self._weights = self._weights.in_checkpoint_format()
+        self._weights = self._source.in_checkpoint_format()
+        return self
+
+    def adapter_settings(self) -> dict[str, Any] | None:
+        """Return those of the source; ValueError if its adapter has to be merged."""
+        return self._source.adapter_settings() if isinstance(self._source, AdapterSource) else None
+
+    def adapter_apart(self, *, with_base: bool) -> "DrainableWeights":
+        """Switch to the source's adapter and return this object."""
+        assert isinstance(self._source, AdapterSource)
+        self._weights = self._source.adapter_apart(with_base=with_base)
         return self
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -249,6 +277,13 @@ class RolloutEngine(Protocol):
             whether nothing is truncated.
         """
         return not sampling.truncates
+
+    def configure_weights(self, weights: WeightSource) -> None:
+        """Prepare for the weights that :meth:`load` will bring; called on every rank before :meth:`start`.
+
+        By default nothing is prepared. It must not iterate over them.
+        """
+        return
 
     @abstractmethod
     def start(

@@ -56,6 +56,19 @@ def message_of(function: Callable[[], Any]) -> str:
     return ""
 
 
+def trained_adapter(model_folder: str) -> Any:
+    """The model in a folder with a LoRA adapter that changes it, in float32 on every rank."""
+    from rlhfkit.models import LoRA, load_causal_lm
+
+    model = load_causal_lm(model_folder, attention="sdpa", lora=LoRA(rank=4))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
 def diverge_on_the_last_rank(engine: Any) -> None:
     """A NaN in the last rank's shard of one weight."""
     parameter: Any = engine.module.get_parameter("model.layers.1.mlp.down_proj.weight")
@@ -175,10 +188,12 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
     report["too_small"] = message_of(lambda: VLLMPool(num_engines=9, device="cpu").start(model, dtype=torch.float32))
     patient = HealthPolicy(probe_timeout=20, max_restarts=1, recovery_timeout=1)
     pool = VLLMPool(device="cpu", kv_cache_gib=1 / 16, sync_timeout=20, bucket_bytes=BUCKET_BYTES, health=patient)
+    adapted = trained_adapter(model)
+    pool.configure_weights(ModuleWeights(adapted))
     pool.start(model, dtype=torch.float32)
     report["no_weights"] = message_of(lambda: pool.score(ids.tolist()))
 
-    def difference() -> float:
+    def difference(policy: Any = policy) -> float:
         """Of log-probs between engine and trainer, on every rank."""
         with torch.no_grad():
             logprobs = policy(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
@@ -208,15 +223,21 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
     # One bucket: all collectives of the source have run before its first tensor, as the failure must not be of one.
     report["last_rank_fails"] = message_of(lambda: pool.load(LastRankFails(policy, bucket_bytes=2**40), 3))
     report["versions"].append(pool.version)
-    pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 4)
+    # The engine was started for this adapter, so it has merged weights until now, and then gets the matrices alone.
+    report["sync_bytes"] = [pool.sync_metrics()]
+    for version in (3, 4):
+        pool.load(ModuleWeights(adapted), version)
+        report["sync_bytes"].append(pool.sync_metrics())
+        report["differences"].append(difference(adapted))
     share = EachRankItsShare(pool)
     report["share"], report["alone"], report["streams"] = share.sample(), share.alone(), share.several_streams()
     report["lost"] = share.lose_the_engine()
     pool.version = None  # what RolloutCallback does then
-    pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 5)
+    pool.load(ModuleWeights(adapted), 5)  # with the weights under the adapter, which the new engine lacks
+    report["sync_bytes"].append(pool.sync_metrics())
     report["again"] = share.sample()
     report["versions"].append(pool.version)
-    report["after_restart"] = difference()
+    report["after_restart"] = difference(adapted)
     kill_the_engine()
     report["dead_engine"] = message_of(lambda: pool.load(ModuleWeights(policy, bucket_bytes=BUCKET_BYTES), 6))
     report["versions"].append(pool.version)

@@ -75,6 +75,9 @@ class WeightSynchronizer:
             self.phases.generate(trainer)  # it may sleep during training, with its weights
             return
         with profiler_of(trainer).profile("rollout.sync_weights"):
+            source = ModuleWeights(module.policy, dtype=dtype)
+            weights = DrainableWeights(source, why_copied=self._why_copied(trainer) or source.why_copied())
+            self.engine.configure_weights(weights)
             self.phases.start(
                 trainer,
                 lambda: self.engine.start(
@@ -83,8 +86,6 @@ class WeightSynchronizer:
                     trust_remote_code=module.trust_remote_code,
                 ),
             )
-            source = ModuleWeights(module.policy, dtype=dtype)
-            weights = DrainableWeights(source, why_copied=self._why_copied(trainer) or source.why_copied())
             self.metrics = run_on_all_ranks(lambda: self._load(weights, version))[0]
         probe = self._expected(trainer, module, dtype)
         self.phases.generate(trainer)

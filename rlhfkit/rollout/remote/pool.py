@@ -11,7 +11,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from rlhfkit.gpu_checks import mixed_engine_kinds
 from rlhfkit.rank_store import RankLog, RankStore, rank_store
 from rlhfkit.ray_session import JoinedRay
 from rlhfkit.rollout.collector import sample_all
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_tokens
+from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.probe_bounds import ProbeBounds
 from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
@@ -124,6 +124,10 @@ class RemoteEnginePool(RolloutEngine):
         self.sender: WeightSender | None = None
         """This rank's part in sending weights, if it has one."""
         self._sync_metrics: dict[str, float] = {}
+        self.adapter: dict[str, Any] | None = None
+        """On rank 0, settings of the LoRA adapter that engines apply themselves; ``None``: it is merged or none."""
+        self.may_send_adapter = False
+        """Whether rank 0 was asked for such engines; the same on every rank."""
         self._started = False
         self._loading = False
         self._asleep = False
@@ -338,17 +342,17 @@ class RemoteEnginePool(RolloutEngine):
         before, self._loading = self.version, True
         self.version = None
         try:
-            weights = weights.in_checkpoint_format()
             for attempt in range(1, _SYNC_ATTEMPTS + 1):
                 self._wait_for_engines()
                 self._free_rank_memory()
-                outcome = attempt_sync(weights, version, self.sender, self._sync)
+                sent, total = self._as_engines_take_it(weights)
+                outcome = attempt_sync(sent, version, self.sender, self._sync)
                 if self.colocate:
                     release_exported_buffers()  # engines have closed them when they finished the update
                 if outcome.error is None:
                     self.version = version
                     self._update_router()
-                    self._count_bytes(weights)
+                    self._count_bytes(sent, total)
                     return
                 if not outcome.started and attempt == 1:
                     self.version = before
@@ -358,9 +362,29 @@ class RemoteEnginePool(RolloutEngine):
         finally:
             self._loading = False
 
-    def _count_bytes(self, weights: WeightSource) -> None:
-        total = sum(info.num_bytes for info in weights.metadata())
-        sent = self.sender.sent_bytes if isinstance(self.sender, DeltaSender) else total
+    def _as_engines_take_it(self, weights: WeightSource) -> tuple[WeightSource, int]:
+        """Return all weights, or the adapter alone for engines that apply it, and the bytes of all. A collective."""
+        whole = weights.in_checkpoint_format()
+        total = sum(info.num_bytes for info in whole.metadata())
+        if not self.may_send_adapter:
+            return whole, total
+        apart, with_base = gather_objects((self._engines_apply(weights), self._sync is None or self._sync.needs_base))[
+            0
+        ]
+        return (cast(AdapterSource, weights).adapter_apart(with_base=with_base) if apart else whole), total
+
+    def _engines_apply(self, weights: WeightSource) -> bool:
+        """Whether the weights have the adapter for which the engines were started; known on rank 0."""
+        if self.adapter is None or not isinstance(weights, AdapterSource):
+            return False
+        try:
+            return weights.adapter_settings() == self.adapter
+        except ValueError:
+            return False
+
+    def _count_bytes(self, weights: WeightSource, total: int) -> None:
+        bytes_ = sum(info.num_bytes for info in weights.metadata())
+        sent = self.sender.sent_bytes if isinstance(self.sender, DeltaSender) else bytes_
         self._sync_metrics = {"rollout/sync_bytes": float(sent), "rollout/sync_bytes_saved": float(total - sent)}
 
     def sync_metrics(self) -> Mapping[str, float]:

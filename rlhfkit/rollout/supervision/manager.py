@@ -150,6 +150,11 @@ class EngineManager(EngineRouter[EngineHandle]):
                     raise EngineError(f"no engine is there to be sent weights:\n{self.report()}\n{CURE}")
                 self._changed.wait(1.0)
 
+    @property
+    def engines_up(self) -> tuple[EngineHandle, ...]:
+        """The engines that can be sent weights now."""
+        return tuple(handle for handle in self._handles if handle.state in _UP)
+
     def begin_sync(self) -> EngineHandles:
         """Take the engines that are up out of service for new weights, after :meth:`wait_until_up`.
 
@@ -158,7 +163,7 @@ class EngineManager(EngineRouter[EngineHandle]):
         with self._changed:
             self.wait_until_up()
             self._has_weights, self._sleep_level = False, None
-            up = [handle for handle in self._handles if handle.state in _UP]
+            up = self.engines_up
             for handle in up:
                 handle.version = None
                 handle.change_state(State.SYNCING)

@@ -124,6 +124,8 @@ class VLLMActor(RemoteEngine):
         if config.parallel_config.pipeline_parallel_size > 1:
             await self._backend.rpc("allocate_pipeline_buffers")
         await self._backend.set_version("0")
+        if self._arguments.get("enable_lora"):
+            await self._backend.rpc("check_adapter", targets=self._arguments["lora_target_modules"])
         this = psutil.Process()
         return {
             "max_model_len": int(config.model_config.max_model_len),
@@ -244,6 +246,8 @@ class VLLMActor(RemoteEngine):
         """Label the new weights with their version. The engine stays paused until :meth:`resume`."""
         async with self._transfer:
             await self._backend.rpc("finish_weight_update")
+            if self._arguments.get("enable_lora"):
+                await self._backend.rpc("install_adapter")
             await self._backend.set_version(str(version))
 
     @plain_errors

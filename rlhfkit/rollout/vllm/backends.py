@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rlhfkit.rollout.errors import RefusedRequest
+from rlhfkit.rollout.vllm.adapter_slot import adapter_request
 
 
 class Backend(Protocol):
@@ -70,6 +71,7 @@ class InProcessBackend(Backend):
         self._steps = 0
         self._failure: BaseException | None = None
         self._engine: Any = None
+        self._adapter: Any = None  # of every request
 
     async def start(self, arguments: dict[str, Any]) -> Any:
         threading.Thread(target=self._work, name="vllm", daemon=True).start()
@@ -79,6 +81,7 @@ class InProcessBackend(Backend):
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        self._adapter = adapter_request(arguments)
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         return self._engine.vllm_config
 
@@ -134,7 +137,13 @@ class InProcessBackend(Backend):
 
         def add() -> None:
             try:
-                self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params, priority=priority)
+                self._engine.add_request(
+                    request_id,
+                    {"prompt_token_ids": token_ids},
+                    params,
+                    lora_request=self._adapter,
+                    priority=priority,
+                )
             except Exception as error:
                 with contextlib.suppress(Exception):  # a part of vLLM may have accepted it
                     self._engine.abort_request([request_id])
@@ -208,6 +217,7 @@ class AsyncBackend(Backend):
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._adapter: Any = None  # of every request
         self._num_answers = 0
         self._open_question: asyncio.Task[Any] | None = None
 
@@ -215,6 +225,7 @@ class AsyncBackend(Backend):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        self._adapter = adapter_request(arguments)
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         return self._engine.vllm_config
 
@@ -222,7 +233,8 @@ class AsyncBackend(Backend):
         last = None
         try:
             prompt: Any = {"prompt_token_ids": token_ids}
-            async for output in self._engine.generate(prompt, params, request_id, priority=priority):
+            outputs = self._engine.generate(prompt, params, request_id, lora_request=self._adapter, priority=priority)
+            async for output in outputs:
                 last = output
         except Exception as error:
             if self._engine.errored:

@@ -3,6 +3,7 @@
 Weights are loaded at once; those of a delta transfer go to the worker's copy first.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.vllm.adapter_slot import install_adapter
 from rlhfkit.rollout.weight_sync.delta import HEADER, WeightCopy
+from rlhfkit.rollout.weight_sync.source import ADAPTER_PREFIX, ADAPTER_SETTINGS
 
 
 class BucketLoader:
@@ -20,22 +23,33 @@ class BucketLoader:
         self._model: Any = model  # torch types attributes of modules as tensors
         self._device = device
         self._copy: WeightCopy | None = None
+        self._settings: dict[str, Any] = {}
+        self._matrices: dict[str, Tensor] = {}
         self._is_delta = False
 
-    def begin(self, infos: Sequence[WeightInfo]) -> None:
-        """Begin a transfer of these tensors."""
+    def begin(self, infos: Sequence[WeightInfo]) -> bool:
+        """Begin a transfer of these tensors; returns whether weights are among them."""
+        self._settings, self._matrices = {}, {}
         self._is_delta = bool(infos) and infos[0].name == HEADER
         if not self._is_delta:
             self._copy = None
         elif self._copy is None:
             self._copy = WeightCopy(pinned=self._device.type == "cuda")
+        return not all(info.name.startswith(ADAPTER_PREFIX) for info in infos)
 
     def load(self, named: Sequence[tuple[str, Tensor]], block: Tensor) -> None:
         """Load the tensors of one bucket, which are views of ``block``; it is overwritten afterwards."""
         if self._is_delta and self._copy is not None:
             self._copy.receive(named)
             return
-        self._model.load_weights(named)
+        weights = [(name, tensor) for name, tensor in named if not name.startswith(ADAPTER_PREFIX)]
+        for name, tensor in named:
+            if name == ADAPTER_SETTINGS:
+                self._settings = json.loads(bytes(tensor.tolist()))
+            elif name.startswith(ADAPTER_PREFIX):
+                self._matrices[name.removeprefix(ADAPTER_PREFIX)] = tensor.cpu().clone()  # vLLM scales them in place
+        if weights:
+            self._model.load_weights(weights)
         _copy_pending_tensors(self._model, block)
 
     def finish(self) -> None:
@@ -46,6 +60,10 @@ class BucketLoader:
                 hasattr(getattr(layer, "quant_method", None), "moe_kernel") for layer in self._model.modules()
             )
             self._model.load_weights(self._copy.finish(whole=experts))
+
+    def install_adapter(self) -> None:
+        """Put the adapter of the last transfer into vLLM's slot, or an empty one; finishing an update empties it."""
+        install_adapter(self._model, self._settings, self._matrices)
 
 
 def _copy_pending_tensors(model: nn.Module, block: Tensor) -> None:

@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.vllm.adapter_slot import check_targets
 from rlhfkit.rollout.vllm.bucket_loader import BucketLoader
 from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
 
@@ -52,6 +53,11 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
         self._receiver = WeightReceiver(device)
         self._packed: dict[nn.Module, Any] = {}
         self._loader = BucketLoader(model, device)
+        self._reloading = False
+
+    def install_adapter(self) -> None:
+        """Put the adapter that came with the last update, or an empty one, into vLLM's slot."""
+        self._loader.install_adapter()
 
     def init_transfer_engine(self, init_info: ProcessGroupInitInfo) -> None:
         """Join the trainer's group and leave any earlier one."""
@@ -60,6 +66,9 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
             self._receiver.join(init_info, parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def start_weight_update(self) -> None:
+        """Do nothing: layers are prepared once it is known that weights come, and not only an adapter."""
+
+    def _start_reload(self) -> None:
         """Prepare every layer to be loaded again, also after an update that broke off."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -72,9 +81,13 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
         if self.device.type == "cpu":
             _reset_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
+        self._reloading = True
 
     def finish_weight_update(self) -> None:
         """Complete layers with padding, attention layers, and tied output layers."""
+        if not self._reloading:
+            return
+        self._reloading = False
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
@@ -95,7 +108,8 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
             WeightInfo(name, tuple(shape), getattr(torch, dtype))
             for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         ]
-        self._loader.begin(infos)
+        if self._loader.begin(infos):
+            self._start_reload()
         for tensors, block in self._receiver.receive(infos):
             self._loader.load(tensors, block)
         self._loader.finish()
@@ -167,6 +181,8 @@ def register() -> None:
 class WorkerExtension:
     """Our ``worker_extension_cls``: a base class that vLLM adds to its workers, which therefore import this module."""
 
+    weight_transfer_engine: ProcessGroupTransferEngine  # of vLLM's Worker
+
     def allocate_pipeline_buffers(self) -> None:
         """Allocate what later stages of a pipeline receive, where vLLM has not.
 
@@ -178,6 +194,15 @@ class WorkerExtension:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+
+    def check_adapter(self, targets: list[str]) -> None:
+        """Raise RuntimeError if the model takes no adapter on one of these layers; puts an empty one into the slot."""
+        check_targets(self.weight_transfer_engine.model, targets)
+        self.weight_transfer_engine.install_adapter()
+
+    def install_adapter(self) -> None:
+        """Fill vLLM's LoRA slot, which is emptied when an update is finished, with the adapter of that update."""
+        self.weight_transfer_engine.install_adapter()
 
 
 register()

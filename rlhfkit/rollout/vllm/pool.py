@@ -1,24 +1,29 @@
 """``VLLMPool``: several vLLM engines in Ray actors that look like one engine."""
 
 import importlib.util
-from typing import Any
+import logging
+from typing import Any, Literal
 
 import torch
 
 from rlhfkit.data.types import Prompt
 from rlhfkit.distributed import get_world_size
-from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.engine import AdapterSource, SamplingSpec, WeightSource
+from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
 from rlhfkit.rollout.supervision.health import HealthPolicy
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.actor import ActorLauncher
+from rlhfkit.rollout.vllm.adapter_slot import NO_LORA, adapter_arguments
 from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment, sample_request
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 from rlhfkit.rollout.weight_sync.transfers import make_sender
 from rlhfkit.validation import check_integer, check_number
+
+log = logging.getLogger(__name__)
 
 # vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.
 _TEMPERATURES = (0.01, 2.0)
@@ -66,6 +71,9 @@ class VLLMPool(RemoteEnginePool):
         probe_tolerance: Largest difference between the engines' log-probs of the same tokens that :meth:`score`
             accepts, in 16-bit types their mean difference; ``None``: 0.001 in float32, 0.3 in bfloat16, 0.1 in float16.
         bucket_bytes: Bytes per broadcast of a weight transfer.
+        lora: How a policy with a LoRA adapter is sent: ``"adapter"``: its matrices alone, which engines apply in vLLM's
+            LoRA slots, the weights under them once; ``"merge"``: the merged weights at every sync; ``"auto"``: the
+            first where engines can (not with ``colocate`` or ``delta_sync``), which is logged.
         delta_sync: Send only what has changed since the last sync; the engines end with the same bits. Costs a copy of
             the weights in the main memory of rank 0 and of each process of an engine: for slow networks between them.
             Not with ``colocate`` or the transfer ``"native"``.
@@ -98,6 +106,7 @@ class VLLMPool(RemoteEnginePool):
         transfer: str = "auto",
         probe_tolerance: float | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        lora: Literal["auto", "adapter", "merge"] = "auto",
         delta_sync: bool = False,
         health: HealthPolicy | None = None,
     ) -> None:
@@ -127,6 +136,12 @@ class VLLMPool(RemoteEnginePool):
             )
         if delta_sync and transfer == "native":
             raise ValueError("VLLMPool(delta_sync=True) needs a transfer of rlhfkit's own, and 'native' is vLLM's")
+        if lora not in ("auto", "adapter", "merge"):
+            raise ValueError(f"VLLMPool(lora=...) must be 'auto', 'adapter' or 'merge', got {lora!r}")
+        if lora == "adapter" and (colocate or delta_sync):
+            other = "colocate" if colocate else "delta_sync"
+            raise ValueError(f"VLLMPool(lora='adapter') cannot be combined with {other}=True: use lora='merge'")
+        self.lora = lora
         self.delta_sync = delta_sync
         self.max_model_len = max_model_len
         self.dtype = dtype
@@ -137,10 +152,64 @@ class VLLMPool(RemoteEnginePool):
         self._stop_token_ids: tuple[int, ...] = ()  # end-of-sequence tokens of the model
         self._logprobs_mode = self.engine_arguments.get("logprobs_mode", "processed_logprobs")
 
+    def configure_weights(self, weights: WeightSource) -> None:
+        """Decide whether engines apply a policy's LoRA adapter themselves; see ``lora``.
+
+        Raises:
+            ValueError: If ``lora="adapter"`` and they cannot.
+        """
+        if self._started or self.lora == "merge":
+            return
+        self.adapter = None
+        try:
+            self.adapter = self._adapter_of(weights)
+        except ValueError as error:
+            if self.lora == "adapter":
+                raise ValueError(f"VLLMPool(lora='adapter') is not possible: {error}") from error
+            log.warning("the LoRA adapter is merged at every sync: %s", error)
+        self.may_send_adapter = self.adapter is not None
+
+    def _adapter_of(self, weights: WeightSource) -> dict[str, Any] | None:
+        settings = weights.adapter_settings() if isinstance(weights, AdapterSource) else None
+        if settings is None:
+            if self.lora == "adapter":
+                raise ValueError("the policy has no LoRA adapter")
+            return None
+        adapter_arguments(settings)  # raises if its rank is too large
+        if self.colocate or self.delta_sync:
+            raise ValueError("engines on the ranks' GPUs, and those of a delta sync, take whole weights")
+        return settings
+
     def start_engines(
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
     ) -> None:
-        """Set :attr:`manager`, with started vLLM actors, and :attr:`sender`; called on rank 0."""
+        """Set :attr:`manager`, with started vLLM actors, and :attr:`sender`; called on rank 0.
+
+        If vLLM's model takes no adapter (``lora="auto"``), engines are started again without.
+        """
+        try:
+            self._start_engines(model, dtype, trust_remote_code, load_weights, ranks)
+        except EngineError as error:
+            if self.adapter is None or self.lora == "adapter" or NO_LORA not in str(error):
+                raise
+            self._merge_adapter(str(error))
+            self._start_engines(model, dtype, trust_remote_code, load_weights, ranks)
+        if self.adapter is not None:
+            from lightning.pytorch.utilities import rank_zero_info
+
+            rank_zero_info(
+                "Engines apply the LoRA adapter: syncs send its matrices alone (VLLMPool(lora='merge') merges)."
+            )
+
+    def _merge_adapter(self, reason: str) -> None:
+        if self.lora == "adapter":
+            raise EngineError(f"VLLMPool(lora='adapter') is not possible: {reason}")
+        log.warning("the LoRA adapter is merged at every sync: %s", reason)
+        self.adapter = None
+
+    def _start_engines(
+        self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
+    ) -> None:
         device = self.connect_to_ray(ranks)
         self.parallelism.check_device(device)
         transfer = self.resolve_transfer(device)
@@ -168,6 +237,10 @@ class VLLMPool(RemoteEnginePool):
             sleeps=self.colocate,
             logprobs_mode=self._logprobs_mode,
         )
+        if self.adapter is not None and self.sender.backend in ("nccl", "ipc"):
+            self._merge_adapter(f"vLLM's own {self.sender.backend} transfer takes weights only")
+        if self.adapter is not None:
+            arguments |= adapter_arguments(self.adapter)
         create_actor = ActorLauncher(
             self.placements(device, ranks),
             arguments | self.engine_arguments,

@@ -16,6 +16,11 @@ from rlhfkit.rollout.supervision.health_monitor import probe_now
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
+from rlhfkit.rollout.weight_sync.source import ADAPTER_SETTINGS
+
+
+class BaseNeededError(EngineError):
+    """An adapter was to be sent alone to an engine that lacks the weights under it."""
 
 
 class WeightSyncCoordinator:
@@ -30,6 +35,7 @@ class WeightSyncCoordinator:
         self._recoverable = recoverable
         self._connected: tuple[EngineHandle, ...] = ()
         self._participants: tuple[EngineHandle, ...] = ()  # of the last attempt
+        self._have_base = False  # the connected engines have the weights under an adapter, unchanged
 
     def wait_for_engines(self) -> None:
         """Wait until an engine is up, before other ranks wait in the collectives of the weights.
@@ -42,6 +48,11 @@ class WeightSyncCoordinator:
         for handle in broken:
             self._manager.mark_dead(handle, "its last weight update broke off")
         self._manager.wait_until_up(wait_for_all=bool(broken))
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether an engine that is up lacks the weights under an adapter, so that the adapter alone is not enough."""
+        return not self._have_base or self._connected != self._manager.engines_up
 
     def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Make one attempt: pause, begin the update, send, finish the update, resume; EngineError if an engine fails.
@@ -64,13 +75,17 @@ class WeightSyncCoordinator:
         received: int | None = None
         try:
             self._prepare(handles, asleep)
+            had_base, self._have_base = self._have_base, False
+            if infos[0].name == ADAPTER_SETTINGS and not had_base:
+                raise BaseNeededError("an engine came up between the decision to send an adapter alone and the sync")
             self._sender.send(handles, infos, weights)
+            self._have_base = any(info.name == ADAPTER_SETTINGS for info in infos)
             handles.submit("finish_update", version, doing="finishing the weight update").result()
             if not asleep:
                 handles.submit("resume", doing="resuming after the weight update").result()
             received = version
         except BaseException:
-            self._connected = ()
+            self._connected, self._have_base = (), False
             with contextlib.suppress(Exception):
                 self._sender.close()  # workers that wait for data fail now, not at their time limit
             raise
@@ -85,12 +100,15 @@ class WeightSyncCoordinator:
         if any(handle.has_partial_weights for handle in handles.handles):
             handles.submit("abandon_update", doing="closing a broken update").result()
         if self._connected != handles.handles:
+            self._have_base = False
             self._sender.connect(handles)
             self._connected = handles.handles
         handles.submit("begin_update", doing="preparing for new weights").result()
 
     def can_retry(self, error: BaseException) -> bool:
-        """Whether engines died of ``error``, which :meth:`sync` raised, and others are up or starting."""
+        """Whether the sync that raised ``error`` may succeed now: engines died of it and others are up or starting."""
+        if isinstance(error, BaseNeededError):
+            return True
         if isinstance(error, EngineFailure) and error.engine is not None:
             self._manager.mark_dead(error.engine, str(error))
         return probe_now(self._manager, self._participants) and not self._manager.all_dead

@@ -5,8 +5,9 @@ tensor parallel), have LoRA adapters, which are merged, or hold 4-bit weights. B
 :func:`plan_buckets` from the same metadata, so a bucket is one block of bytes without a header.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhfkit.distributed import all_reduce, full_parameters, get_world_size, is_sharded, local_shard
+from rlhfkit.models.lora import ADAPTER, adapter_settings, has_adapter
 from rlhfkit.models.weights.files import TensorGroup, saved_layout
 from rlhfkit.models.weights.merging import (
     MergedWeight,
@@ -131,6 +133,23 @@ class ModuleWeights:
                 return f"they are {parameter.dtype}, and the engine computes in {self.dtype}"
         return None
 
+    def adapter_settings(self) -> dict[str, Any] | None:
+        """Return rank, scale and targets of a LoRA adapter; ValueError with the reason if it has to be merged."""
+        if not has_adapter(without_wrappers(self._module)):
+            return None
+        if type(self) is not ModuleWeights:
+            raise ValueError(f"{type(self).__name__} may yield other weights than the policy's")
+        adapter_weights(self._module)  # raises if more than the adapter is trained
+        return adapter_settings(without_wrappers(self._module))
+
+    def adapter_apart(self, *, with_base: bool) -> "AdapterApart":
+        """Return the adapter's matrices, ``with_base`` after the weights under it, in checkpoint format."""
+        base, adapter = (
+            kind(self._module, dtype=self.dtype, bucket_bytes=self.bucket_bytes, check_finite=False)
+            for kind in (BaseWeights, AdapterWeights)
+        )
+        return AdapterApart(base if with_base else None, adapter, self.adapter_settings() or {}, self.check_finite)
+
     def metadata(self) -> list[WeightInfo]:
         """Return name, full shape and type of each tensor, without gathering."""
         return [WeightInfo(weight.name, weight.shape, self.dtype or weight.dtype) for weight in self._weights]
@@ -141,14 +160,14 @@ class ModuleWeights:
         Before the first, all ranks raise ValueError if any weight is not finite.
         """
         if self.check_finite:
-            self._raise_if_not_finite()
+            self.raise_if_not_finite()
         for bucket in plan_buckets(self.metadata(), self.bucket_bytes):
             members = self._weights[bucket.first : bucket.first + len(bucket.offsets)]
             with full_parameters([part for weight in members for part in weight.parts]):
                 for weight in members:
                     yield weight.name, weight.compute().to(self.dtype or weight.dtype)
 
-    def _raise_if_not_finite(self) -> None:
+    def raise_if_not_finite(self) -> None:
         """Check this rank's own shards; a collective: all ranks raise or none does."""
         of_parts = _are_finite([_own_part(part) for weight in self._weights for part in weight.parts])
         by_weight = torch.split(of_parts, [len(weight.parts) for weight in self._weights])
@@ -172,10 +191,13 @@ class CheckpointWeights(ModuleWeights):
 
     def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
         bare = without_wrappers(module)
-        weights = [*merged_weights(bare), *persistent_buffers(bare)]
+        weights = [*self._parameters_of(bare), *persistent_buffers(bare)]
         self._groups = saved_layout(bare, [weight.name for weight in weights])
         self._by_name = {weight.name: weight for weight in weights}
         return weights
+
+    def _parameters_of(self, module: nn.Module) -> list[MergedWeight]:
+        return merged_weights(module)
 
     def in_checkpoint_format(self) -> "WeightSource":
         """Return this source."""
@@ -200,7 +222,7 @@ class CheckpointWeights(ModuleWeights):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor, valid until the next one is yielded."""
         if self.check_finite:
-            self._raise_if_not_finite()
+            self.raise_if_not_finite()
         for groups in self._buckets():
             with full_parameters([part for group in groups for one in self._members(group) for part in one.parts]):
                 for group in groups:
@@ -222,11 +244,62 @@ class CheckpointWeights(ModuleWeights):
             yield gathered
 
 
+class BaseWeights(CheckpointWeights):
+    """The weights under an adapter, as :class:`CheckpointWeights` of a model without one."""
+
+    def _parameters_of(self, module: nn.Module) -> list[MergedWeight]:
+        return [replace(weight, layer=None) for weight in merged_weights(module)]
+
+
 class AdapterWeights(ModuleWeights):
     """The trained LoRA adapter only, under the model's own names; ValueError if there is none or more is trained."""
 
     def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
         return adapter_weights(module)
+
+
+ADAPTER_PREFIX = "rlhfkit.adapter."
+"""Before the names of an adapter's tensors in a transfer, which otherwise are those of peft's files."""
+ADAPTER_SETTINGS = ADAPTER_PREFIX + "settings"
+"""First tensor of an adapter in a transfer: (bytes,) uint8, ``adapter_settings()`` as JSON."""
+
+
+class AdapterApart:
+    """The weights under an adapter (``None``: engines have them), its settings, and its matrices."""
+
+    def __init__(
+        self, base: ModuleWeights | None, adapter: ModuleWeights, settings: Mapping[str, Any], check_finite: bool
+    ) -> None:
+        self._base = base
+        self._adapter = adapter
+        self._check_finite = check_finite
+        self._settings = torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8)
+
+    def in_checkpoint_format(self) -> "WeightSource":
+        """Return this source."""
+        return self
+
+    def metadata(self) -> list[WeightInfo]:
+        """Return name, full shape and type of each tensor, without gathering."""
+        settings = WeightInfo(ADAPTER_SETTINGS, tuple(self._settings.shape), torch.uint8)
+        matrices = [replace(info, name=_adapter_name(info.name)) for info in self._adapter.metadata()]
+        return [*(self._base.metadata() if self._base is not None else []), settings, *matrices]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor; before the first, all ranks raise ValueError if any weight is not finite."""
+        for part in (self._base, self._adapter) if self._check_finite else ():
+            if part is not None:
+                part.raise_if_not_finite()
+        if self._base is not None:
+            yield from self._base
+        yield ADAPTER_SETTINGS, self._settings
+        for name, tensor in self._adapter:
+            yield _adapter_name(name), tensor
+
+
+def _adapter_name(name: str) -> str:
+    """``base_model.model.layers.0.q_proj.lora_A.weight`` of ``layers.0.q_proj.lora_A.default.weight``, with prefix."""
+    return f"{ADAPTER_PREFIX}base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> Tensor:

@@ -133,4 +133,5 @@ def test_two_zero3_ranks_ask_one_engine_for_their_share_by_script_and_on_ray(vll
     on_ray = reports("ray", "in_flight")[0]
     assert turns["versions"] == [[[0]], [[1]], [[2]]]
     assert flight["tokens"][0] == turns["tokens"][0] == on_ray["tokens"][0]  # the first iteration is never stale
+    assert on_ray["sync_bytes"] < 0.2 * flight["sync_bytes"] == 0.2 * turns["sync_bytes"]  # the adapter alone
     assert all(found[0][-1] <= number for number, found in enumerate(flight["versions"]))

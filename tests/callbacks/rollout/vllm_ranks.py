@@ -8,7 +8,7 @@ import lightning as L
 from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks
 from shared_pool import SharedPool
 
-from rlhfkit import Invariants, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool
+from rlhfkit import Invariants, LoRA, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool
 from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
@@ -30,6 +30,7 @@ class Keep(L.Callback):
         self.report["tokens"].append([(one.prompt.index, one.sample_index, one.token_ids) for one in samples])
         self.report["versions"].append([sorted({version for one in samples for version in one.versions})])
         self.report["probes"].append(rollouts.weight_synchronizer.difference)
+        self.report["sync_bytes"] = rollouts.weight_synchronizer.metrics["rollout/sync_bytes"]
         self.report["own"].append(len(rollouts.samples))
         self.report["ranks"] = [get_rank(), get_world_size()]
 
@@ -53,8 +54,9 @@ def fit(folder: Path, model: str, mode: str, pool: VLLMPool, strategy: Any) -> N
         callbacks=[rollouts, Invariants(), Keep(folder / mode.replace(" ", "_"))],
     )  # fmt: skip
     data = PromptDataModule(prompts_file(data_folder), answer="answer", rollout_batch_size=8, micro_batch_size=16)
-    correction = "tis" if MODES[mode] else None
-    trainer.fit(PlainGRPO(model, lr=0.05, correction=correction), data)
+    # A pool that was started for another policy gets this one merged, a new one its adapter alone.
+    arguments: dict[str, Any] = {"correction": "tis", "lora": LoRA(rank=4)} if MODES[mode] else {}
+    trainer.fit(PlainGRPO(model, lr=0.05, **arguments), data)
 
 
 def by_script(folder: Path, model: str) -> dict[str, Any]:

@@ -401,13 +401,18 @@ class TestBadInput:
 @pytest.mark.slow
 def test_two_zero3_ranks_publish_and_notice_every_failure_alike(tmp_path: Path) -> None:
     first, second = run_ranks("serve", tiny_model(tmp_path / "model"), tmp_path)
-    assert len(first["differences"]) == 2
+    assert len(first["differences"]) == 4
     assert max(first["differences"] + second["differences"]) <= EXACT
     assert first["at_temperature_0.5"] <= 2 * EXACT  # logits divided by T bring their rounding errors with them
     # After a failure between the ranks nobody knows a version, and the next load heals it. So does the load that finds
     # the engine dead: it waits for the new one. The second death is one too many (max_restarts=1).
     assert first["versions"] == second["versions"] == [1, 2, None, 5, None]
     assert max(first["after_restart"], second["after_restart"]) <= EXACT
+    # The adapter alone is sent to an engine that has the weights under it; with them to one that lacks them.
+    sent = [metrics["rollout/sync_bytes"] for metrics in first["sync_bytes"]]
+    assert sent[0] < sent[1] == sent[3]
+    assert sent[2] == sent[1] - sent[0] < 0.2 * sent[0]
+    assert first["sync_bytes"][2]["rollout/sync_bytes_saved"] == sent[0] - sent[2]
     for rank in (first, second):  # each has its own requests answered by the engine
         assert len(rank["share"]) == 16
         assert rank["share"] == rank["alone"] == rank["streams"] == rank["again"]
