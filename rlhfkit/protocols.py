@@ -91,6 +91,15 @@ class ExperienceLearner(GenerativeModule, Protocol):
         ...
 
 
+@runtime_checkable
+class CorrectsQuantization(Protocol):
+    """A module that can weight samples by how likely the policy is to have made them."""
+
+    def correct_quantization(self) -> bool:
+        """Use a correction for samples of a quantized engine, unless one was chosen; returns whether it was set."""
+        ...
+
+
 # ------------------------------------------------------------------ what a RolloutCallback asks of a DataModule
 
 

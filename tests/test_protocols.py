@@ -15,6 +15,7 @@ from rlhfkit.protocols import experience_source_of, learner_of, prompts_of
 CASES = [
     (protocols.GenerativeModule, SFTModule),
     (protocols.ExperienceLearner, GRPOModule),
+    (protocols.CorrectsQuantization, GRPOModule),
     (protocols.HasTokenizer, SFTModule),
     (protocols.HasModelLimits, SFTModule),
     (protocols.SavesPretrained, SFTModule),

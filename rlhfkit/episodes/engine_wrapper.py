@@ -51,6 +51,11 @@ class EngineWrapper(RolloutEngine):
         return self.engine.recorded
 
     @property
+    def quantized(self) -> bool:
+        """Whether the engine computes with fewer bits than it is sent."""
+        return self.engine.quantized
+
+    @property
     def shortens_answers(self) -> bool:
         """Whether completions are limited to the room left in the context."""
         return self.engine.shortens_answers

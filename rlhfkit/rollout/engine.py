@@ -250,6 +250,11 @@ class RolloutEngine(Protocol):
         return True
 
     @property
+    def quantized(self) -> bool:
+        """Whether it computes with fewer bits than it is sent, so that its log-probs differ from the policy's."""
+        return False
+
+    @property
     def recorded(self) -> bool:
         """Whether its samples are whole episodes of an earlier run, so that single turns cannot be requested."""
         return False

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
@@ -33,7 +34,15 @@ from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
 from rlhfkit.data.exchange import gather_columns
 from rlhfkit.data.types import Experience, Sample
 from rlhfkit.distributed import cpu_group, gather_objects, run_on_all_ranks, true_on_all_ranks
-from rlhfkit.protocols import ExperienceLearner, callbacks_of, learner_of, policy_of, profiler_of, prompts_of
+from rlhfkit.protocols import (
+    CorrectsQuantization,
+    ExperienceLearner,
+    callbacks_of,
+    learner_of,
+    policy_of,
+    profiler_of,
+    prompts_of,
+)
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.collector import CollectedGroups, flatten
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
@@ -82,7 +91,7 @@ class RolloutCallback(Callback):
             ``ROLLOUT_ALARMS``; an empty list: none.
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs after a sync; in 16-bit
             types (and TF32) their mean difference. ``None``: 1e-3 in float32, 0.3 in bfloat16 (a warning from 0.1 on),
-            0.1 in float16 (0.02); ``inf`` switches the probe off.
+            0.1 in float16 (0.02), 1 for quantized engines (0.3); ``inf`` switches the probe off.
 
     Raises:
         TypeError: If ``reward`` cannot be called or ``engine`` is not a :class:`~rlhfkit.rollout.RolloutEngine`.
@@ -408,6 +417,8 @@ class RolloutCallback(Callback):
     def _check_logprobs(self, module: ExperienceLearner) -> None:
         """Refuse to compare log-probs of a truncated distribution with the trainer's, which are of the whole one."""
         comparable = self.engine.configure_logprobs(self.sampling)
+        if comparable and self.engine.quantized and isinstance(module, CorrectsQuantization):
+            self._correct_quantization(module)
         if comparable or not module.uses_rollout_logprobs:
             return
         default, sampling = dataclasses.asdict(SamplingSpec()), dataclasses.asdict(self.sampling)
@@ -420,6 +431,14 @@ class RolloutCallback(Callback):
             "top_k=0, min_p=0, min_new_tokens=0), or sample at temperature=1, where vLLM knows them too, or use "
             "LocalEngine"
         )
+
+    @staticmethod
+    def _correct_quantization(module: CorrectsQuantization) -> None:
+        if module.correct_quantization():
+            rank_zero_info(
+                "The engine is quantized, so the policy learns with truncated importance weights: correction='tis' of "
+                "the module ('none' leaves them out); rollout_corr/... logs how much it differs from the policy."
+            )
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends; ``trainer.validate`` leaves it running."""

@@ -119,7 +119,7 @@ class WeightSynchronizer:
             return None
         on_gpu = trainer.strategy.root_device.type == "cuda"
         tf32 = on_gpu and torch.get_float32_matmul_precision() != "highest"
-        bounds = ProbeBounds.of(dtype, self.tolerance, tf32=tf32)
+        bounds = ProbeBounds.of(dtype, self.tolerance, tf32=tf32, quantized=self.engine.quantized)
         tokens, start = self._random_tokens(len(module.tokenizer)), 1
         if bounds.statistic == "mean":  # all ranks take the same, as they may compute one forward pass together
             tokens, start = next((one for one in gather_objects(self._sampled) if one is not None), (tokens, start))

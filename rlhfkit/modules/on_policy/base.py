@@ -74,8 +74,9 @@ class OnPolicyModule(RewardedModule):
         ptx_coef: Weight of the cross-entropy of ``PromptDataModule(pretraining_data=...)`` in every update (PTX:
             InstructGPT, Ouyang et al., 2022, arXiv:2203.02155, section 3.5; 0.05 in OpenRLHF).
         correction: Importance correction for differences between engine and trainer: a name of
-            :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`. Not
-            for policy losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
+            :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
+            ``None``: none, but ``"tis"`` if the engine is quantized; ``"none"``: none with any engine. Not for policy
+            losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
         log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
         **kwargs: See :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule` and :class:`PolicyModule`.
 
@@ -126,9 +127,7 @@ class OnPolicyModule(RewardedModule):
         self.kl_early_stopping = None if early_stop is None else KLEarlyStopping(early_stop)
         self.entropy_coef = entropy_coef
         self.ptx_coef = ptx_coef
-        if isinstance(correction, str) and correction not in CORRECTION_PRESETS:
-            raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, got {correction!r}")
-        self.correction = CORRECTION_PRESETS[correction] if isinstance(correction, str) else correction
+        self.correction, self._chose_correction = _correction(correction), correction is not None
         self.log_entropy = log_entropy
         self._warned_of_gathering: set[str] = set()
         self.hparams.update(
@@ -192,6 +191,20 @@ class OnPolicyModule(RewardedModule):
     def uses_rollout_logprobs(self) -> bool:
         """Whether the loss needs the engine's log-probs; ``RolloutCallback`` checks that they can be compared."""
         return self.correction is not None or self.policy_loss.takes("rollout_logprobs")
+
+    def correct_quantization(self) -> bool:
+        """Use truncated importance sampling for samples of a quantized engine, unless ``correction`` was given.
+
+        Policy losses that account for the engine's log-probs themselves, or take no weights, stay as they are.
+
+        Returns:
+            Whether the correction was set.
+        """
+        loss = self.policy_loss
+        if self._chose_correction or loss.takes("rollout_logprobs") or not loss.takes("weights"):
+            return False
+        self.correction, self._chose_correction = CORRECTION_PRESETS["tis"], True
+        return True
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if groups of this size teach nothing; every size is allowed here."""
@@ -479,6 +492,17 @@ class OnPolicyModule(RewardedModule):
         super().on_load_checkpoint(checkpoint)
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.stopped = checkpoint.get("kl_early_stopped", False)
+
+
+def _correction(correction: str | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the arguments of a correction, which may be a name; ValueError if the name is unknown."""
+    if not isinstance(correction, str):
+        return correction
+    if correction == "none":
+        return None
+    if correction not in CORRECTION_PRESETS:
+        raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, none, got {correction!r}")
+    return CORRECTION_PRESETS[correction]
 
 
 def _mean(state: Tensor) -> Tensor:

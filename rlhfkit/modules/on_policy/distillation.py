@@ -197,6 +197,10 @@ class OnPolicyDistillationModule(GRPOModule):
             }
             refuse_without_effect(of_rewards, "reward_coef=0, they belong to the reward's advantage")
 
+    def correct_quantization(self) -> bool:
+        """Use truncated importance sampling where there is a policy loss; see :class:`OnPolicyModule`."""
+        return (self.divergence is None or bool(self.reward_coef)) and super().correct_quantization()
+
     def configure_model(self) -> None:
         """Build the student, reference and reward model if needed, and the teacher."""
         super().configure_model()

@@ -108,9 +108,10 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
             WeightInfo(name, tuple(shape), getattr(torch, dtype))
             for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         ]
-        if self._loader.begin(infos):
-            self._start_reload()
+        has_weights = self._loader.begin(infos)
         for tensors, block in self._receiver.receive(infos):
+            if has_weights and not self._reloading:
+                self._start_reload()
             self._loader.load(tensors, block)
         self._loader.finish()
 

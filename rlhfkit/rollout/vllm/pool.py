@@ -19,6 +19,7 @@ from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.vllm.adapter_slot import NO_LORA, adapter_arguments
 from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment, sample_request
 from rlhfkit.rollout.vllm.parallelism import Parallelism
+from rlhfkit.rollout.vllm.quantization import check_quantization, quantization_arguments
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 from rlhfkit.rollout.weight_sync.transfers import make_sender
 from rlhfkit.validation import check_integer, check_number
@@ -71,6 +72,9 @@ class VLLMPool(RemoteEnginePool):
         probe_tolerance: Largest difference between the engines' log-probs of the same tokens that :meth:`score`
             accepts, in 16-bit types their mean difference; ``None``: 0.001 in float32, 0.3 in bfloat16, 0.1 in float16.
         bucket_bytes: Bytes per broadcast of a weight transfer.
+        quantization: Engines compute in 8 bits, with the weights of every sync quantized by vLLM: ``"fp8"`` (that is
+            ``"fp8_per_channel"``), ``"fp8_per_tensor"``, ``"fp8_per_block"`` or ``"mxfp8"``. Samples then come from
+            another distribution than the policy's; modules correct for it (truncated importance sampling) by default.
         lora: How a policy with a LoRA adapter is sent: ``"adapter"``: its matrices alone, which engines apply in vLLM's
             LoRA slots, the weights under them once; ``"merge"``: the merged weights at every sync; ``"auto"``: the
             first where engines can (not with ``colocate`` or ``delta_sync``), which is logged.
@@ -106,6 +110,7 @@ class VLLMPool(RemoteEnginePool):
         transfer: str = "auto",
         probe_tolerance: float | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        quantization: str | None = None,
         lora: Literal["auto", "adapter", "merge"] = "auto",
         delta_sync: bool = False,
         health: HealthPolicy | None = None,
@@ -136,6 +141,8 @@ class VLLMPool(RemoteEnginePool):
             )
         if delta_sync and transfer == "native":
             raise ValueError("VLLMPool(delta_sync=True) needs a transfer of rlhfkit's own, and 'native' is vLLM's")
+        check_quantization(quantization)
+        self.quantization = quantization
         if lora not in ("auto", "adapter", "merge"):
             raise ValueError(f"VLLMPool(lora=...) must be 'auto', 'adapter' or 'merge', got {lora!r}")
         if lora == "adapter" and (colocate or delta_sync):
@@ -151,6 +158,11 @@ class VLLMPool(RemoteEnginePool):
         self.environment = dict(environment or {})
         self._stop_token_ids: tuple[int, ...] = ()  # end-of-sequence tokens of the model
         self._logprobs_mode = self.engine_arguments.get("logprobs_mode", "processed_logprobs")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether engines compute with quantized weights."""
+        return self.quantization is not None or self.engine_arguments.get("quantization") is not None
 
     def configure_weights(self, weights: WeightSource) -> None:
         """Decide whether engines apply a policy's LoRA adapter themselves; see ``lora``.
@@ -236,7 +248,7 @@ class VLLMPool(RemoteEnginePool):
             load_weights=load_weights,
             sleeps=self.colocate,
             logprobs_mode=self._logprobs_mode,
-        )
+        ) | quantization_arguments(self.quantization, self.dtype or dtype)
         if self.adapter is not None and self.sender.backend in ("nccl", "ipc"):
             self._merge_adapter(f"vLLM's own {self.sender.backend} transfer takes weights only")
         if self.adapter is not None:

@@ -1,0 +1,119 @@
+"""FP8 engines: vLLM's CPU build computes them for real, with weights that are quantized again at every sync."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import PlainGRPO, digits, prompts_file
+from shared_pool import SharedPool
+from torch import Tensor, nn
+
+from rlhfkit import PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit.losses import CORRECTION_PRESETS
+from rlhfkit.models import load_causal_lm
+from rlhfkit.rollout.vllm.pool import VLLMPool
+from rlhfkit.rollout.vllm.quantization import quantization_arguments
+from rlhfkit.rollout.weight_sync.delta import DeltaSender
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
+
+TOKENS = [(7 * position) % 100 + 5 for position in range(60)]
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "int8", "fp4", ""])
+def test_what_cannot_be_quantized_at_each_sync_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"must be None or one of 'fp8', .*'mxfp8'.* got '{name}'"):
+        VLLMPool(quantization=name)
+
+
+def test_engines_that_compute_in_32_bits_are_refused() -> None:
+    assert quantization_arguments("fp8", torch.bfloat16) == {"quantization": "fp8_per_channel"}
+    assert quantization_arguments("fp8_per_tensor", "float16") == {"quantization": "fp8_per_tensor"}
+    assert not quantization_arguments(None, torch.float32)
+    with pytest.raises(ValueError, match=r"in 16 bits, got float32: set VLLMPool\(dtype='bfloat16'\)"):
+        quantization_arguments("fp8", torch.float32)
+
+
+def test_a_pool_says_that_it_is_quantized() -> None:
+    pools = [VLLMPool(), VLLMPool(quantization="fp8"), VLLMPool(engine_arguments={"quantization": "mxfp8"})]
+    assert [pool.quantized for pool in pools] == [False, True, True]
+
+
+def logprobs(policy: nn.Module) -> Tensor:
+    with torch.no_grad():
+        every = policy(torch.tensor([TOKENS])).logits[0, :-1].float().log_softmax(-1)
+    return every.gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+
+
+def change(policy: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+def train(pool: VLLMPool, folder: Path, model: Path, **arguments: Any) -> tuple[PlainGRPO, dict[str, float]]:
+    rollouts = RolloutCallback(digits, engine=pool, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, precision="bf16-true", callbacks=[rollouts],
+    )  # fmt: skip
+    module = PlainGRPO(str(model), lr=0.05, **arguments)
+    data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=8, micro_batch_size=16)
+    trainer.fit(module, data)
+    return module, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.vllm
+def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
+    vllm_model: Path, ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SharedPool(
+        device="cpu", quantization="fp8", dtype="bfloat16", kv_cache_gib=1 / 16, max_model_len=128,
+        engine_arguments={"block_size": 32}, start_timeout=240, generate_timeout=120, sync_timeout=60,
+    )  # fmt: skip
+    pool.start(str(vllm_model), dtype=torch.bfloat16)
+    try:
+        policy = load_causal_lm(str(vllm_model), attention="sdpa")
+        scores, policies = [], []
+        for version in range(3):
+            change(policy, seed=version)
+            pool.load(ModuleWeights(policy, dtype=torch.bfloat16), version)
+            policies.append(logprobs(policy))
+            scores.append(torch.tensor(pool.score([TOKENS])[0]))
+        difference = torch.tensor([[float((score - own).abs().mean()) for own in policies] for score in scores])
+        own, others = difference.diagonal(), difference[~torch.eye(3, dtype=torch.bool)]
+        assert own.min() > 0.02  # it is not bfloat16, whose mean is 0.005
+        assert own.max() < 0.15
+        assert others.min() > 3 * own.max()
+
+        # The same weights are the same numbers, also when only what has changed is sent.
+        assert pool.sender is not None
+        assert pool._sync is not None
+        plain, delta = pool.sender, DeltaSender(pool.sender)
+        for sender, changed in ((delta, 5), (delta, 6), (plain, None)):
+            if changed is not None:
+                change(policy, changed)
+            monkeypatch.setattr(pool, "sender", sender)
+            monkeypatch.setattr(pool._sync, "_sender", sender)
+            pool._sync._connected = pool._sync._connected if changed == 6 else ()
+            pool.load(ModuleWeights(policy, dtype=torch.bfloat16), 3)
+            scores.append(torch.tensor(pool.score([TOKENS])[0]))
+        assert torch.equal(scores[-1], scores[-2])
+        assert not torch.equal(scores[-2], scores[-3])
+
+        pool.close()  # the engines lose their version only
+        module, metrics = train(pool, tmp_path, vllm_model)
+        assert module.correction == CORRECTION_PRESETS["tis"]
+        assert 0.005 < metrics["rollout_corr/logprob_abs_diff_mean"] < 0.15
+        assert metrics["rollout_corr/is_mean"] == pytest.approx(1.0, abs=0.1)
+        assert 0.01 < metrics["rollout/probe_difference"] < 0.3
+        pool.close()
+        module, metrics = train(pool, tmp_path, vllm_model, correction="none")
+        assert module.correction is None
+        assert "rollout_corr/is_mean" not in metrics
+        assert math.isfinite(metrics["rollout_corr/logprob_abs_diff_mean"])
+    finally:
+        pool.really_close()
