@@ -22,6 +22,7 @@ MODULES = (
     "benchmarks.gpu_check.correctness.ipc",
     "benchmarks.gpu_check.correctness.nccl",
     "benchmarks.gpu_check.correctness.suite",
+    "benchmarks.gpu_check.correctness.vllm",
     "benchmarks.gpu_check.measurements.heads",
     "benchmarks.gpu_check.measurements.attention",
     "benchmarks.gpu_check.measurements.training",
