@@ -10,7 +10,7 @@ from benchmarks.gpu_check.check import Figure, Setting, SkippedError, check
 from benchmarks.gpu_check.packages import missing
 
 TESTS = Path(__file__).parents[3] / "tests"
-MARK = "@pytest.mark." + "cuda\n"
+MARK = "pytest.mark.cuda"
 
 
 def missing_imports(path: Path) -> list[str]:

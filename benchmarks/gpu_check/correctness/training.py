@@ -124,6 +124,22 @@ def lora(setting: Setting) -> Iterator[Figure]:
             yield Figure(f"{name}: {figure.case}", figure.value, figure.bound)
 
 
+@check("training/engine_copies", seconds=90)
+def engines_that_copy(setting: Setting) -> Iterator[Figure]:
+    """GRPO whose ``LocalEngine`` shares the policy's weights, and one that copies them: the same samples."""
+    from rlhfkit import GRPOModule, LocalEngine
+
+    runs = []
+    for share in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            model, make = tiny_model(Path(folder) / "model"), partial(GRPOModule, lr=1e-3)
+            runs.append(train(setting, model, make, "prompts", rollouts={"engine": LocalEngine(share_weights=share)}))
+    yield Figure(
+        "samples that differ", sum(one != two for one, two in zip(*(run.tokens for run in runs), strict=True)), 0
+    )
+    yield Figure("distance of the weights", distance(runs[0].moved, runs[1].moved), BOUND)
+
+
 @check("training/precisions", seconds=90)
 def precisions(setting: Setting) -> Iterator[Figure]:
     """GRPO in ``bf16-true`` and ``bf16-mixed``: the engine's log-probs are those of the trainer, to rounding."""

@@ -11,10 +11,10 @@ from benchmarks.gpu_check.models import tiny_model
 PACKAGES = ("vllm", "ray")
 
 
-def iterate(setting: Setting, **pool_arguments: Any) -> Iterator[Figure]:
+def iterate(setting: Setting, *, lora_module: bool = False, **pool_arguments: Any) -> Iterator[Figure]:
     """Two iterations of GRPO: an engine that was sent wrong weights fails the probe, which raises."""
     from benchmarks.gpu_check.runs import FirstWeights, Prompts, digits, trainer, weights_of
-    from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec, VLLMPool
+    from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, VLLMPool
 
     place = {} if setting.on_gpu else {"device": "cpu", "kv_cache_gib": 1 / 16}
     pool = VLLMPool(
@@ -25,7 +25,7 @@ def iterate(setting: Setting, **pool_arguments: Any) -> Iterator[Figure]:
     precision = "bf16-true" if setting.on_gpu else "32-true"
     with tempfile.TemporaryDirectory() as name:
         folder = tiny_model(Path(name))
-        module = GRPOModule(str(folder), lr=1e-3)
+        module = GRPOModule(str(folder), lr=1e-3, lora=LoRA(rank=8) if lora_module else None)
         options = {"max_epochs": 2, "accumulate_grad_batches": 2, "precision": precision}
         run = trainer(setting, folder, callbacks=[rollouts, keep], **options)
         try:
@@ -36,10 +36,10 @@ def iterate(setting: Setting, **pool_arguments: Any) -> Iterator[Figure]:
     moved = float((weights_of(module) - keep.weights).norm())
     yield Figure("the weights never moved", float(not moved > 0), 0)
     # Of sampled tokens; the probe after each sync has its own bounds.
-    mean = metrics["rollout_corr/logprob_abs_diff_mean"]
-    yield Figure("log-probs of engine and trainer, mean difference", mean, 0.05, "nats")
+    mean, bound = metrics["rollout_corr/logprob_abs_diff_mean"], 0.3 if "quantization" in pool_arguments else 0.05
+    yield Figure("log-probs of engine and trainer, mean difference", mean, bound, "nats")
     for key in sorted(metrics):
-        if key.startswith(("time/", "memory/")):
+        if key.startswith(("time/", "memory/", "rollout/sync")):
             yield Figure(key, metrics[key])
 
 
@@ -65,3 +65,21 @@ def nccl(setting: Setting) -> Iterator[Figure]:
 def gloo(setting: Setting) -> Iterator[Figure]:
     """An engine on a GPU of its own, weights through main memory."""
     yield from iterate(setting, transfer="gloo")
+
+
+@check("vllm/adapter", seconds=240, packages=(*PACKAGES, "peft"), gpus=2, process="vllm adapter")
+def adapter(setting: Setting) -> Iterator[Figure]:
+    """A LoRA adapter that the engine applies itself."""
+    yield from iterate(setting, lora_module=True, lora="adapter")
+
+
+@check("vllm/delta_sync", seconds=240, packages=PACKAGES, gpus=2, process="vllm delta")
+def delta_sync(setting: Setting) -> Iterator[Figure]:
+    """Only what has changed is sent."""
+    yield from iterate(setting, delta_sync=True)
+
+
+@check("vllm/fp8", seconds=240, packages=PACKAGES, gpus=2, process="vllm fp8")
+def fp8(setting: Setting) -> Iterator[Figure]:
+    """An engine in 8 bits, quantized again at every sync."""
+    yield from iterate(setting, quantization="fp8")
