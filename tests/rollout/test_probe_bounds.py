@@ -60,3 +60,12 @@ def test_nan_passes_no_bound_and_no_tokens_pass_all() -> None:
         assert math.isnan(bounds.measure(torch.tensor([0.0, math.nan])))
         assert not math.nan <= bounds.fail
         assert bounds.measure(torch.tensor([])) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_engines_in_8_bits_may_be_as_far_off_as_8_bits_make_them(dtype: torch.dtype) -> None:
+    differences = torch.full((100,), 0.25)  # more than FP8 gives in a small model, 0.15
+    exact, quantized = ProbeBounds.of(dtype), ProbeBounds.of(dtype, quantized=True)
+    assert exact.measure(differences) > exact.warn
+    assert quantized.measure(differences) < quantized.warn < quantized.fail < quantized.measure(8 * differences)
+    assert ProbeBounds.of(dtype, 0.1, quantized=True).fail == 0.1

@@ -176,6 +176,26 @@ def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
     torch.testing.assert_close(made, expected)
 
 
+@pytest.mark.parametrize(
+    ("module", "set_by_default", "correction"),
+    [
+        (lambda: GRPOModule("anywhere"), True, "tis"),
+        (lambda: PPOModule("anywhere"), True, "tis"),
+        (lambda: GRPOModule("anywhere", correction="icepop"), False, "icepop"),
+        (lambda: GRPOModule("anywhere", correction="none"), False, None),
+        (lambda: GRPOModule("anywhere", policy_loss="decoupled_ppo_loss"), False, None),  # has its own
+    ],
+    ids=["GRPO", "PPO", "chosen", "none", "decoupled"],
+)
+def test_samples_of_quantized_engines_are_corrected_unless_it_was_chosen_otherwise(
+    module: Any, set_by_default: bool, correction: str | None
+) -> None:
+    made = module()
+    assert made.correct_quantization() == set_by_default
+    assert made.correction == (None if correction is None else rlhfkit.losses.CORRECTION_PRESETS[correction])
+    assert not made.correct_quantization()  # once
+
+
 def test_the_kl_coefficient_moves_towards_its_target_and_is_remembered(tmp_path: Path) -> None:
     seen: list[tuple[float, float]] = []
 

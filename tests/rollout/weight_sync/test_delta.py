@@ -169,3 +169,17 @@ class TestTransfers:
         weights["norm.weight"][0] += 1
         with pytest.raises(RuntimeError, match="what has changed since transfer 1; here is -1"):
             send(sender, weights)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_on_a_gpu_are_compared_with_the_copy_and_loaded_from_pinned_memory() -> None:
+    inner, weights = RecordingSender(), {name: one.cuda() for name, one in a_model().items()}
+    inner.copy = WeightCopy(pinned=True)
+    sender = DeltaSender(inner)
+    for step in range(3):
+        weights["layers.0.q.weight"][step] += 1.0
+        send(sender, weights)
+        assert all(one.is_pinned() for one in inner.loaded.values())
+        assert all(equal_bits(one, weights[name].cpu()) for name, one in inner.loaded.items())
+    assert inner.names == ["rlhfkit.delta", "layers.0.q.weight@patch"]
