@@ -141,6 +141,11 @@ class VLLMPool(RemoteEnginePool):
             )
         if delta_sync and transfer == "native":
             raise ValueError("VLLMPool(delta_sync=True) needs a transfer of rlhfkit's own, and 'native' is vLLM's")
+        if (engine_arguments or {}).get("enable_lora"):
+            raise ValueError(
+                "VLLMPool(engine_arguments=...) must leave enable_lora out: engines have a LoRA slot if the policy has "
+                "an adapter that they can apply, see VLLMPool(lora=...)"
+            )
         check_quantization(quantization)
         self.quantization = quantization
         if lora not in ("auto", "adapter", "merge"):

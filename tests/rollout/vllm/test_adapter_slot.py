@@ -129,6 +129,8 @@ def test_without_an_adapter_or_with_merge_nothing_is_decided(folder: Path, caplo
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="must be 'auto', 'adapter' or 'merge', got 'both'"):
         VLLMPool(lora="both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must leave enable_lora out: .* see VLLMPool\(lora=\.\.\.\)"):
+        VLLMPool(engine_arguments={"enable_lora": True})
     for other in ("colocate", "delta_sync"):
         with pytest.raises(ValueError, match=f"cannot be combined with {other}=True"):
             VLLMPool(lora="adapter", **{other: True})  # type: ignore[arg-type]
