@@ -53,7 +53,10 @@ def weight_bytes(module: Any) -> dict[str, float]:
     if shards is None:
         return {}
     itemsize = 0.5 if module.quantization == "nf4" else float(module.model_dtype.itemsize)
-    count = count_parameters(module.model_config, trust_remote_code=module.trust_remote_code)
+    try:
+        count = count_parameters(module.model_config, trust_remote_code=module.trust_remote_code)
+    except Exception:  # a model of another class, or code of its own that needs data: loading says what is wrong
+        return {}
     parts = {"weights of the policy": count * itemsize / shards}
     if module.needs_reference and module.lora is None:
         parts["weights of the reference"] = parts["weights of the policy"]

@@ -21,16 +21,16 @@ class GPUHolder:
 def assigned_gpus() -> list[dict[str, Any]]:
     """Return the GPUs that Ray has assigned to this worker.
 
-    Each has ``host``, ``gpu`` (the id for ``CUDA_VISIBLE_DEVICES``), ``uuid`` (``None`` if the driver reports none) and
-    ``kind`` (its name).
+    Each has ``host``, ``gpu`` (the id for ``CUDA_VISIBLE_DEVICES``), and, if the driver reports it, ``uuid``, ``kind``
+    (its name) and ``memory`` in bytes.
     """
     import ray
 
     names = [str(name) for name in ray.get_gpu_ids()]
     known = ask_driver({**os.environ, VARIABLE: ",".join(names)}).gpus if names else ()
     if len(known) != len(names):  # no driver, or not NVIDIA's
-        return [{"host": socket.gethostname(), "gpu": name, "uuid": None, "kind": ""} for name in names]
+        return [{"host": socket.gethostname(), "gpu": name} for name in names]
     return [
-        {"host": socket.gethostname(), "gpu": name, "uuid": gpu.uuid, "kind": gpu.name}
+        {"host": socket.gethostname(), "gpu": name, "uuid": gpu.uuid, "kind": gpu.name, "memory": gpu.memory}
         for name, gpu in zip(names, known, strict=True)
     ]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhfkit.gpu_checks import why_cuda_is_missing
 from rlhfkit.gpus import VARIABLE, name_of_uuid, uuid_of_name, visible_names
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.rollout.errors import EngineError
@@ -30,7 +31,9 @@ class RankLocation:
     uuid: str | None = None
     """UUID of the GPU or MIG instance; ``None`` if the driver reports none."""
     kind: str = ""
-    """What the driver calls it, such as ``NVIDIA H100 80GB HBM3``."""
+    """What the driver calls it, such as ``NVIDIA H100 80GB HBM3``; empty: unknown."""
+    memory: int = 0
+    """Its bytes; 0: unknown."""
 
     def __str__(self) -> str:
         return f"GPU {self.gpu} of {self.host}"
@@ -161,9 +164,12 @@ def gpus_without_ranks(ranks: Sequence[RankLocation]) -> list[str] | None:
 
 
 def why_ray_has_few_gpus(ranks: Sequence[RankLocation]) -> str:
-    """Say which GPUs a Ray that was started here has; nothing if ranks use none."""
+    """Say which GPUs a Ray that was started here has, or why this machine's cannot be used; empty: nothing is known."""
+    import torch
+
     if all(rank.gpu is None for rank in ranks):
-        return ""
+        reason = why_cuda_is_missing(torch.version.cuda, torch.cuda.is_available(), os.environ.get(VARIABLE))
+        return "" if reason is None else f". {reason}"
     seen, value = visible_gpus(), os.environ.get(VARIABLE)
     return (
         f". Rank 0 has started Ray with the GPUs that it sees and no rank uses: it sees {len(seen)} "

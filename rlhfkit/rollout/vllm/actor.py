@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rlhfkit.gpu_checks import weights_do_not_fit
 from rlhfkit.gpus import VARIABLE, ask_driver
 from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.remote.gpu_holder import assigned_gpus
@@ -51,7 +52,8 @@ def plain_errors(
 class ActorLauncher:
     """Creates the Ray actors of vLLM engines; an :data:`~rlhfkit.rollout.supervision.remote_engine.ActorFactory`.
 
-    ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` is set in all engines before they import torch.
+    ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` is set in all engines before they import torch;
+    ``weight_bytes`` are those of each of an engine's processes, 0 if unknown.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class ActorLauncher:
         *,
         in_process: bool,
         environment: dict[str, str],
+        weight_bytes: float = 0.0,
     ) -> None:
         self.placements = list(placements)
         self.arguments = arguments
         self.in_process = in_process
         self.environment = environment
+        self.weight_bytes = weight_bytes
 
     def __call__(self, number: int, name: str) -> Any:
         """Create the actor of an engine, with this name in Ray."""
@@ -81,7 +85,12 @@ class ActorLauncher:
             runtime_env={"env_vars": self.environment},
         )
         return actor_class.remote(
-            self.arguments, self.in_process, placement.environment, placement.excluded, placement.shared
+            self.arguments,
+            self.in_process,
+            placement.environment,
+            placement.excluded,
+            placement.shared,
+            self.weight_bytes,
         )
 
 
@@ -89,7 +98,8 @@ class VLLMActor(RemoteEngine):
     """One vLLM engine in a process of its own, as it changes global state of torch.
 
     ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` overrides variables set by Ray; ``excluded`` are
-    training ranks whose GPUs this engine must not have, ``shared`` those whose GPUs it must have.
+    training ranks whose GPUs this engine must not have, ``shared`` those whose GPUs it must have; ``weight_bytes``, if
+    known, each of its GPUs must hold.
     """
 
     def __init__(
@@ -99,10 +109,12 @@ class VLLMActor(RemoteEngine):
         environment: dict[str, str] | None = None,
         excluded: Sequence[RankLocation] = (),
         shared: Sequence[RankLocation] = (),
+        weight_bytes: float = 0.0,
     ) -> None:
         os.environ.update(environment or {})
         self._excluded = tuple(excluded)
         self._shared = tuple(shared)
+        self._weight_bytes = weight_bytes
         self._arguments = arguments
         self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
         self._numbers = itertools.count()
@@ -140,7 +152,7 @@ class VLLMActor(RemoteEngine):
         """Return the kinds of this engine's GPUs, as far as the driver reports them.
 
         Raises RuntimeError if one is a training rank's in spite of all reservations, or, of an engine that shares those
-        of ranks, another one.
+        of ranks, another one; or if the weights do not fit.
         """
         assigned = [RankLocation(**gpu, on_ray=True) for gpu in assigned_gpus()]
         for mine in assigned:
@@ -160,7 +172,22 @@ class VLLMActor(RemoteEngine):
                 f"with CUDA_VISIBLE_DEVICES={os.environ.get(VARIABLE)} it sees {seen}: Ray on that machine must be "
                 "started where all of its GPUs are visible, in the same container as the ranks"
             )
-        return [mine.kind for mine in assigned if mine.kind] + [gpu.name for gpu in shared]
+        gpus = [(gpu.kind, gpu.memory) for gpu in assigned] + [(gpu.name, gpu.memory) for gpu in shared]
+        self._check_memory([(name, memory) for name, memory in gpus if memory])
+        return [name for name, _ in gpus if name]
+
+    def _check_memory(self, gpus: Sequence[tuple[str, int]]) -> None:
+        """Raise RuntimeError if a process's weights exceed what vLLM may use of a GPU, before vLLM loads them."""
+        share = float(self._arguments.get("gpu_memory_utilization", 1.0))
+        for name, memory in gpus:
+            problem = weights_do_not_fit(
+                {"weights of each process of an engine": self._weight_bytes},
+                f"{share:.0%} of {name}",
+                int(share * memory),
+                "raise VLLMPool(tensor_parallel_size=...) or gpu_memory_utilization",
+            )
+            if problem is not None:
+                raise RuntimeError(problem)
 
     @plain_errors
     async def health(self) -> dict[str, Any]:

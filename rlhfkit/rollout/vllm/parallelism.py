@@ -83,6 +83,28 @@ class Parallelism:
                 "given, and for engines that are on one machine each"
             )
 
+    def weight_bytes(self, arguments: Mapping[str, Any]) -> float:
+        """Return the least bytes of weights in each process of an engine; 0: unknown.
+
+        ``arguments`` are those of ``vllm.EngineArgs``. Quantized weights count with 4 bits, whatever their type.
+        """
+        import torch
+
+        from rlhfkit.models.load import count_parameters, load_config
+
+        if arguments.get("cpu_offload_gb"):  # they need not be on the GPU
+            return 0.0
+        trust = bool(arguments.get("trust_remote_code"))
+        try:
+            config = load_config(arguments["model"], trust_remote_code=trust)
+            count = count_parameters(config, trust_remote_code=trust)
+        except Exception:  # a model that vLLM knows and Transformers does not, or not as a language model
+            return 0.0
+        if arguments.get("quantization") or getattr(config, "quantization_config", None):
+            return count * 0.5 / self.processes
+        dtype = getattr(torch, str(arguments["dtype"]), torch.bfloat16)  # "auto" makes it 16 bits
+        return float(count * dtype.itemsize / self.processes)
+
     def check_device(self, device: str) -> None:
         """Raise EngineError for what vLLM 0.32 divides on GPUs only: tokens of experts (no ``all_gatherv`` on CPUs)."""
         if device == "cpu" and self.data > 1:

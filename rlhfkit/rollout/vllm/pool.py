@@ -258,11 +258,13 @@ class VLLMPool(RemoteEnginePool):
             self._merge_adapter(f"vLLM's own {self.sender.backend} transfer takes weights only")
         if self.adapter is not None:
             arguments |= adapter_arguments(self.adapter)
+        arguments |= self.engine_arguments
         create_actor = ActorLauncher(
             self.placements(device, ranks),
-            arguments | self.engine_arguments,
+            arguments,
             in_process=in_process,
             environment=environment | self.environment,
+            weight_bytes=self.parallelism.weight_bytes(arguments) if device == "cuda" else 0.0,
         )
         self.manager = EngineManager(
             self.num_engines,

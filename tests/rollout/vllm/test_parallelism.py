@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import tiny_model
 from transformers import LlamaConfig, MixtralConfig
 
 from rlhfkit import VLLMPool
+from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.vllm.actor import VLLMActor
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 
 LLAMA = LlamaConfig(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=4)
@@ -69,6 +72,23 @@ def test_sizes_in_engine_arguments_are_refused_unless_they_say_the_same() -> Non
     Parallelism(2, 3).check_engine_arguments({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "seed": 1})
     with pytest.raises(ValueError, match=r"must leave tensor_parallel_size, nnodes out: .*\(tensor_parallel_size=2, "):
         Parallelism(2, 3).check_engine_arguments({"tensor_parallel_size": 1, "nnodes": 2})
+
+
+def test_weights_are_counted_per_process_and_compared_with_its_gpu(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path))
+    count = sum(parameter.numel() for parameter in load_causal_lm(folder).parameters())
+    given = {"model": folder, "dtype": "float32"}
+    assert Parallelism().weight_bytes(given) == 4 * count
+    assert Parallelism(2, 2).weight_bytes(given | {"dtype": "bfloat16"}) == 2 * count / 4
+    assert Parallelism().weight_bytes(given | {"quantization": "fp8"}) == count / 2
+    assert Parallelism().weight_bytes(given | {"cpu_offload_gb": 10}) == 0
+    assert Parallelism().weight_bytes(given | {"model": str(tmp_path / "none")}) == 0
+    engine = VLLMActor({"gpu_memory_utilization": 0.5}, True, weight_bytes=15.0 * 2**30)
+    engine._check_memory([("A100", 80 * 2**30)])
+    with pytest.raises(
+        RuntimeError, match=r"engine 15\.0 GiB do not fit into 50% of A10 \(12\.0 GiB\).*tensor"
+    ):
+        engine._check_memory([("A100", 80 * 2**30), ("A10", 24 * 2**30)])
 
 
 def test_every_process_counts_where_devices_are_given_out() -> None:
