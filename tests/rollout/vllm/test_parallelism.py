@@ -85,9 +85,7 @@ def test_weights_are_counted_per_process_and_compared_with_its_gpu(tmp_path: Pat
     assert Parallelism().weight_bytes(given | {"model": str(tmp_path / "none")}) == 0
     engine = VLLMActor({"gpu_memory_utilization": 0.5}, True, weight_bytes=15.0 * 2**30)
     engine._check_memory([("A100", 80 * 2**30)])
-    with pytest.raises(
-        RuntimeError, match=r"engine 15\.0 GiB do not fit into 50% of A10 \(12\.0 GiB\).*tensor"
-    ):
+    with pytest.raises(RuntimeError, match=r"engine 15\.0 GiB do not fit into 50% of A10 \(12\.0 GiB\).*tensor"):
         engine._check_memory([("A100", 80 * 2**30), ("A10", 24 * 2**30)])
 
 
