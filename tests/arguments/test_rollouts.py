@@ -220,6 +220,7 @@ TABLE: dict[type, Rows] = {
     LocalEngine: {
         "max_sequences": Unseen(SAME_NUMBERS + "so many at a time: tests/rollout/local/test_engine.py"),
         "device": Unseen("a machine with one device has no other"),
+        "share_weights": Unseen(SAME_NUMBERS + "memory: tests/rollout/local/test_weights.py"),
     },
     EMA: {
         "decay": Change(0.1, given={"validate": False, "export": partial(HFExport, "@ema")}),
