@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment
 
 # Read when torch and vLLM are imported.
-os.environ.update(engine_environment(device="cpu", cpus_per_engine=1, in_process=True, backend="gloo"))
+os.environ.update(engine_environment(device="cpu", cpus_per_engine=1, in_process=True, backend="rlhfkit"))
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from models.families import FAMILIES, Family
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.engine import WeightSource
 from rlhfkit.rollout.vllm.backends import InProcessBackend
+from rlhfkit.rollout.vllm.parallelism import Parallelism
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
@@ -75,12 +76,12 @@ class Engine:
             str(folder),
             dtype=torch.float32,
             trust_remote_code=False,
-            tensor_parallel_size=1,
+            parallelism=Parallelism(1, 1, 1),
             max_model_len=64,
             gpu_memory_utilization=0.9,
             kv_cache_gib=1 / 16,
             device="cpu",
-            backend="gloo",
+            backend="rlhfkit",
             load_weights=False,
             sleeps=False,
             logprobs_mode="processed_logprobs",
@@ -94,6 +95,9 @@ class Engine:
 
     def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
         return self._start(call).result(LIMIT)
+
+    def worker(self, rank: int) -> str:
+        return "the engine"
 
     def connect(self, rendezvous: dict[str, Any]) -> Called:
         rendezvous = {**rendezvous, "rank_offset": 1}
