@@ -1,5 +1,6 @@
 # make demo    watch a small language model learn by reinforcement (ENGINE=local or vllm)
 # make test    lint, types and all tests (in WORKERS processes)
+# make test-versions    SUITES with the oldest versions that are allowed and with the newest
 # make gpu-check   all that only a GPU can show, in 9 minutes; CHECK="--only losses" for a part (GPU_PYTHON=python)
 # The first two install what they need into .venv first, with Python 3.11 and nothing else.
 
@@ -12,16 +13,53 @@ GPU_PYTHON ?= python
 CHECK ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+SUITES ?= tests/losses tests/models tests/modules tests/datamodules
+CPU_INDEX := $(shell sed -n 's/^--extra-index-url //p' requirements/cpu.txt)
+TORCH := $(shell sed -n 's/^torch==\(.*\)+cpu$$/\1/p' requirements/cpu.txt)
+OLDEST_TORCH := $(shell sed -n 's/^torch==//p' requirements/oldest.txt)
+TEST_TOOLS := pytest pytest-timeout pytest-xdist hypothesis accelerate bitsandbytes
 
-.PHONY: demo test lint bench gpu-check install clean
+# Torch's build for CPUs into an environment (1) in a version (2): from pip's own sources if they have it, else from the index
+# that the lock names. All other packages are installed without that index, which pip would ask for each of them.
+define install_torch
+$(1)/bin/python $(PIP_INSTALL) --no-deps torch==$(2)+cpu 2>/dev/null \
+	|| $(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(CPU_INDEX) torch==$(2)+cpu
+endef
+
+.PHONY: demo test test-versions lint bench gpu-check install clean
 
 install: $(INSTALLED)
 
 $(INSTALLED): requirements/cpu.txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(call install_torch,$(VENV),$(TORCH))
+	grep -v '^--' requirements/cpu.txt > $(VENV)/packages.txt
+	$(BIN)/python $(PIP_INSTALL) --no-deps -r $(VENV)/packages.txt
+	$(BIN)/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
+
+# Without Ray, vLLM and DeepSpeed, whose versions have no room. Torch's oldest build for GPUs is taken where that for CPUs is
+# out of reach; it has the same results on a CPU.
+.venv-oldest/.installed: requirements/oldest.txt requirements/cpu.txt
+	$(PYTHON) -m venv .venv-oldest
+	-$(call install_torch,.venv-oldest,$(OLDEST_TORCH))
+	.venv-oldest/bin/python $(PIP_INSTALL) -r requirements/oldest.txt $(TEST_TOOLS)
+	touch $@
+
+.venv-newest/.installed: setup.cfg requirements/cpu.txt
+	$(PYTHON) -m venv .venv-newest
+	$(call install_torch,.venv-newest,$(TORCH))
+	.venv-newest/bin/python $(PIP_INSTALL) . $(TEST_TOOLS)
+	.venv-newest/bin/python -m pip uninstall --quiet --yes rlhfkit
+	touch $@
+
+test-versions: .venv-oldest/.installed .venv-newest/.installed
+	@for each in oldest newest; do \
+		.venv-$$each/bin/python -m pip list 2>/dev/null | grep -E '^(torch|lightning|transformers|datasets|peft) '; \
+		PYTHONPATH=$(CURDIR) .venv-$$each/bin/python -m pytest -p no:cacheprovider -n $(WORKERS) $(SUITES) \
+			-m "not vllm and not ray and not distributed and not slow and not families" || exit 1; \
+	done
 
 demo: $(INSTALLED)
 	$(BIN)/python tutorials/grpo_arithmetic.py --engine $(ENGINE) --seed $(SEED)
@@ -42,4 +80,4 @@ gpu-check:
 	$(GPU_PYTHON) -m benchmarks.gpu_check --output runs/gpu-check $(CHECK)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs lightning_logs
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info runs lightning_logs
