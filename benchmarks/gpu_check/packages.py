@@ -23,6 +23,7 @@ PACKAGES = {
     "ray": "ray",
     "vllm": "vllm",
     "trl": "trl",
+    "accelerate": "accelerate",
     "bitsandbytes": "bitsandbytes",
     "pytest": "pytest",
     "hypothesis": "hypothesis",

@@ -1,5 +1,6 @@
 """Small runs under a Lightning Trainer, with data made here: no ``datasets`` package and no file is needed."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,25 @@ def _published(module: Any) -> dict[str, Tensor]:
     from rlhfkit.rollout import ModuleWeights
 
     return {name: tensor.detach().cpu().double().clone() for name, tensor in ModuleWeights(module.policy)}
+
+
+class EpochSeconds(L.Callback):
+    """Seconds of each epoch, which is an iteration in reinforcement learning."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the time."""
+        self._start = _now()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the time, with the sync of weights at the end."""
+        self.seconds.append(_now() - self._start)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

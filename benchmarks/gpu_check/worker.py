@@ -82,7 +82,7 @@ def _reset(setting: Setting) -> None:
     torch.set_grad_enabled(True)
     if setting.on_gpu:
         torch.cuda.set_sync_debug_mode("default")
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")  # no TF32
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

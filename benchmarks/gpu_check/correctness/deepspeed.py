@@ -117,3 +117,22 @@ def offload(setting: Setting) -> Iterator[Figure]:
             found, _ = fit(setting, Path(name), "pairs", strategy)
             what = "optimizer and weights" if more else "optimizer"
             yield Figure(f"ZeRO {stage}, {what} on the CPU", distance(moved(found), plain), BOUND)
+
+
+@check("deepspeed/cpu_adam", seconds=150, packages=("deepspeed",), gpus=1, process="deepspeed")
+def cpu_adam(setting: Setting) -> Iterator[Figure]:
+    """AdamW whose states are in CPU memory, by DeepSpeed's kernel where it can be built, and AdamW on the GPU."""
+    from benchmarks.gpu_check.runs import Answers, Published, trainer
+    from rlhfkit import DPOModule, RLHFDeepSpeedStrategy
+
+    prepare()
+    ends = []
+    with tempfile.TemporaryDirectory() as name:
+        tiny_model(Path(name) / "model")
+        for strategy in ("auto", RLHFDeepSpeedStrategy(stage=2, offload_optimizer=True)):
+            published = Published()
+            run = trainer(setting, Path(name), strategy=strategy, callbacks=[published], max_epochs=2)
+            run.fit(DPOModule(str(Path(name) / "model"), lr=1e-3), Answers("pairs"))
+            ends.append(moved(published))
+    # Adam divides by the size of the gradient: rounding of the smallest gradients becomes whole steps.
+    yield Figure("what the weights have moved", distance(*ends), 0.2)

@@ -13,6 +13,8 @@ PACKAGES = ("vllm", "ray")
 
 def iterate(setting: Setting, *, lora_module: bool = False, **pool_arguments: Any) -> Iterator[Figure]:
     """Two iterations of GRPO: an engine that was sent wrong weights fails the probe, which raises."""
+    import ray
+
     from benchmarks.gpu_check.runs import FirstWeights, Prompts, digits, trainer, weights_of
     from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, VLLMPool
 
@@ -32,6 +34,7 @@ def iterate(setting: Setting, *, lora_module: bool = False, **pool_arguments: An
             run.fit(module, Prompts())
         finally:
             pool.close()
+            ray.shutdown()  # the process ends without what libraries do at exit
     metrics = {key: float(value) for key, value in run.callback_metrics.items()}
     moved = float((weights_of(module) - keep.weights).norm())
     yield Figure("the weights never moved", float(not moved > 0), 0)

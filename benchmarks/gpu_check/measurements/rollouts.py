@@ -46,26 +46,85 @@ def local_engine(setting: Setting) -> Iterator[Figure]:
             yield Figure(f"{count} sequences: one token of each", seconds / new * 1e3, unit="ms")
 
 
-@check("measure/grpo_iteration", seconds=75)
+def iteration_sizes(setting: Setting) -> tuple[int, int, int]:
+    """Prompts, samples of each, and tokens of each sample, in an iteration of two updates of two micro-batches."""
+    return setting.size((16, 8, 128), (4, 2, 8))
+
+
+def saved_model(setting: Setting, folder: Path) -> Path:
+    """A folder with random weights in bfloat16 and a tokenizer."""
+    config = large_config(setting.size("0.5B", "tiny"))
+    model: Any = build(config, setting.device, torch.bfloat16, "sdpa")
+    model.save_pretrained(folder_of(config, folder))
+    return folder
+
+
+@check("measure/grpo_iteration", seconds=75, simulated=False)
 def grpo_iteration(setting: Setting) -> Iterator[Figure]:
-    """Seconds of the parts of an iteration: 16 prompts, 8 samples of 128 tokens, two updates."""
-    from benchmarks.gpu_check.runs import Prompts, digits, trainer
+    """Seconds of an iteration and its parts."""
+    from benchmarks.gpu_check.runs import EpochSeconds, Prompts, digits, trainer
     from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec
 
-    config, new = large_config(setting.size("0.5B", "tiny")), setting.size(128, 8)
-    prompts, group = setting.size((16, 8), (4, 2))
+    prompts, group, new = iteration_sizes(setting)
     with tempfile.TemporaryDirectory() as name:
-        folder = folder_of(config, Path(name))
-        model: Any = build(config, setting.device, torch.bfloat16, "sdpa")
-        model.save_pretrained(folder)
-        del model
-        rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=group, max_new_tokens=new))
-        module = GRPOModule(str(folder), lr=1e-6)
+        folder = saved_model(setting, Path(name))
+        sampling = SamplingSpec(group_size=group, max_new_tokens=new, min_new_tokens=new)
+        rollouts, clock = RolloutCallback(digits, sampling=sampling), EpochSeconds()
         options = {"precision": "bf16-true", "max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
-        run = trainer(setting, folder, callbacks=[rollouts], **options)
-        run.fit(module, Prompts(prompts, prompts * group // 4))
-        metrics = {key: float(value) for key, value in run.callback_metrics.items()}
-        for key in sorted(metrics):
-            if key.startswith("time/"):
-                yield Figure(f"third iteration, {key}", metrics[key], unit="s")
-        yield Figure("rollout_corr/logprob_abs_diff_mean", metrics["rollout_corr/logprob_abs_diff_mean"], unit="nats")
+        run = trainer(setting, folder, callbacks=[rollouts, clock], **options)
+        run.fit(GRPOModule(str(folder), lr=1e-6), Prompts(prompts, prompts * group // 4))
+    yield Figure("third iteration", clock.seconds[-1], unit="s")
+    metrics = {key: float(value) for key, value in run.callback_metrics.items()}
+    for key in sorted(metrics):
+        if key.startswith("time/"):
+            yield Figure(f"third iteration, {key}", metrics[key], unit="s")
+    yield Figure("rollout_corr/logprob_abs_diff_mean", metrics["rollout_corr/logprob_abs_diff_mean"], unit="nats")
+
+
+@check("measure/trl", seconds=75, packages=("trl", "accelerate", "datasets"), simulated=False)
+def trl_iteration(setting: Setting) -> Iterator[Figure]:
+    """The same iteration in TRL's ``GRPOTrainer``, which generates with Transformers."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    prompts, group, new = iteration_sizes(setting)
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            setting.synchronize()
+            ends.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = saved_model(setting, Path(name))
+        config = GRPOConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=prompts * group // 4,
+            gradient_accumulation_steps=2,
+            steps_per_generation=4,
+            num_generations=group,
+            max_completion_length=new,
+            generation_kwargs={"min_new_tokens": new},
+            max_steps=6,
+            learning_rate=1e-6,
+            use_cpu=not setting.on_gpu,
+            bf16=setting.on_gpu,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        texts = [f"{number}+{number}=" for number in range(40)]
+        dtype = torch.bfloat16 if setting.on_gpu else torch.float32
+        GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
+            reward_funcs=lambda completion_ids, **_: [sum(ids) % 97 / 97 for ids in completion_ids],
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": texts}),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            callbacks=[Clock()],
+        ).train()
+    # The third iteration is the fifth and sixth step, from the end of the fourth.
+    yield Figure("third iteration", ends[5] - ends[3], unit="s")

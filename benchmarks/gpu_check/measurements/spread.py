@@ -60,12 +60,12 @@ def spread(setting: Setting) -> Iterator[Figure]:
     yield Figure("mean log-prob", float(reference.mean()), unit="nats")
     yield from quantiles("float32, decoding", decoded(exact, texts, device), reference)
     if setting.on_gpu:
-        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.set_float32_matmul_precision("high")
         try:
             yield from quantiles("TF32, forward", log_probs(exact, texts, device), reference)
             yield from quantiles("TF32, decoding", decoded(exact, texts, device), reference)
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = False
+            torch.set_float32_matmul_precision("highest")
     del exact
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
