@@ -252,6 +252,7 @@ class RemoteEnginePool(RolloutEngine):
         import ray
 
         check_locations(ranks)
+        self._release_devices()  # of engines that could not be started, before others are tried
         processes = self.num_engines * self.processes_per_engine
         started_here = start_ray_for_engines(num_cpus=processes * self.cpus_per_engine, ranks=ranks)
         gpus = ray.cluster_resources().get("GPU", 0) or any(rank.gpu is not None for rank in ranks)
@@ -281,12 +282,19 @@ class RemoteEnginePool(RolloutEngine):
     def close(self) -> None:
         """Kill the engines; :meth:`start` may be called again. A Ray session started here lives on."""
         parts = (self.sender, self.manager or self.router, self._publisher, self._joined)
-        for part in (*parts, self._dedicated, self._reservation):
+        for part in parts:
             if part is not None:
                 part.close()
+        self._release_devices()
         self.manager, self.router, self.sender, self._sync = None, None, None, None
-        self._publisher, self._joined, self._dedicated, self._reservation = None, None, None, None
+        self._publisher, self._joined = None, None
         self._store, self._started, self._asleep, self.version = None, False, False, None
+
+    def _release_devices(self) -> None:
+        for held in (self._dedicated, self._reservation):
+            if held is not None:
+                held.close()
+        self._dedicated, self._reservation = None, None
 
     # ---------------------------------------------------------------- sleep
 

@@ -55,8 +55,7 @@ def place_engines() -> dict[str, Any]:
             report["refusal"] = refusal(dataclasses.replace(placements[0], excluded=(taken,)))
         if locations[1].uuid is not None:
             report["beside"] = beside(locations[1])
-        if pool._dedicated is not None:
-            pool._dedicated.close()
+        pool.connect_to_ray(locations)  # engines that could not be started do not keep their devices
         pool.num_engines = 7
         pool.placements(report["device"], locations)
     except EngineError as error:
