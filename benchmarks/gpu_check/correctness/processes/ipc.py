@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.gpu_check.check import Figure, Setting, check
 
-IN_A_CHILD = "from benchmarks.gpu_check.correctness.ipc import {0}; {0}()"
-ROOT = Path(__file__).parents[3]
+IN_A_CHILD = "from benchmarks.gpu_check.correctness.processes.ipc import {0}; {0}()"
+ROOT = Path(__file__).parents[4]
 
 
 def read_handles() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_check.check import Figure, Setting, check
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @check("nccl/one_rank", seconds=90, gpus=1, process="nccl")
@@ -64,8 +64,8 @@ def join() -> None:
 
     rank, port, limit, device = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=limit))
-    group = NcclGroup(store, "weights", rank, 2, limit, torch.device("cuda", device))
     try:
+        group = NcclGroup(store, "weights", rank, 2, limit, torch.device("cuda", device))
         call_with_limit(group.connect, lambda: None, limit, lambda: "the peer did not come")
         print("CONNECTED", flush=True)
     except Exception as error:
@@ -78,7 +78,7 @@ def pair(ranks: list[int], devices: list[int], limit: float) -> tuple[list[str],
     from rlhfkit.rollout.weight_sync.process_group.rendezvous import open_store
 
     store, start = open_store("127.0.0.1", 30), time.perf_counter()
-    code = "from benchmarks.gpu_check.correctness.nccl import join; join()"
+    code = "from benchmarks.gpu_check.correctness.processes.nccl import join; join()"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), str(store.port), str(limit), str(device)],

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.check import Figure, Setting, check
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def receive() -> None:
@@ -55,7 +55,12 @@ class Engine:
 
     def __init__(self, device: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from benchmarks.gpu_check.correctness.transfer import receive; receive()", device],
+            [
+                sys.executable,
+                "-c",
+                "from benchmarks.gpu_check.correctness.processes.transfer import receive; receive()",
+                device,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

@@ -1,0 +1,1 @@
+"""Checks between two processes: handles to GPU memory, NCCL, and transfers of weights."""
