@@ -119,7 +119,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**arguments, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        return self._wait(self._backend.generate(name, tokens, params))
+        return self._wait(self._backend.generate(name, tokens, params, 0))
 
 
 class Reference:
