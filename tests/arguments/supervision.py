@@ -19,6 +19,7 @@ from rlhfkit.rollout.supervision.health_monitor import probe_now
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm import pool
 from rlhfkit.rollout.vllm.actor import ActorLauncher
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 
 def fake_actor(**answers: Callable[..., Any]) -> Any:
@@ -51,6 +52,7 @@ def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "ActorLauncher", FakeLauncher)
         try:
+            engines.configure_weights(ModuleWeights(torch.nn.Linear(2, 2)))
             engines.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
             manager: Any = engines.manager
             launcher: Any = manager.create_actor
