@@ -72,6 +72,9 @@ class PolicyModule(CheckpointMixin):
     reference: nn.Module
     batch_types: ClassVar[tuple[type, ...]] = ()
     """Types of batches that the module trains on; others, subclasses included, are refused. Empty: any type."""
+    head_loss_vocabulary: ClassVar[int] = 4096
+    """Size of the smallest vocabulary with which :meth:`head_loss` is used: the output layer is little of a step of
+    smaller models, whose results are then those of the output layer's ordinary gradients to the last bit."""
     between_output_and_loss: ClassVar[tuple[str, ...]] = ("training_step", "policy_output")
     """Methods that :meth:`head_loss` relies on, besides ``loss``: an override of one may use the output otherwise."""
 
@@ -361,9 +364,11 @@ class PolicyModule(CheckpointMixin):
     def head_loss(self, batch: Any) -> HeadLoss | None:
         """The loss of a micro-batch for the output layer, if it may compute the gradients in the forward pass.
 
-        ``None`` if ``loss`` has no :meth:`loss_gradient_scope`, or a subclass outside of rlhfkit overrides one of
-        :attr:`between_output_and_loss`.
+        ``None`` if ``loss`` has no :meth:`loss_gradient_scope`, the vocabulary is smaller than
+        :attr:`head_loss_vocabulary`, or a subclass outside of rlhfkit overrides one of :attr:`between_output_and_loss`.
         """
+        if (self.vocabulary_size or 0) < self.head_loss_vocabulary:
+            return None
         methods = [getattr(self, name) for name in self.between_output_and_loss]
         if not torch.is_grad_enabled() or any(not method.__module__.startswith("rlhfkit.") for method in methods):
             return None

@@ -19,11 +19,17 @@ from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample,
 from rlhfkit.losses import LossOutput, cross_entropy_loss, gradient_scope
 from rlhfkit.losses.fused_head import tiles
 from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.base import PolicyModule
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(autouse=True)
+def for_tiny_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PolicyModule, "head_loss_vocabulary", 0)
 
 
 @pytest.fixture
@@ -193,3 +199,11 @@ def test_validation_and_steps_without_gradients_do_without(model: str) -> None:
         assert module.head_loss(texts()) is None
         assert module.training_output(texts()).head_gradient is None
     assert module.policy_output(texts()).logprobs.requires_grad
+
+
+def test_small_vocabularies_keep_the_ordinary_gradients(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SFTModule(model)
+    monkeypatch.setattr(PolicyModule, "head_loss_vocabulary", (module.vocabulary_size or 0) + 1)
+    assert module.head_loss(texts()) is None
+    monkeypatch.setattr(PolicyModule, "head_loss_vocabulary", module.vocabulary_size)
+    assert module.head_loss(texts()) is not None

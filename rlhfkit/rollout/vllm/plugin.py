@@ -66,7 +66,8 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
             self._receiver.join(init_info, parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def start_weight_update(self) -> None:
-        """Do nothing: layers are prepared once it is known that weights come, and not only an adapter."""
+        """Forget an update that broke off: layers are prepared once it is known that weights come, not an adapter."""
+        self._reloading = False
 
     def _start_reload(self) -> None:
         """Prepare every layer to be loaded again, also after an update that broke off."""

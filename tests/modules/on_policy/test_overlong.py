@@ -57,4 +57,6 @@ def test_cut_off_answers_are_not_learned_from_and_still_in_the_baseline(tmp_path
         advantages = group_advantages(rewards, experience.group)  # over all of a group
         for row in (~cut).nonzero()[:, 0].tolist():
             assert experience.advantages is not None
-            torch.testing.assert_close(experience.advantages[row].unique(), advantages[row : row + 1])
+            torch.testing.assert_close(
+                experience.advantages[row][experience.attention_mask[row, 1:]].unique(), advantages[row : row + 1]
+            )
