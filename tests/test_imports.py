@@ -21,6 +21,7 @@ FLOORS = {
     "protocols": 1,
     "checkpoints": 1,
     "distributed": 1,
+    "mesh": 1,
     "rank_store": 1,
     "training_states": 1,
     "ray_session": 1,
@@ -42,8 +43,8 @@ MOST_FILES = 12
 # These meet in the Trainer only.
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 FOR_STRATEGIES = {
-    *("strategies", "checkpoints", "distributed", "gpu_checks", "gpus", "protocols", "rank_store", "ray_session"),
-    *("training_states", "validation"),
+    *("strategies", "checkpoints", "distributed", "gpu_checks", "gpus", "mesh", "protocols", "rank_store"),
+    *("ray_session", "training_states", "validation"),
 }
 LIGHT = ("distributed", "losses", "data", "rewards", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}

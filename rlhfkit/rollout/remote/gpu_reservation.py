@@ -8,6 +8,7 @@ its own GPUs before it starts.
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from rlhfkit.rollout.remote.placement import RankLocation
 
 log = logging.getLogger(__name__)
 
+_RELEASE_SECONDS = 10.0  # Ray counts what was released, or held by a driver that has ended, as free only later
+_PAUSE_SECONDS = 0.5
 _CLAIM_SECONDS = 60.0  # enough to start processes that import nothing; GPUs that others claim meanwhile never come
 
 
@@ -31,13 +34,29 @@ class GPUReservation:
         if not outside:
             return
         try:
-            for node, count in _free_gpus({rank.host for rank in outside}):
-                self._hold(node, count, outside, min(timeout, _CLAIM_SECONDS))
+            self._claim(outside, min(timeout, _CLAIM_SECONDS))
         except BaseException:
             self.close()
             raise
         if self.gpus:
             log.info("held for the training ranks: %s", ", ".join(map(str, self.gpus)))
+
+    def _claim(self, ranks: Sequence[RankLocation], timeout: float) -> None:
+        """Hold the GPUs of the ranks; while others have some of them, again for some seconds, as they may release them.
+
+        A pool that is closed and started again finds its own earlier claims.
+        """
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        while True:
+            missing = [rank for rank in ranks if not any(held.has_same_gpu(rank) for held in self.gpus)]
+            nodes = _free_gpus({rank.host for rank in missing})
+            for node, free, _ in nodes:
+                if free:
+                    self._hold(node, free, missing, timeout)
+            taken = any(total > free for _, free, total in nodes)
+            if not taken or len(self.gpus) == len(ranks) or time.monotonic() > deadline:
+                return
+            time.sleep(_PAUSE_SECONDS)
 
     def _hold(self, node: str, count: int, ranks: Sequence[RankLocation], timeout: float) -> None:
         """Claim all free GPUs of a machine, and hold those of the ranks."""
@@ -76,12 +95,15 @@ def _kill(holders: Iterable[Any]) -> None:
             ray.kill(holder, no_restart=True)
 
 
-def _free_gpus(hosts: set[str]) -> list[tuple[str, int]]:
-    """Return Ray's id and the number of free GPUs of each machine with one of these names that has any."""
+def _free_gpus(hosts: set[str]) -> list[tuple[str, int, int]]:
+    """Return Ray's id, the free GPUs and all GPUs of each machine with one of these names that has any."""
     import ray
     from ray._private.state import available_resources_per_node  # Ray 2.60 has no public way to ask for one node
 
     free = available_resources_per_node()
     nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerHostname"] in hosts]
-    counts = [(str(node["NodeID"]), math.floor(free.get(node["NodeID"], {}).get("GPU", 0))) for node in nodes]
-    return [(node, count) for node, count in counts if count]
+    return [
+        (node["NodeID"], math.floor(free.get(node["NodeID"], {}).get("GPU", 0)), total)
+        for node in nodes
+        if (total := math.floor(node["Resources"].get("GPU", 0)))
+    ]

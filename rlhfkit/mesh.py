@@ -1,0 +1,145 @@
+"""``Mesh``: how the ranks of a run are divided into groups that compute forward passes together.
+
+A mesh has three dimensions: data x sequence x tensor, tensor innermost, so that the ranks that exchange most are
+neighbours. The ranks with one data index form a **forward group**: each brings a micro-batch of its own, they compute
+all of them together (each a part of the tokens, and a part of the weights), and each gets the outputs of its own rows
+back. So every rank has rows, losses and metrics of its own, whatever the mesh is, and gradients are averaged over all
+ranks as without one. What differs is how many tokens fit: a row may be as long as the group together has room for.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from rlhfkit.validation import check_integer
+
+SequenceParallel = Literal["ulysses", "ring"]
+"""How attention sees all tokens: each rank some heads of all (Jacobs et al. 2023, arXiv 2309.14509), or keys and values
+go around (Liu et al. 2023, arXiv 2310.01889)."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The place of one rank among all.
+
+    Raises:
+        ValueError: If the ranks cannot be divided so.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    sequence: int = 1
+    """Parts into which the tokens of a forward pass are divided."""
+    tensor: int = 1
+    """Parts into which weights are divided."""
+
+    def __post_init__(self) -> None:
+        check_integer("sequence_parallel_size", self.sequence, minimum=1)
+        check_integer("tensor_parallel_size", self.tensor, minimum=1)
+        check_integer("world_size", self.world_size, minimum=1)
+        check_integer("rank", self.rank, minimum=0, maximum=self.world_size - 1)
+        if self.world_size % self.forward_group_size:
+            raise ValueError(
+                f"sequence_parallel_size {self.sequence} * tensor_parallel_size {self.tensor} = "
+                f"{self.forward_group_size} ranks compute a forward pass together, which does not divide the "
+                f"{self.world_size} rank(s) of this run: change Trainer(devices=..., num_nodes=...) or the two sizes"
+            )
+
+    @property
+    def forward_group_size(self) -> int:
+        """Ranks that compute a forward pass together."""
+        return self.sequence * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Number of forward groups."""
+        return self.world_size // self.forward_group_size
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's forward group, from 0."""
+        return self.rank // self.forward_group_size
+
+    @property
+    def member(self) -> int:
+        """This rank's place in its forward group, from 0."""
+        return self.rank % self.forward_group_size
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which part of the tokens this rank computes, from 0."""
+        return self.member // self.tensor
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of the weights this rank has, from 0."""
+        return self.member % self.tensor
+
+    def forward_groups(self) -> list[list[int]]:
+        """The ranks of each forward group, by member."""
+        size = self.forward_group_size
+        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+
+    def sequence_groups(self) -> list[list[int]]:
+        """The ranks of each group with the same part of the weights, by part of the tokens."""
+        return [ranks[part :: self.tensor] for ranks in self.forward_groups() for part in range(self.tensor)]
+
+    def tensor_groups(self) -> list[list[int]]:
+        """The ranks of each group with the same tokens, by part of the weights."""
+        return [
+            ranks[first : first + self.tensor]
+            for ranks in self.forward_groups()
+            for first in range(0, self.forward_group_size, self.tensor)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardGroup:
+    """The process groups of this rank's forward group; ``None`` for those of one rank."""
+
+    mesh: Mesh
+    members: Any
+    """All ranks of the forward group, by member."""
+    sequence: Any
+    """Those with the same part of the weights, by part of the tokens."""
+    tensor: Any
+    """Those with the same tokens, by part of the weights."""
+    sequence_parallel: SequenceParallel = "ulysses"
+
+    @classmethod
+    def create(cls, mesh: Mesh, sequence_parallel: SequenceParallel = "ulysses") -> "ForwardGroup":
+        """Make the process groups. A collective of all ranks, on the backend of the default group."""
+        members = _own_group(mesh.forward_groups(), mesh.rank)
+        sequence = _own_group(mesh.sequence_groups(), mesh.rank)
+        tensor = _own_group(mesh.tensor_groups(), mesh.rank)
+        return cls(mesh, members, sequence, tensor, sequence_parallel)
+
+
+def _own_group(all_ranks: list[list[int]], rank: int) -> Any:
+    own = None
+    for ranks in all_ranks:  # every rank must take part in making every group
+        made = dist.new_group(ranks) if len(ranks) > 1 else None
+        if rank in ranks:
+            own = made
+    return own
+
+
+# ---------------------------------------------------------------- which mesh a run and a model have
+
+
+def mesh_of(trainer: Any) -> Mesh:
+    """The mesh of a Trainer's strategy; without one every rank computes its forward passes alone."""
+    mesh = getattr(trainer.strategy, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else Mesh(trainer.global_rank, trainer.world_size)
+
+
+FORWARD_GROUP = "rlhfkit_forward_group"
+"""Attribute of a Hugging Face model whose forward passes a group computes together."""
+
+
+def forward_group_of(model: nn.Module) -> ForwardGroup | None:
+    """The group that a bare Hugging Face model's forward passes are computed by; ``None``: each rank alone."""
+    group = getattr(model, FORWARD_GROUP, None)
+    return group if isinstance(group, ForwardGroup) else None
