@@ -12,7 +12,8 @@ print(" ".join(sorted(added - set(sys.stdlib_module_names))))
 
 def test_importing_the_losses_loads_torch_and_nothing_else():
     result = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, check=True, timeout=120)
-    assert set(result.stdout.split()) - {"torch"} == {"rlhfkit"}  # torch may load more of itself
+    # torch may load more of itself, and of what it installs.
+    assert set(result.stdout.split()) - {"torch", "sympy", "mpmath"} == {"rlhfkit"}
 
 
 def test_importing_the_losses_loads_no_other_part_of_the_package():

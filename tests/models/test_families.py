@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from models.families import FAMILIES, Family
@@ -45,6 +47,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=FAMILIES, ids=[family.name for family in FAMILIES])
 def family(request: pytest.FixtureRequest) -> Family:
+    if request.param.name == "Moshi (text)" and Version(transformers.__version__) < Version("5.18"):
+        # Training refuses it there: the module compares rows of its first batch with what they are alone.
+        pytest.skip("rows of a padded batch see one another in Moshi of Transformers before 5.18")
     return request.param
 
 

@@ -38,6 +38,8 @@ def test_bytes_are_those_of_the_loaded_weights(model: str) -> None:
 
 
 def test_only_zero_3_divides_weights_and_unknown_strategies_are_left_alone(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="the strategy needs it (extra deepspeed)")
+
     def shards(strategy: Any) -> int | None:
         L.Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False, enable_checkpointing=False)
         return weight_shards(strategy)

@@ -25,7 +25,6 @@ def save_weights(model: nn.Module, folder: str | Path, weights: Mapping[str, Ten
     config = copy.deepcopy(original.config)
     if hasattr(config, "quantization_config"):  # the weights are not in 4 bits
         del config.quantization_config
-        config.__dict__.pop("_pre_quantization_dtype", None)  # Transformers 4.57 would try to write it
     with torch.device("meta"):
         empty: Any = type(original)(config)
     empty.to(next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point()))

@@ -20,6 +20,7 @@ from rlhfkit.losses import (
 )
 
 from ..policy_cases import FIELD, TRL, tensors
+from ..whole_graph import WHOLE_GRAPH
 
 TRL_REWARDS = {
     name: torch.tensor([torch.nan if reward is None else reward for reward in values])
@@ -159,6 +160,7 @@ def test_dtype_is_at_least_float32(estimate, dtype):
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@WHOLE_GRAPH
 @every_estimator
 def test_compiles_without_graph_breaks(estimate):
     rewards, group = torch.tensor([1.0, 0.0, torch.nan, 0.5, 0.0]), torch.tensor([7, 7, 2, 7, 2])

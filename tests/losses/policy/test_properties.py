@@ -19,6 +19,7 @@ from rlhfkit.losses import (
 )
 
 from ..policy_cases import Batch, gradient, policy_batch
+from ..whole_graph import WHOLE_GRAPH
 
 
 def other_policy(logprobs, shift):
@@ -228,6 +229,7 @@ def test_extreme_ratios_stay_finite(name):
     assert got.isfinite().all()
 
 
+@WHOLE_GRAPH
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"clip_cov"}))
 def test_compiles_without_graph_breaks(name):
     batch = policy_batch(9).leaf()

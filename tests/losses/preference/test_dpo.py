@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from losses.whole_graph import WHOLE_GRAPH
 from rlhfkit.losses import (
     PAIR_LOSSES,
     PreferencePairs,
@@ -340,6 +341,7 @@ def test_half_precision_is_computed_in_float32():
     torch.testing.assert_close(output.loss, dpo_loss(*(tensor.detach().float() for tensor in batch[:4])).loss)
 
 
+@WHOLE_GRAPH
 @pytest.mark.parametrize("knobs", [{}, {"loss_type": "ipo"}, {"loss_type": {"robust": 1.0, "sft": 0.1}}], ids=str)
 def test_compiles_without_graph_breaks(knobs):
     batch = pair_batch()

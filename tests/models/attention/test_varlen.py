@@ -137,6 +137,7 @@ def test_a_model_gives_what_the_padded_model_gives(folder: Path, kernel: str, mo
 
 def test_the_installed_varlen_attn_takes_what_it_is_given() -> None:
     """Its shapes are checked by PyTorch's own function on the device that has no numbers."""
+    pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.11 or later")
     layout = PackedLayout.from_lengths([5, 9, 20], torch.device("meta"), [0, 3, 0])
     query, key, value = (torch.empty((heads, 31, 24), dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     function = varlen.KERNELS["varlen"].load()

@@ -124,7 +124,10 @@ def flash_attn_3(
 def plug_in(patch: pytest.MonkeyPatch, *names: str, wrap: Any = lambda function: function) -> None:
     """Give the CPU the kernels ``names`` of :data:`varlen.KERNELS`, in any dtype; the others are not installed."""
     missing: Any = None  # an import of it raises ImportError
-    module = importlib.import_module("torch.nn.attention.varlen")
+    try:
+        module = importlib.import_module("torch.nn.attention.varlen")
+    except ModuleNotFoundError:  # torch before 2.10
+        module = ModuleType("torch.nn.attention.varlen")
     packages = {
         "flash_attention_2": ("flash_attn", flash_attn_2),
         "flash_attention_3": ("flash_attn_interface", flash_attn_3),
@@ -134,7 +137,8 @@ def plug_in(patch: pytest.MonkeyPatch, *names: str, wrap: Any = lambda function:
         fake.flash_attn_varlen_func = wrap(function)  # type: ignore[attr-defined]
         patch.setitem(sys.modules, package, fake if name in names else missing)
     if "varlen" in names:
-        patch.setattr(module, "varlen_attn", wrap(varlen_attn))
+        patch.setattr(module, "varlen_attn", wrap(varlen_attn), raising=False)
+        patch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     else:
         patch.setitem(sys.modules, "torch.nn.attention.varlen", missing)
     patch.setattr(varlen, "DEVICES", ("cuda", "cpu"))
