@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.costs.hardware import GPU, GPUS, Efficiency, find_gpu
+from rlhfkit.costs.long_rows import LongestRow, longest_row, longest_rows
 from rlhfkit.costs.model_shape import LayerShape, ModelShape, model_shape
 from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
 
@@ -31,6 +32,7 @@ __all__ = [
     "EngineShape",
     "Estimate",
     "LayerShape",
+    "LongestRow",
     "MemoryCheck",
     "ModelShape",
     "Precision",
@@ -39,6 +41,8 @@ __all__ = [
     "estimate",
     "estimate_run",
     "find_gpu",
+    "longest_row",
+    "longest_rows",
     "model_shape",
 ]
 

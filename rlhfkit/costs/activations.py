@@ -24,6 +24,8 @@ def layer_bytes(
     residual_itemsize: int | None = None,
     attention: str = "packed",
     longest: float = 0.0,
+    tensor: int = 1,
+    repeated_keys: float = 1.0,
 ) -> float:
     """Bytes that autograd saves of one layer.
 
@@ -31,7 +33,9 @@ def layer_bytes(
     projections after them ``2 b H``; attention ``b (Q + K + V + 2 O) + 4 heads`` (the last: log-sum-exp); the
     feed-forward block ``4 b I`` with a gate, ``2 b I`` without. Norms of queries and keys add ``(4 + b) (Q + K)``. A
     mixture saves the gathered inputs and the weighted outputs of each chosen expert: ``2 b H`` each. ``eager``
-    attention saves scores and probabilities: ``heads * longest * (b + 4)``.
+    attention saves scores and probabilities: ``heads * longest * (b + 4)``. Tensor parallelism divides what belongs to
+    heads and to the feed-forward block; norms and the inputs of projections are whole on every rank (Korthikanti et
+    al., section 4.2).
 
     Args:
         layer: Widths.
@@ -41,6 +45,8 @@ def layer_bytes(
             projections saves a cast input of its own.
         attention: ``eager`` or another.
         longest: Tokens of the longest sequence, for ``eager``.
+        tensor: Ranks that divide heads and feed-forward block.
+        repeated_keys: How often keys and values are held, where Ulysses has fewer of their heads than ranks.
     """
     residual = residual_itemsize or itemsize
     hidden, projections = layer.hidden, 2 * itemsize
@@ -48,7 +54,8 @@ def layer_bytes(
         projections = 2 * residual + 5 * itemsize  # q, k, v, gate and up cast their input
     norms = 2 * (_FULL + residual) * hidden + projections * hidden
     attended: float = (
-        itemsize * (layer.query + layer.key + layer.value + 2 * layer.attention_output) + _FULL * layer.heads
+        itemsize * (layer.query + repeated_keys * (layer.key + layer.value) + 2 * layer.attention_output)
+        + _FULL * layer.heads
     )
     if attention == "eager":
         attended += layer.heads * longest * (itemsize + _FULL)
@@ -56,18 +63,18 @@ def layer_bytes(
         attended += (_FULL + itemsize) * (layer.query + layer.key)
     feed_forward = (4 if layer.gated else 2) * itemsize * layer.intermediate
     experts = 2 * itemsize * hidden * layer.experts_per_token
-    return tokens * (norms + attended + feed_forward + experts)
+    return tokens * (norms + (attended + feed_forward) / tensor + experts)
 
 
-def backward_bytes(layer: LayerShape, tokens: float, *, itemsize: int) -> float:
+def backward_bytes(layer: LayerShape, tokens: float, *, itemsize: int, tensor: int = 1) -> float:
     """Bytes that the backward pass of one layer holds beside all its saved tensors, at its widest place.
 
     That is the feed-forward block. While the gradient of the product is formed, that of the last weight exists too:
     ``b (N I + H I)``; then both factors' gradients beside the product's, whose own saved input is freed: ``2 b N I``.
-    The larger of the two, and gradients of the residual stream ``2 b N H``.
+    The larger of the two, and gradients of the residual stream ``2 b N H``. Tensor parallelism divides I.
     """
-    block = tokens * layer.intermediate
-    weight = layer.hidden * layer.intermediate / max(layer.experts_per_token, 1)
+    block = tokens * layer.intermediate / tensor
+    weight = layer.hidden * layer.intermediate / max(layer.experts_per_token, 1) / tensor
     return itemsize * (max(2 * block, block + weight) + 2 * tokens * layer.hidden)
 
 
@@ -80,6 +87,8 @@ def saved_bytes(
     gradient_checkpointing: bool = False,
     attention: str = "packed",
     longest: float = 0.0,
+    tensor: int = 1,
+    repeated_keys: float = 1.0,
 ) -> float:
     """Bytes that autograd holds of all layers between forward and backward.
 
@@ -97,6 +106,8 @@ def saved_bytes(
         residual_itemsize=residual_itemsize,
         attention=attention,
         longest=longest,
+        tensor=tensor,
+        repeated_keys=repeated_keys,
     )
     return shape.layers * one + last
 
@@ -110,12 +121,14 @@ def head_bytes(
     entropy: bool = False,
     trained: bool = True,
     device: str = "cuda",
+    tensor: int = 1,
 ) -> float:
     """Bytes that the output layer and the loss hold at their widest place, M tokens of a vocabulary of W entries.
 
     Fused (:func:`~rlhfkit.losses.linear_logprobs`): the selected hidden states and their gradient ``(2 b + 4) M H``,
     the gradient of the weight before it is added ``b W H`` (twice when tied, the embedding has one too), and the
-    buffers of one tile of logits. Dense: logits, those of the selected tokens, and their gradient: ``3 b M W``.
+    buffers of one tile of logits. Dense: logits, those of the selected tokens, and their gradient: ``3 b M W``. Of T
+    tensor ranks each computes W / T entries; the weight, and its gradient, are whole on all.
     """
     hidden = shape.layer.hidden
     weight = itemsize * shape.vocabulary * hidden * (2 if shape.tied else 1) if trained else 0.0
@@ -123,7 +136,7 @@ def head_bytes(
     if not fused:
         return 3 * itemsize * tokens * shape.vocabulary + 2 * selected + weight
     gradients = tokens * hidden * (_FULL + (itemsize if itemsize < _FULL else 0))
-    return selected + gradients + weight + tile_bytes(shape.vocabulary, tokens, itemsize, entropy, device)
+    return selected + gradients + weight + tile_bytes(shape.vocabulary // tensor, tokens, itemsize, entropy, device)
 
 
 def tile_bytes(vocabulary: int, tokens: float, itemsize: int, entropy: bool, device: str) -> float:
@@ -142,9 +155,10 @@ def tile_bytes(vocabulary: int, tokens: float, itemsize: int, entropy: bool, dev
     return rows * columns * buffers
 
 
-def inference_bytes(shape: ModelShape, tokens: float, *, itemsize: int) -> float:
+def inference_bytes(shape: ModelShape, tokens: float, *, itemsize: int, tensor: int = 1) -> float:
     """Bytes of activations of a forward pass without gradient: one layer's feed-forward block at its widest place.
 
     ``b N (3 I + 3 H)``: gate, up and their product, the residual stream, its norm and the block's input.
+    Tensor parallelism divides I.
     """
-    return itemsize * tokens * (3 * shape.layer.intermediate + 3 * shape.layer.hidden)
+    return itemsize * tokens * (3 * shape.layer.intermediate / tensor + 3 * shape.layer.hidden)

@@ -91,14 +91,14 @@ def described_run(
                 f"{type(policy).__name__} learns from its own samples: give estimate(data=PromptDataModule(...), "
                 "rollouts=RolloutCallback(...)), which say how many there are and how they are made"
             )
-        fields |= _sampling(policy, data, rollouts, lengths, sharding.ranks, accumulate_grad_batches, problems)
+        fields |= _sampling(data, rollouts, sharding, accumulate_grad_batches, problems)
         fields |= _answers(data, rollouts, lengths, assumptions)
         fields["engine"] = engine_shape(rollouts.engine, fields["precision"], gpu, sharding.ranks, assumptions)
         offload = rollouts.phases.offload_training
         fields["offload_training"] = rollouts.engine.colocate and gpu.name != "cpu" if offload is None else offload
         run = Run(**_with_micro_batches(fields, data, problems))
     else:
-        run = Run(**fields, **_offline(policy, data, lengths, sharding.ranks * accumulate_grad_batches, assumptions))
+        run = Run(**fields, **_offline(policy, data, lengths, sharding, accumulate_grad_batches, assumptions))
     if run.policy.uncertainty > ModelShape.uncertainty:
         assumptions.append(
             f"the layers of the family {run.policy.family!r} are not those that the formulas describe: activations and "
@@ -170,7 +170,8 @@ def sharding_of(strategy: str | Strategy, ranks: int) -> Sharding:
     """The sharding of a strategy or of its name.
 
     Raises:
-        ValueError: If it is neither ours nor one of Lightning's that replicate everything.
+        ValueError: If it is neither ours nor one of Lightning's that replicate everything, or if its forward groups do
+            not divide the ranks.
     """
     if isinstance(strategy, str) and strategy.startswith("rlhf_"):
         register()
@@ -188,6 +189,9 @@ def sharding_of(strategy: str | Strategy, ranks: int) -> Sharding:
             bucket=int(zero.get("reduce_bucket_size", 5e8)),
             overlap=bool(zero.get("overlap_comm", True)),
             live_parameters=int(live),
+            sequence=getattr(strategy, "sequence_parallel_size", 1),
+            tensor=getattr(strategy, "tensor_parallel_size", 1),
+            sequence_parallel=getattr(strategy, "sequence_parallel", "ulysses"),
         )
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     if name not in _PLAIN and name not in ("DDPStrategy", "SingleDeviceStrategy"):
@@ -202,25 +206,19 @@ def sharding_of(strategy: str | Strategy, ranks: int) -> Sharding:
 
 
 def _sampling(
-    module: PolicyModule,
-    data: PromptDataModule,
-    rollouts: RolloutCallback,
-    lengths: Lengths,
-    ranks: int,
-    accumulate: int,
-    problems: list[str],
+    data: PromptDataModule, rollouts: RolloutCallback, sharding: Sharding, accumulate: int, problems: list[str]
 ) -> dict[str, Any]:
-    """Sizes of an iteration."""
+    """Sizes of an iteration. Ranks of a forward group share micro-batches."""
     group, prompts, cap = rollouts.sampling.group_size, data.rollout_batch_size, data.max_tokens_per_micro_batch
     sequences = prompts * group
     updates = data.updates_per_iteration
     if cap is None:
-        updates = max(1, round(sequences / (data.micro_batch_size * accumulate * ranks)))
+        updates = max(1, round(sequences / (data.micro_batch_size * accumulate * sharding.data)))
     try:
         if cap is None:
-            updates = iteration_shape(prompts, group, data.micro_batch_size, accumulate, ranks).updates
+            updates = iteration_shape(prompts, group, data.micro_batch_size, accumulate, sharding.data).updates
         else:
-            capped_iteration_shape(prompts, group, updates, ranks)
+            capped_iteration_shape(prompts, group, updates, sharding.data)
     except ValueError as error:
         problems.append(str(error))
     return {"sequences": sequences, "group_size": group, "updates": updates, "max_staleness": rollouts.max_staleness}
@@ -252,7 +250,9 @@ def _with_micro_batches(fields: dict[str, Any], data: PromptDataModule, problems
     """Add the tokens of a micro-batch, and the share of them that is trained on."""
     probe = Run(**fields)
     cap = data.max_tokens_per_micro_batch
-    tokens = data.micro_batch_size * probe.tokens / probe.sequences if cap is None else float(cap)
+    tokens = (
+        data.micro_batch_size * probe.tokens / probe.sequences if cap is None else float(cap * probe.sharding.sequence)
+    )
     tokens = max(tokens, probe.longest)  # a sequence is never divided
     trained = probe.sequences * probe.answer_tokens / probe.tokens
     context = probe.policy.context
@@ -265,16 +265,21 @@ def _with_micro_batches(fields: dict[str, Any], data: PromptDataModule, problems
 
 
 def _offline(
-    module: PolicyModule, data: L.LightningDataModule | None, lengths: Lengths, batches: int, assumptions: list[str]
+    module: PolicyModule,
+    data: L.LightningDataModule | None,
+    lengths: Lengths,
+    sharding: Sharding,
+    accumulate: int,
+    assumptions: list[str],
 ) -> dict[str, Any]:
     """Sizes of one optimizer step on given data; each row at its greatest length unless lengths are given."""
-    size, limit, cap = 8, None, None
+    size, limit, cap, together = 8, None, None, 1
     if isinstance(data, SFTDataModule):
         size, limit, cap = data.micro_batch_size, data.max_length, data.max_tokens_per_micro_batch
     else:
         assumptions.append(f"a micro-batch has {size} rows: give data")
     if isinstance(data, PreferenceDataModule):
-        size *= 2
+        together = 2
     length = None
     if lengths.prompt_tokens is not None or lengths.answer_tokens is not None:
         length = (lengths.prompt_tokens or 0.0) + (lengths.answer_tokens or 0.0)
@@ -282,11 +287,13 @@ def _offline(
         length = float(limit or PROMPT_TOKENS)
         source = "max_length of the data" if limit else "an assumption: give answer_tokens"
         assumptions.append(f"every row has {length:.0f} tokens ({source})")
-    tokens = float(cap) if cap is not None else size * length
+    tokens = float(cap * sharding.sequence) if cap is not None else size * together * length
+    tokens = max(tokens, together * length)  # a sequence is never divided over micro-batches
     scalar = isinstance(module, RewardModule | ProcessRewardModule)
     trained = 1.0 if lengths.answer_tokens is None else lengths.answer_tokens / length
     return {
-        "sequences": max(1, round(batches * tokens / length)),
+        "sequences": max(1, round(sharding.data * accumulate * tokens / length)),
+        "sequences_together": together,
         "prompt_tokens": length,
         "answer_tokens": 0.0,
         "micro_batch_tokens": tokens,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -11,6 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from rlhfkit.callbacks import RolloutCallback
 from rlhfkit.costs.description import Lengths, described_run
 from rlhfkit.costs.hardware import GIB, GPU, Efficiency, find_gpu
+from rlhfkit.costs.long_rows import LongestRow, longest_cached, longest_row, longest_rows, suggestion
 from rlhfkit.costs.memory import (
     ENGINE,
     FRAGMENTATION,
@@ -30,6 +32,7 @@ from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,26 @@ class Estimate:
         """Sequences of mean length that fit into an engine's key-value cache; ``None`` without an engine."""
         return None if self.run.engine is None else engine_memory(self.run).sequences
 
+    @cached_property
+    def longest_row(self) -> LongestRow:
+        """The longest row that the training GPUs can compute, with the run's sequence and tensor ranks."""
+        return longest_row(self.run)
+
+    @cached_property
+    def longest_rows(self) -> list[LongestRow]:
+        """The same for every division of the training GPUs into forward groups."""
+        return longest_rows(self.run)
+
+    @property
+    def longest_cached(self) -> int | None:
+        """Tokens of the longest sequence that an engine's key-value cache holds; ``None`` without one."""
+        return longest_cached(self.run)
+
+    @property
+    def suggestion(self) -> str | None:
+        """The smallest forward groups that compute the longest sequence; ``None`` if those of the run do."""
+        return suggestion(self.run, self.longest_rows)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON: bytes, seconds, problems; infinite times are ``None``."""
         return {
@@ -79,6 +102,12 @@ class Estimate:
             },
             "peak": self.peak,
             "cached_sequences": self.cached_sequences,
+            "sequence_parallel_size": self.run.sharding.sequence,
+            "tensor_parallel_size": self.run.sharding.tensor,
+            "longest_row": asdict(self.longest_row),
+            "longest_rows": [asdict(row) for row in self.longest_rows],
+            "longest_cached": self.longest_cached,
+            "suggestion": self.suggestion,
             "seconds": {phase: _finite(value) for phase, value in self.seconds.items()},
             "iteration_seconds": _finite(self.iteration_seconds),
             "checkpoint_seconds": _finite(self.checkpoint_seconds),
@@ -118,10 +147,41 @@ class Estimate:
         notes = [f"Assumed: {assumption}." for assumption in self.assumptions]
         if self.cached_sequences is not None:
             notes.append(f"Sequences of mean length in an engine's key-value cache: {self.cached_sequences:,.0f}.")
+        notes += self._notes_of_rows()
         notes += [f"Does not fit: {problem}" for problem in self.problems] or [
             f"Everything fits ({FRAGMENTATION:.0%} of a GPU kept free)."
         ]
-        return Group(memory, time, *notes)
+        tables = [memory, time, *([self._table_of_rows()] if len(self.longest_rows) > 1 else [])]
+        return Group(*tables, *notes)
+
+    def _table_of_rows(self) -> "Table":
+        """The longest row by sequence ranks (lines) and tensor ranks (columns)."""
+        from rich.table import Table
+
+        tensors = sorted({row.tensor for row in self.longest_rows})
+        found = {(row.sequence, row.tensor): row for row in self.longest_rows}
+        table = Table(title="Longest row that fits, tokens")
+        table.add_column("sequence_parallel_size", justify="right")
+        for tensor in tensors:
+            table.add_column("without tensor ranks" if tensor == 1 else f"{tensor} tensor ranks", justify="right")
+        for sequence in sorted({row.sequence for row in self.longest_rows}):
+            line = []
+            for tensor in tensors:
+                row = found.get((sequence, tensor))
+                ring = row is not None and sequence > 1 and row.sequence_parallel == "ring"
+                text = "-" if row is None else f"{row.tokens:,}{' ring' if ring else ''}"
+                own = (sequence, tensor) == (self.run.sharding.sequence, self.run.sharding.tensor)
+                line.append(f"[bold]{text}[/bold]" if own else text)
+            table.add_row(str(sequence), *line)
+        return table
+
+    def _notes_of_rows(self) -> list[str]:
+        """What limits the length of rows, and which sizes would compute the longest one."""
+        row = self.longest_row
+        notes = [f"Longest row that fits into the training GPUs: {row.tokens:,} tokens (most of it: {row.limit})."]
+        if self.longest_cached is not None:
+            notes.append(f"Longest sequence that fits into an engine's cache: {self.longest_cached:,} tokens.")
+        return notes + ([f"For longer rows: {self.suggestion}."] if self.suggestion else [])
 
 
 def _finite(value: float) -> float | None:

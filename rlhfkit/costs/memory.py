@@ -2,7 +2,8 @@
 
 States of mixed-precision training with Adam are those of Rajbhandari et al. (ZeRO, 2020, arXiv:1910.02054, section
 3.1), with what DeepSpeed 0.19.8 and Lightning 2.6.6 hold besides: reduction buckets, gathered weights, flat gradients
-of the step. P are trained parameters, R ranks, b bytes of a weight, m bytes of a main weight.
+of the step. P are trained parameters, R ranks, b bytes of a weight, m bytes of a main weight. With T tensor ranks P are
+the parameters of which a rank has numbers, and ZeRO divides each by the R / T ranks that have the same part.
 """
 
 import math
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from rlhfkit.costs.activations import backward_bytes, head_bytes, inference_bytes, layer_bytes, saved_bytes
 from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.model_shape import ModelShape
+from rlhfkit.costs.parallelism import exchange_bytes, joined_bytes, on_rank, refusals, repeated_keys
 from rlhfkit.costs.run import Run
 
 PHASES = ("sync", "generate", "prepare", "train", "update")
@@ -67,7 +69,7 @@ def weight_bytes(run: Run, parameters: float) -> float:
     whole = run.precision.weights * parameters
     if run.sharding.stage != 3:
         return whole
-    return 0.0 if run.sharding.offload_parameters else whole / run.sharding.ranks
+    return 0.0 if run.sharding.offload_parameters else whole / run.sharding.shards
 
 
 def gathered_bytes(run: Run, shape: ModelShape) -> float:
@@ -75,15 +77,16 @@ def gathered_bytes(run: Run, shape: ModelShape) -> float:
 
     On a single rank nothing is sharded, and nothing is copied.
     """
-    if run.sharding.stage != 3 or run.sharding.ranks == 1:
+    if run.sharding.stage != 3 or run.sharding.shards == 1:
         return 0.0
-    return run.precision.weights * (min(shape.parameters, run.sharding.live_parameters) + shape.small)
+    parameters = on_rank(shape, shape.parameters, run.sharding.tensor)
+    return run.precision.weights * (min(parameters, run.sharding.live_parameters) + shape.small)
 
 
 def gradient_bytes(run: Run, trained: float) -> float:
     """Bytes of gradients at the end of the backward pass: ``b P``, from ZeRO 2 on the rank's share ``b P / R``."""
     whole = run.precision.weights * trained
-    return whole / run.sharding.ranks if (run.sharding.stage or 0) >= 2 else whole
+    return whole / run.sharding.shards if (run.sharding.stage or 0) >= 2 else whole
 
 
 def micro_batch_gradient_bytes(run: Run, trained: float) -> float:
@@ -91,7 +94,7 @@ def micro_batch_gradient_bytes(run: Run, trained: float) -> float:
 
     DeepSpeed collects the rank's share there in a buffer of its own; other stages add each gradient at once.
     """
-    return run.precision.weights * trained / run.sharding.ranks if run.sharding.stage == 2 else 0.0
+    return run.precision.weights * trained / run.sharding.shards if run.sharding.stage == 2 else 0.0
 
 
 def bucket_bytes(run: Run, trained: float) -> float:
@@ -103,7 +106,7 @@ def bucket_bytes(run: Run, trained: float) -> float:
     """
     sharding, itemsize = run.sharding, run.precision.weights
     if sharding.stage in (None, 0):
-        if sharding.ranks == 1:
+        if sharding.shards == 1:
             return 0.0
         return itemsize * (trained if sharding.stage is None else min(trained, 5e8))
     return itemsize * sharding.bucket * (2 if sharding.stage == 2 and sharding.overlap else 1)
@@ -116,7 +119,7 @@ def optimizer_bytes(run: Run, trained: float) -> float:
     """
     precision, sharding = run.precision, run.sharding
     copied = precision.main_weights != precision.weights or (sharding.stage or 0) >= 1
-    numbers = trained / sharding.ranks if (sharding.stage or 0) >= 1 else trained
+    numbers = trained / sharding.shards if (sharding.stage or 0) >= 1 else trained
     return precision.main_weights * numbers * (3 if copied else 2)
 
 
@@ -128,10 +131,11 @@ def update_bytes(run: Run, shape: ModelShape) -> float:
     on a GPU (``foreach``).
     """
     precision, sharding = run.precision, run.sharding
+    trained = on_rank(shape, shape.trained, sharding.tensor)
     if sharding.stage in (None, 0) and precision.main_weights == precision.weights:
-        largest = min(shape.largest_tensor, shape.trained)
-        return precision.main_weights * (2 * largest if run.gpu.name == "cpu" else shape.trained)
-    numbers = shape.trained / sharding.ranks if (sharding.stage or 0) >= 1 else shape.trained
+        largest = min(shape.largest_tensor, trained)
+        return precision.main_weights * (2 * largest if run.gpu.name == "cpu" else trained)
+    numbers = trained / sharding.shards if (sharding.stage or 0) >= 1 else trained
     widened = 1 if precision.main_weights != precision.weights or sharding.stage in (1, 2) else 0
     return precision.main_weights * numbers * (2 + widened)
 
@@ -147,8 +151,9 @@ def frozen_models(run: Run) -> list[tuple[str, ModelShape]]:
     return [(role, shape) for role, shape in found if shape is not None]
 
 
-def _weights_of(role: str, shape: ModelShape) -> float:
-    return shape.backbone if role in ("critic", "reward model") else shape.parameters
+def _weights_of(run: Run, role: str, shape: ModelShape) -> float:
+    whole = shape.backbone if role in ("critic", "reward model") else shape.parameters
+    return on_rank(shape, whole, run.sharding.tensor)
 
 
 def _state_parts(run: Run) -> list[MemoryPart]:
@@ -158,20 +163,20 @@ def _state_parts(run: Run) -> list[MemoryPart]:
     kept = tuple(phase for phase in PHASES if phase != "generate") if run.offload_training else PHASES
     moved = tuple(phase for phase in kept if phase != "sync") if run.offload_training else PHASES
     for role, shape in trained_models(run):
-        parameters = _weights_of(role, shape)
+        parameters = _weights_of(run, role, shape)
         trained = shape.adapters or parameters
         host = HOST if sharding.offload_optimizer else TRAINING
         parts.append(MemoryPart(TRAINING, role, "weights", weight_bytes(run, parameters), kept))
         if shape.adapters:
             parts.append(MemoryPart(TRAINING, role, "adapters", run.precision.weights * shape.adapters, kept))
         if sharding.stage == 3 and sharding.offload_parameters:
-            offloaded = run.precision.weights * parameters / sharding.ranks
+            offloaded = run.precision.weights * parameters / sharding.shards
             parts.append(MemoryPart(HOST, role, "weights", offloaded))
         parts.append(MemoryPart(TRAINING, role, "gradients", gradient_bytes(run, trained), ("train", "update")))
         here = PHASES if sharding.offload_optimizer else moved
         parts.append(MemoryPart(host, role, "optimizer", optimizer_bytes(run, trained), here))
         if sharding.offload_optimizer:
-            numbers = trained / sharding.ranks
+            numbers = trained / sharding.shards
             parts.append(MemoryPart(HOST, role, "gradients", run.precision.main_weights * numbers))
         else:
             parts.append(MemoryPart(TRAINING, role, "optimizer step", update_bytes(run, shape), ("update",)))
@@ -181,7 +186,7 @@ def _state_parts(run: Run) -> list[MemoryPart]:
         parts += [buckets] if buckets.bytes else []
     for role, shape in frozen_models(run):
         here = PHASES if role == "reward model" else kept  # it scores samples while engines generate
-        size = weight_bytes(run, _weights_of(role, shape))
+        size = weight_bytes(run, _weights_of(run, role, shape))
         parts.append(MemoryPart(TRAINING, role, "weights", size, here))
     gathered = max(gathered_bytes(run, shape) for _, shape in [*trained_models(run), *frozen_models(run)])
     if gathered:  # one model at a time
@@ -208,22 +213,24 @@ def moved_bytes(parts: Sequence[MemoryPart]) -> float:
 
 def _activation_parts(run: Run) -> list[MemoryPart]:
     """Activations of the forward and backward pass: what is saved, and the widest of the moments beside it."""
-    compute, residual = run.precision.compute, run.precision.weights
+    compute, residual, sharding = run.precision.compute, run.precision.weights, run.sharding
     parts: list[MemoryPart] = []
     moment, widest = "backward buffers", 0.0
     for role, shape in trained_models(run):
         saved = saved_bytes(
             shape,
-            run.micro_batch_tokens,
+            run.part_tokens,
             itemsize=compute,
             residual_itemsize=residual,
             gradient_checkpointing=run.gradient_checkpointing,
             attention=run.attention,
             longest=min(run.longest, run.micro_batch_tokens),
+            tensor=sharding.tensor,
+            repeated_keys=repeated_keys(shape.layer, sharding),
         )
         parts.append(MemoryPart(TRAINING, role, "activations", saved, ("train",)))
         if residual != compute:
-            cast = compute * shape.parameters
+            cast = compute * on_rank(shape, shape.parameters, sharding.tensor)
             parts.append(MemoryPart(TRAINING, role, "weights cast by autocast", cast, ("train",)))
         backward = _backward_moment(run, shape)
         if role == "policy":
@@ -237,11 +244,14 @@ def _activation_parts(run: Run) -> list[MemoryPart]:
         MemoryPart(TRAINING, "policy" if moment == "logits head" else "all models", moment, widest, ("train",))
     )
     if run.engine is not None:
+        joined = sharding.group * min(run.prepare_tokens, run.tokens / sharding.ranks)
         widest = max(
-            inference_bytes(shape, min(run.prepare_tokens, run.tokens / run.sharding.ranks), itemsize=compute)
+            inference_bytes(shape, joined / sharding.sequence, itemsize=compute, tensor=sharding.tensor)
             for _, shape in [*trained_models(run), *frozen_models(run)]
         )
         parts.append(MemoryPart(TRAINING, "all models", "forward passes", widest, ("prepare",)))
+    if sharding.group > 1:
+        parts.append(MemoryPart(TRAINING, "all models", "joined row's layout", joined_bytes(run), ("train",)))
     return parts
 
 
@@ -249,19 +259,27 @@ def _head_moment(run: Run, shape: ModelShape) -> float:
     """Bytes beside saved tensors while the policy's output layer runs."""
     return head_bytes(
         shape,
-        run.micro_batch_tokens * run.trained_share,
+        run.trained_part_tokens,
         itemsize=run.precision.compute,
         fused=shape.fused_head,
         entropy=run.entropy,
         trained=not shape.adapters,
         device="cpu" if run.gpu.name == "cpu" else "cuda",
+        tensor=run.sharding.tensor,
     )
 
 
 def _backward_moment(run: Run, shape: ModelShape) -> float:
-    """Bytes beside saved tensors while a layer's gradient is computed; its saved tensors if they are recomputed."""
-    compute, tokens = run.precision.compute, run.micro_batch_tokens
-    moment = backward_bytes(shape.layer, tokens, itemsize=compute) + micro_batch_gradient_bytes(run, shape.trained)
+    """Bytes beside saved tensors while a layer's gradient is computed; its saved tensors if they are recomputed.
+
+    Numbers are exchanged with other sequence ranks when the feed-forward block's are gone.
+    """
+    compute, tokens, sharding = run.precision.compute, run.part_tokens, run.sharding
+    moment = max(
+        backward_bytes(shape.layer, tokens, itemsize=compute, tensor=sharding.tensor),
+        exchange_bytes(shape.layer, tokens, sharding, itemsize=compute),
+    )
+    moment += micro_batch_gradient_bytes(run, on_rank(shape, shape.trained, sharding.tensor))
     if run.gradient_checkpointing:
         moment += layer_bytes(
             shape.layer,
@@ -269,7 +287,9 @@ def _backward_moment(run: Run, shape: ModelShape) -> float:
             itemsize=compute,
             residual_itemsize=run.precision.weights,
             attention=run.attention,
-            longest=min(run.longest, tokens),
+            longest=min(run.longest, run.micro_batch_tokens),
+            tensor=sharding.tensor,
+            repeated_keys=repeated_keys(shape.layer, sharding),
         )
     return moment
 
@@ -373,7 +393,9 @@ def phase_bytes(parts: Sequence[MemoryPart], place: str) -> dict[str, float]:
 
 def memory_problems(run: Run, parts: Sequence[MemoryPart]) -> list[str]:
     """What does not fit, in the order in which a run would meet it."""
-    return [*_engine_problems(run), *_training_problems(run, parts)]
+    models = [*trained_models(run), *frozen_models(run)]
+    refused = [problem for role, shape in models for problem in refusals(role, shape, run.sharding)]
+    return [*refused, *_engine_problems(run), *_training_problems(run, parts)]
 
 
 def _engine_problems(run: Run) -> list[str]:
@@ -429,9 +451,13 @@ def _advice(run: Run, phase: str, largest: MemoryPart) -> str:
     if phase in ("generate", "sync") and run.engine is not None and run.engine.colocated:
         return "Lower gpu_memory_utilization of the colocated engine, offload the optimizer, or give engines their GPUs"
     if largest.part in ("activations", "logits head", "backward buffers"):
+        alone = (
+            run.micro_batch_tokens <= run.longest * run.sequences_together
+        )  # a row is never divided over micro-batches
+        smaller = "divide rows over more ranks (sequence_parallel_size)" if alone else "make micro-batches smaller"
         if not run.gradient_checkpointing:
-            return "Set gradient_checkpointing=True, or make micro-batches smaller"
-        return "Make micro-batches smaller"
+            return f"Set gradient_checkpointing=True, or {smaller}"
+        return smaller[0].upper() + smaller[1:]
     if run.sharding.ranks > 1 and stage != 3:
         return f"Use strategy='rlhf_zero3' in place of {'none' if stage is None else f'stage {stage}'}"
     if not run.sharding.offload_optimizer:

@@ -6,6 +6,7 @@ activations, keys and values are computed, come from the configuration's standar
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,8 @@ class LayerShape:
     """Whether queries and keys are normalised (Qwen 3)."""
     experts_per_token: int = 0
     """Experts that a token passes; 0: no mixture."""
+    key_heads: int | None = None
+    """Heads of keys and values; ``None``: as many as of queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,8 @@ class ModelShape:
     fused_head: bool = True
     """Whether log-probs are computed from the output layer without logits (:func:`~rlhfkit.losses.linear_logprobs`);
     not where a family's own code does more than scale or cap them."""
+    divisible: int = 0
+    """Numbers in the matrices that tensor parallelism divides, by the family's plan in Transformers; 0: it has none."""
     uncertainty: float = USUAL_UNCERTAINTY
     """Relative error of activation bytes."""
 
@@ -147,6 +152,7 @@ def model_shape(model: str | Any, *, lora: LoRA | None = None, trust_remote_code
         context=context_length(config),
         adapters=counted.adapters,
         fused_head=counted.fused_head,
+        divisible=counted.divisible,
         uncertainty=USUAL_UNCERTAINTY if known else UNKNOWN_UNCERTAINTY,
     )
 
@@ -163,6 +169,7 @@ class _Count:
     adapters: int = 0
     largest: int = 0
     small: int = 0
+    divisible: int = 0
     gated: bool = False
     fused_head: bool = True
 
@@ -178,6 +185,7 @@ def _count(config: Any, lora: LoRA | None, trust_remote_code: bool) -> _Count:
     model.tie_weights()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     count = _Count(fused_head=output_logits(model) is not None)
+    plan = _tensor_plan(config.get_text_config())
     for name, parameter in model.named_parameters():  # tied weights once
         size = parameter.numel()
         count.total += size
@@ -189,6 +197,8 @@ def _count(config: Any, lora: LoRA | None, trust_remote_code: bool) -> _Count:
             count.head += size
         elif _is_expert(name, parameter):
             count.experts += size
+        elif plan is not None and plan.search(name):
+            count.divisible += size
     count.gated = any("gate_proj" in name or "gate_up" in name for name, _ in model.named_parameters())
     if lora is not None:
         targets = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
@@ -202,6 +212,22 @@ def _count(config: Any, lora: LoRA | None, trust_remote_code: bool) -> _Count:
                 if _is_expert(name, parameter) and parameter.dim() == 3:
                     count.adapters += lora.rank * parameter.shape[0] * sum(parameter.shape[1:])
     return count
+
+
+def _tensor_plan(text: Any) -> re.Pattern[str] | None:
+    """The names of parameters that the family's tensor-parallel plan divides; ``None``: it divides none.
+
+    Weights and biases of layers whose outputs are divided (``colwise``), weights of those whose inputs are
+    (``rowwise``). Layers that gather what they have divided would gain nothing.
+    """
+    styles = {"colwise": "(weight|bias)", "rowwise": "weight"}
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    patterns = [
+        re.escape(layer).replace(r"\*", r"\d+") + r"\." + styles[style]
+        for layer, style in plan.items()
+        if style in styles and "expert" not in layer
+    ]
+    return re.compile(rf"(^|\.)({'|'.join(patterns)})$") if patterns else None
 
 
 def _is_expert(name: str, parameter: Any) -> bool:
@@ -266,6 +292,7 @@ def _layer(text: Any, *, gated: bool) -> tuple[LayerShape, bool]:
             gated=gated,
             normalized_heads=str(text.model_type).startswith(("qwen3", "gemma3", "olmo2", "olmo3")),
             experts_per_token=per_token,
+            key_heads=heads if latent else key_heads,
         ),
         known,
     )

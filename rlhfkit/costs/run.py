@@ -5,9 +5,11 @@ hand as well.
 """
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from rlhfkit.costs.hardware import GPU, Efficiency
 from rlhfkit.costs.model_shape import ModelShape
+from rlhfkit.mesh import Mesh, SequenceParallel
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.validation import check_integer, check_number
 
@@ -17,6 +19,11 @@ class Sharding:
     """How training is spread over its ranks."""
 
     ranks: int = 1
+    sequence: int = 1
+    """Ranks that divide the tokens of a forward pass (``sequence_parallel_size``)."""
+    tensor: int = 1
+    """Ranks that divide the weights of every layer (``tensor_parallel_size``)."""
+    sequence_parallel: SequenceParallel = "ulysses"
     stage: int | None = None
     """ZeRO stage of a DeepSpeed engine, 0 to 3; ``None``: Lightning's own strategies, with DDP on several ranks."""
     offload_optimizer: bool = False
@@ -33,9 +40,30 @@ class Sharding:
     def __post_init__(self) -> None:
         """Check the numbers."""
         check_integer("Sharding.ranks", self.ranks, minimum=1)
+        Mesh(world_size=self.ranks, sequence=self.sequence, tensor=self.tensor)
+        if self.sequence_parallel not in get_args(SequenceParallel):
+            raise ValueError(
+                f"Sharding.sequence_parallel must be one of {', '.join(get_args(SequenceParallel))}, got "
+                f"{self.sequence_parallel!r}"
+            )
         check_integer("Sharding.stage", self.stage, minimum=0, maximum=3, optional=True)
         check_integer("Sharding.bucket", self.bucket, minimum=1)
         check_integer("Sharding.live_parameters", self.live_parameters, minimum=1)
+
+    @property
+    def group(self) -> int:
+        """Ranks that compute a forward pass together."""
+        return self.sequence * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Groups of ranks that compute forward passes together."""
+        return self.ranks // self.group
+
+    @property
+    def shards(self) -> int:
+        """Ranks with the same part of every weight, over which ZeRO divides it."""
+        return self.ranks // self.tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +159,18 @@ class Run:
     answer_spread: float = 0.6
     """Standard deviation of the logarithm of the answers' lengths (lognormal); 0: all are equally long."""
     micro_batch_tokens: float = 16384.0
-    """Tokens of a micro-batch of a rank, padding not counted."""
+    """Tokens of a forward and backward pass, padding not counted: of a rank's micro-batch, or of those of all ranks of
+    a forward group together."""
     trained_share: float = 1.0
     """The share of a micro-batch's tokens that go through the output layer with gradient."""
     updates: int = 1
     """Optimizer updates of an iteration."""
     passes: int = 1
     """Times that each sequence is trained on in an iteration."""
+    sequences_together: int = 1
+    """Sequences that are in one micro-batch always: 2 of a preference pair."""
     prepare_tokens: int = 16192
-    """Tokens of a forward pass without gradient (``max_tokens_per_forward``)."""
+    """Tokens of a forward pass without gradient (``max_tokens_per_forward``) that a rank brings."""
     old_logprobs: bool = False
     """Whether the old log-probs of all sequences are computed, and not only of those after the first update."""
     score_seconds: float = 0.0
@@ -154,6 +185,7 @@ class Run:
         for name in ("sequences", "group_size", "max_answer_tokens", "updates", "passes", "prepare_tokens"):
             check_integer(f"Run.{name}", getattr(self, name), minimum=1)
         check_integer("Run.gpus_per_machine", self.gpus_per_machine, minimum=1)
+        check_integer("Run.sequences_together", self.sequences_together, minimum=1)
         check_integer("Run.max_staleness", self.max_staleness, minimum=0)
         for name in ("prompt_tokens", "micro_batch_tokens"):
             check_number(f"Run.{name}", getattr(self, name), above=0)
@@ -174,10 +206,20 @@ class Run:
 
     @property
     def longest(self) -> float:
-        """Tokens of the longest sequence that fits into the limits."""
-        return self.prompt_tokens + self.max_answer_tokens
+        """Tokens of the longest sequence that fits into the limits; of given data, all are equally long."""
+        return self.sequence_tokens if self.engine is None else self.prompt_tokens + self.max_answer_tokens
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank in an iteration."""
-        return max(1, round(self.tokens * self.passes / (self.micro_batch_tokens * self.sharding.ranks)))
+        """Micro-batches of a forward group in an iteration."""
+        return max(1, round(self.tokens * self.passes / (self.micro_batch_tokens * self.sharding.data)))
+
+    @property
+    def part_tokens(self) -> float:
+        """Tokens of a micro-batch that a rank computes: its part of those of its forward group."""
+        return self.micro_batch_tokens / self.sharding.sequence
+
+    @property
+    def trained_part_tokens(self) -> float:
+        """Most tokens that go through the output layer of a rank: answers after a long prompt all lie in its end."""
+        return min(self.micro_batch_tokens * self.trained_share, self.part_tokens)

@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 from rlhfkit.costs.memory import cache_token_bytes, engine_memory, memory_parts, moved_bytes, trained_models
 from rlhfkit.costs.model_shape import ModelShape
+from rlhfkit.costs.parallelism import on_rank, ring_bytes, tensor_bytes, ulysses_bytes
 from rlhfkit.costs.run import Run
 
 _STEPS = 64  # points of the integrals over lengths
@@ -134,11 +135,19 @@ def prepare_seconds(run: Run) -> float:
     """Seconds of forward passes before the first update: old, reference, value, reward and teacher models."""
     if run.engine is None:
         return 0.0
-    later = 1.0 if run.old_logprobs else 1.0 - 1.0 / run.updates
-    passes = [(run.policy, later)]
-    passes += [(shape, 1.0) for shape in (run.critic, run.reference, run.reward_model, run.teacher) if shape]
-    operations = sum(share * forward_flops(shape, run.tokens, run.sequence_tokens) for shape, share in passes)
+    operations = sum(
+        share * forward_flops(shape, run.tokens, run.sequence_tokens) for shape, share in _forward_passes(run)
+    )
     return operations / (run.sharding.ranks * run.gpu.flops * run.efficiency.forward_flops)
+
+
+def _forward_passes(run: Run) -> list[tuple[ModelShape, float]]:
+    """Each model that is computed without gradient, and for which share of an iteration's tokens."""
+    if run.engine is None:
+        return [(shape, 1.0) for shape in (run.reference, run.teacher) if shape]
+    later = 1.0 if run.old_logprobs else 1.0 - 1.0 / run.updates
+    others = (run.critic, run.reference, run.reward_model, run.teacher)
+    return [(run.policy, later), *((shape, 1.0) for shape in others if shape)]
 
 
 def train_seconds(run: Run) -> float:
@@ -151,16 +160,74 @@ def train_seconds(run: Run) -> float:
     )
     seconds = operations / (run.sharding.ranks * run.gpu.flops * run.efficiency.train_flops)
     if run.engine is None:
-        frozen = [shape for shape in (run.reference, run.teacher) if shape]
-        more = sum(forward_flops(shape, run.tokens, run.sequence_tokens) for shape in frozen)
+        more = sum(
+            share * forward_flops(shape, run.tokens, run.sequence_tokens) for shape, share in _forward_passes(run)
+        )
         seconds += more / (run.sharding.ranks * run.gpu.flops * run.efficiency.forward_flops)
     return seconds
 
 
-def collective_bandwidth(run: Run) -> float:
-    """Bytes per second and GPU of collectives over all ranks: the network's if there are several machines."""
-    within = run.sharding.ranks <= run.gpus_per_machine
+def collective_bandwidth(run: Run, ranks: int | None = None) -> float:
+    """Bytes per second and GPU of collectives over so many neighbours: the network's if they are on several machines.
+
+    Args:
+        run: The run.
+        ranks: How many consecutive ranks; ``None``: all.
+    """
+    within = (ranks or run.sharding.ranks) <= run.gpus_per_machine
     return (run.gpu.link if within else min(run.gpu.link, run.gpu.network)) * run.efficiency.link
+
+
+def sequence_seconds(run: Run) -> float:
+    """Seconds in which attention waits for numbers of other sequence ranks, training and preparation together.
+
+    Ulysses waits for all it exchanges. A ring waits for what takes longer to send than the attention of the block
+    before takes to compute.
+    """
+    sharding = run.sharding
+    if sharding.sequence == 1:
+        return 0.0
+    bandwidth = collective_bandwidth(run, sharding.group)
+    rate = run.gpu.flops * run.efficiency.train_flops
+    seconds = 0.0
+    for shape, tokens, sent in _grouped_passes(run):
+        if sharding.sequence_parallel == "ulysses":
+            each = ulysses_bytes(shape.layer, tokens, sharding, itemsize=run.precision.compute) / bandwidth
+        else:
+            numbers = 2.0 * (shape.layer.query + shape.layer.attention_output) / sharding.tensor
+            computing = tokens * numbers * attended(shape, run.sequence_tokens) / rate
+            each = ring_bytes(shape.layer, tokens, sharding, itemsize=run.precision.compute) / bandwidth
+            each = max(0.0, each - computing * (sharding.sequence - 1) / sharding.sequence)
+        seconds += shape.layers * sent * each
+    return seconds
+
+
+def tensor_seconds(run: Run) -> float:
+    """Seconds of tensor parallelism's all-reduces, which nothing hides, in training and preparation together."""
+    sharding = run.sharding
+    if sharding.tensor == 1:
+        return 0.0
+    bandwidth = collective_bandwidth(run, sharding.tensor)
+    moved = sum(
+        shape.layers * passes * tensor_bytes(shape.layer, tokens, sharding, itemsize=run.precision.compute)
+        for shape, tokens, passes in _grouped_passes(run)
+    )
+    return moved / bandwidth
+
+
+def _grouped_passes(run: Run) -> list[tuple[ModelShape, float, float]]:
+    """Each model, the tokens of an iteration that a rank computes of it, and how often its layers exchange for them.
+
+    Once in the forward pass, once when it is recomputed, and once in the backward pass; twice there in a ring, where
+    attention does as much more arithmetic.
+    """
+    sharding = run.sharding
+    own = run.tokens / (sharding.data * sharding.sequence)
+    backward = 2 if sharding.sequence_parallel == "ring" and sharding.sequence > 1 else 1
+    trained = 1 + run.gradient_checkpointing + backward
+    passes = [(shape, own * run.passes, float(trained)) for _, shape in trained_models(run)]
+    passes += [(shape, own * share, 1.0) for shape, share in _forward_passes(run)]
+    return passes
 
 
 def communication_seconds(run: Run) -> float:
@@ -171,25 +238,28 @@ def communication_seconds(run: Run) -> float:
     update (``P``); stage 3 moves ``3 P`` in each micro-batch.
     """
     sharding = run.sharding
-    if sharding.ranks == 1:
+    if sharding.shards == 1:
         return 0.0
     moved = 0.0
     for _, shape in trained_models(run):
-        trained, whole = shape.trained * run.precision.weights, shape.parameters * run.precision.weights
+        trained, whole = (
+            on_rank(shape, numbers, sharding.tensor) * run.precision.weights
+            for numbers in (shape.trained, shape.parameters)
+        )
         if sharding.stage == 3:
             moved += run.micro_batches * (2 * whole + trained)
         elif sharding.stage == 2:
             moved += run.micro_batches * trained + run.updates * trained
         else:
             moved += 2 * run.updates * trained
-    moved *= (sharding.ranks - 1) / sharding.ranks
+    moved *= (sharding.shards - 1) / sharding.shards
     return moved / collective_bandwidth(run) * run.efficiency.exposed_communication
 
 
 def optimizer_seconds(run: Run) -> float:
     """Seconds of the optimizer's steps, which read and write gradients, main weights and two moments once."""
-    ranks = run.sharding.ranks if (run.sharding.stage or 0) >= 1 else 1
-    numbers = sum(shape.trained for _, shape in trained_models(run)) / ranks
+    ranks = run.sharding.shards if (run.sharding.stage or 0) >= 1 else 1
+    numbers = sum(on_rank(shape, shape.trained, run.sharding.tensor) for _, shape in trained_models(run)) / ranks
     bandwidth = 50e9 if run.sharding.offload_optimizer else run.gpu.bandwidth
     return run.updates * numbers * 7 * 4 / bandwidth
 
@@ -205,6 +275,8 @@ def weight_sync_seconds(run: Run) -> float:
         seconds = moved / (min(run.gpu.link, run.gpu.network) * run.efficiency.link)
     if run.sharding.stage == 3 and run.sharding.ranks > 1:
         seconds += moved / collective_bandwidth(run)
+    elif run.sharding.tensor > 1:
+        seconds += moved / collective_bandwidth(run, run.sharding.tensor)
     return seconds
 
 
@@ -223,20 +295,22 @@ def checkpoint_seconds(run: Run) -> float:
 
 def phase_seconds(run: Run) -> dict[str, float]:
     """Seconds of an iteration by phase; a checkpoint is not part of it."""
+    together = {"sequence_parallel": sequence_seconds(run)} if run.sharding.sequence > 1 else {}
+    together |= {"tensor_parallel": tensor_seconds(run)} if run.sharding.tensor > 1 else {}
+    training = {
+        "train": train_seconds(run),
+        **together,
+        "communication": communication_seconds(run),
+        "optimizer": optimizer_seconds(run),
+    }
     if run.engine is None:
-        return {
-            "train": train_seconds(run),
-            "communication": communication_seconds(run),
-            "optimizer": optimizer_seconds(run),
-        }
+        return training
     moving = {"offload": offload_seconds(run)} if run.offload_training else {}
     return moving | {
         "generate": generation_seconds(run),
         "score": run.score_seconds,
         "prepare": prepare_seconds(run),
-        "train": train_seconds(run),
-        "communication": communication_seconds(run),
-        "optimizer": optimizer_seconds(run),
+        **training,
         "weight_sync": weight_sync_seconds(run),
     }
 

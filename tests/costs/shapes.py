@@ -1,5 +1,6 @@
 """Configurations of small models and runs that tests of costs share."""
 
+from functools import cache
 from typing import Any
 
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
@@ -29,6 +30,7 @@ def build(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
+@cache
 def llama_70b() -> ModelShape:
     """Llama 3.1 70B by its published sizes (2024, arXiv:2407.21783, table 3)."""
     return model_shape(

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_named_with_numbers_and_a_cure() -> None:
     (problem,) = memory_problems(run, memory_parts(run))
     assert problem.startswith("train: ")
     assert "a H100 has 76.7 GiB; the largest parts are policy activations" in problem
-    assert problem.endswith("Set gradient_checkpointing=True, or make micro-batches smaller")
+    assert problem.endswith("Set gradient_checkpointing=True, or divide rows over more ranks (sequence_parallel_size)")
 
 
 def test_weights_that_do_not_fit_ask_for_sharding() -> None:
